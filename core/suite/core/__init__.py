@@ -1,0 +1,42 @@
+"""The numerics of K-FAC and PSGD Kron as pure functions over any array library.
+
+Importing this package loads neither torch nor jax. Leading axes of every array are a batch; noise, step
+counts and hyperparameters that change are arguments.
+"""
+
+from suite.core import (
+    blocks,
+    buckets,
+    damping,
+    kfac,
+    kron,
+    kronecker,
+    linalg,
+    moments,
+    noise,
+    patches,
+    routing,
+    schedules,
+    statistics,
+    step_size,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "__version__",
+    "blocks",
+    "buckets",
+    "damping",
+    "kfac",
+    "kron",
+    "kronecker",
+    "linalg",
+    "moments",
+    "noise",
+    "patches",
+    "routing",
+    "schedules",
+    "statistics",
+    "step_size",
+]

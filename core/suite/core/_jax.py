@@ -1,0 +1,54 @@
+"""Factorizations for jax.numpy.
+
+On the CPU a stack is walked matrix by matrix: jaxlib's batched LAPACK kernels run on the thread pool
+that they wait for, and as many of them at once as there are cores stop for ever (seen with jaxlib
+0.10.2). Elsewhere the stack is one batched call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def _over_stack(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    batch = arrays[0].shape[:-2]
+    if not batch:
+        return function(*arrays)
+    flat = tuple(x.reshape(-1, *x.shape[-2:]) for x in arrays)
+    out = lax.platform_dependent(
+        *flat,
+        cpu=lambda *xs: lax.map(lambda matrices: function(*matrices), xs),
+        default=jax.vmap(function),
+    )
+    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), out)
+
+
+def _cholesky_inverse(x: jax.Array) -> jax.Array:
+    factor = lax.linalg.cholesky(x, symmetrize_input=False)
+    eye = jnp.eye(x.shape[-1], dtype=x.dtype)
+    half = lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
+    inverse = half.T @ half
+    return jnp.where(jnp.all(jnp.isfinite(inverse)), inverse, jnp.nan)
+
+
+def cholesky_inverse(x: jax.Array) -> jax.Array:
+    """Inverse of positive definite matrices; NaN throughout a matrix that is not."""
+    return _over_stack(_cholesky_inverse, x)
+
+
+def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Eigenvalues and eigenvectors of finite symmetric matrices; NaN where the solver gave up."""
+    vectors, values = _over_stack(lambda m: tuple(lax.linalg.eigh(m, symmetrize_input=False)), x)
+    return values, vectors
+
+
+def solve_triangular(x: jax.Array, y: jax.Array, *, upper: bool) -> jax.Array:
+    """The solution of x z = y for a stack of triangular matrices x."""
+    return _over_stack(
+        lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=not upper), x, y
+    )

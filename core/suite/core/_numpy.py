@@ -1,0 +1,62 @@
+"""Factorizations for numpy and for any other array library that follows the standard.
+
+The reference, written to be obviously right: matrices one at a time through the standard's own
+routines, an exception turned into NaN for that matrix alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from suite.core._namespace import Array, array_namespace
+
+
+def _each(function: Callable[..., tuple[np.ndarray, ...]], *arrays: Array) -> tuple[Array, ...]:
+    xp = array_namespace(*arrays)
+    batch = tuple(arrays[0].shape[:-2])
+    stacks = [np.asarray(x).reshape(-1, *x.shape[-2:]) for x in arrays]
+    results = [function(*matrices) for matrices in zip(*stacks, strict=True)]
+    return tuple(
+        xp.asarray(np.stack(parts).reshape(batch + parts[0].shape))
+        for parts in zip(*results, strict=True)
+    )
+
+
+def _cholesky_inverse(x: np.ndarray) -> tuple[np.ndarray]:
+    try:
+        half = np.linalg.inv(np.linalg.cholesky(x))
+    except np.linalg.LinAlgError:
+        return (np.full_like(x, np.nan),)
+    return (half.T @ half,)
+
+
+def _eigh(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        values, vectors = np.linalg.eigh(x)
+    except np.linalg.LinAlgError:
+        return np.full_like(x[0], np.nan), np.full_like(x, np.nan)
+    return values, vectors
+
+
+def cholesky_inverse(x: Array) -> Array:
+    """Inverse of positive definite matrices; NaN throughout a matrix that is not."""
+    return _each(_cholesky_inverse, x)[0]
+
+
+def eigh(x: Array) -> tuple[Array, Array]:
+    """Eigenvalues and eigenvectors of finite symmetric matrices; NaN where the solver gave up."""
+    values, vectors = _each(_eigh, x)
+    return values, vectors
+
+
+def solve_triangular(x: Array, y: Array, *, upper: bool) -> Array:
+    """The solution of x z = y for a stack of triangular matrices x."""
+    del upper  # a general solve finds the same solution
+
+    def solve(a: np.ndarray, b: np.ndarray) -> tuple[Any]:
+        return (np.linalg.solve(a, b),)
+
+    return _each(solve, x, y)[0]

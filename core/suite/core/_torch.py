@@ -1,0 +1,100 @@
+"""torch as the core's array namespace: the standard's names where torch spells them otherwise.
+
+Only names that the core uses are here, each a plain alias or a one-line function, so that
+`torch.compile` traces through them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+abs = torch.abs
+all = torch.all
+any = torch.any
+arange = torch.arange
+argmax = torch.argmax
+asarray = torch.asarray
+bool = torch.bool
+broadcast_to = torch.broadcast_to
+concat = torch.concat
+exp = torch.exp
+eye = torch.eye
+finfo = torch.finfo
+float32 = torch.float32
+float64 = torch.float64
+int32 = torch.int32
+isfinite = torch.isfinite
+linalg = torch.linalg
+log = torch.log
+matmul = torch.matmul
+mean = torch.mean
+moveaxis = torch.moveaxis
+ones = torch.ones
+reshape = torch.reshape
+sqrt = torch.sqrt
+stack = torch.stack
+sum = torch.sum
+triu = torch.triu
+where = torch.where
+zeros = torch.zeros
+zeros_like = torch.zeros_like
+
+
+def astype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype)
+
+
+def expand_dims(x: torch.Tensor, *, axis: int) -> torch.Tensor:
+    return x.unsqueeze(axis)
+
+
+def matrix_transpose(x: torch.Tensor) -> torch.Tensor:
+    return x.mT
+
+
+def max(x: torch.Tensor, *, axis: Any, keepdims: Any = False) -> torch.Tensor:
+    return torch.amax(x, dim=axis, keepdim=keepdims)
+
+
+def maximum(x: Any, y: Any) -> torch.Tensor:
+    if isinstance(y, (int, float)):
+        return torch.clamp(x, min=y)
+    return torch.maximum(x, y)
+
+
+def minimum(x: Any, y: Any) -> torch.Tensor:
+    if isinstance(y, (int, float)):
+        return torch.clamp(x, max=y)
+    return torch.minimum(x, y)
+
+
+def permute_dims(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    return torch.permute(x, axes)
+
+
+def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
+    """Inverse of positive definite matrices; NaN throughout a matrix that is not."""
+    factor, info = torch.linalg.cholesky_ex(x)
+    failed = (info != 0)[..., None, None]
+    factor = torch.where(failed, torch.eye(x.shape[-1], dtype=x.dtype, device=x.device), factor)
+    return torch.where(failed, torch.nan, torch.cholesky_inverse(factor))
+
+
+def eigh(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues and eigenvectors of finite symmetric matrices; NaN where the solver gave up."""
+    try:
+        values, vectors = torch.linalg.eigh(x)
+    except torch.linalg.LinAlgError:
+        if x.ndim == 2:  # one matrix: LAPACK did not converge on it
+            nan = torch.full_like(x, torch.nan)
+            return nan[..., 0], nan
+        pairs = [eigh(matrix) for matrix in x]  # spare the rest of the stack
+        values, vectors = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    return values, vectors
+
+
+def solve_triangular(x: torch.Tensor, y: torch.Tensor, *, upper: Any) -> torch.Tensor:
+    """The solution of x z = y for a stack of triangular matrices x."""
+    return torch.linalg.solve_triangular(x, y, upper=upper)

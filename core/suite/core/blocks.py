@@ -1,0 +1,205 @@
+"""How one parameter becomes blocks for a Kronecker-factored preconditioner. Plans are made of ints.
+
+A parameter's axes are merged until few are left, each merged axis gets a dense or a diagonal factor, and
+axes longer than `block_size` are cut. Cutting an axis into equal chunks and one remainder gives at most
+two kinds of chunk per axis, so a parameter becomes a few *tiles*: regular grids of equal blocks, each
+one slice, reshape and transpose away, however many blocks there are.
+
+Source: the options are distributed_kron's; merging and blocking go back to Anil et al. 2020
+(arXiv:2002.09018).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from suite.core._namespace import Array, array_namespace
+from suite.core.checks import check_choice, check_flag, check_integer
+
+MemorySaveMode = Literal["one_diag", "smart_one_diag", "all_diag"]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Which factors a parameter gets. Names and meanings are distributed_kron's.
+
+    Args:
+        max_size_triangular: an axis longer than this gets a diagonal factor.
+        min_ndim_triangular: a parameter with fewer axes (of size > 1) gets diagonal factors only.
+        memory_save_mode: None; 'one_diag', the longest axis is diagonal; 'smart_one_diag', it is if it
+            is longer than all the others; 'all_diag', all are.
+        merge_small_dims: merge neighbouring axes (a kernel's input channels and offsets, say) while
+            their product is at most `target_merged_dim_size`; at least two axes stay.
+        partition_grads_into_blocks: cut axes with dense factors into chunks of `block_size`.
+    """
+
+    max_size_triangular: int = 8192
+    min_ndim_triangular: int = 2
+    memory_save_mode: MemorySaveMode | None = None
+    merge_small_dims: bool = True
+    target_merged_dim_size: int = 2048
+    partition_grads_into_blocks: bool = True
+    block_size: int = 256
+
+    def __post_init__(self) -> None:
+        check_integer("max_size_triangular", self.max_size_triangular, at_least=0)
+        check_integer("min_ndim_triangular", self.min_ndim_triangular, at_least=0)
+        modes = (None, *get_args(MemorySaveMode))
+        check_choice("memory_save_mode", self.memory_save_mode, modes)
+        check_flag("merge_small_dims", self.merge_small_dims)
+        check_integer("target_merged_dim_size", self.target_merged_dim_size, at_least=1)
+        check_flag("partition_grads_into_blocks", self.partition_grads_into_blocks)
+        check_integer("block_size", self.block_size, at_least=1)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A regular grid of equal blocks: along axis i, counts[i] chunks of sizes[i] from starts[i]."""
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def blocks(self) -> int:
+        return math.prod(self.counts)
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """One parameter's blocks."""
+
+    shape: tuple[int, ...]  # the parameter's
+    scanned: int  # leading axes that stack independent parameters, 0 or 1
+    merged: tuple[int, ...]  # sides after merging, without the scanned axis
+    diagonal: tuple[bool, ...]  # per merged axis
+    tiles: tuple[Tile, ...]  # in order of their starts, the last axis fastest
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the parameter has."""
+        return sum(self.tile_blocks(tile) for tile in self.tiles)
+
+    def tile_blocks(self, tile: Tile) -> int:
+        return tile.blocks * math.prod(self.shape[: self.scanned])
+
+    def factor_elements(self) -> int:
+        """Numbers in all factors Q_i of this parameter."""
+        return sum(
+            self.tile_blocks(tile)
+            * sum(n if d else n * n for n, d in zip(tile.sizes, self.diagonal, strict=True))
+            for tile in self.tiles
+        )
+
+
+def plan_blocks(shape: Sequence[int], structure: Structure, *, scanned: bool = False) -> BlockPlan:
+    """The blocks of a parameter of `shape`; with `scanned`, axis 0 stacks parameters of one kind."""
+    shape = tuple(int(side) for side in shape)
+    if scanned and not shape:
+        raise ValueError("a scanned parameter must have at least one axis, got shape ()")
+    own = shape[int(scanned) :]
+    merged = merge_sides(own, structure.target_merged_dim_size if structure.merge_small_dims else 0)
+    diagonal = _diagonal_axes(merged, structure)
+    chunks = []
+    for side, is_diagonal in zip(merged, diagonal, strict=True):
+        cut = structure.partition_grads_into_blocks and not is_diagonal
+        chunks.append(_chunks(side, structure.block_size if cut else side))
+    tiles = tuple(
+        Tile(*(tuple(part) for part in zip(*chosen, strict=True)))
+        for chosen in itertools.product(*chunks)
+    )
+    return BlockPlan(shape, int(scanned), merged, diagonal, tiles)
+
+
+def merge_sides(shape: tuple[int, ...], target: int) -> tuple[int, ...]:
+    """Sides after merging neighbours up to `target`: fewest axes, then the smallest factors.
+
+    Axes of size 1 vanish. A tensor with two or more longer axes keeps at least two: merging a matrix
+    into one axis would square the size of its factor.
+    """
+    sides = tuple(side for side in shape if side != 1) or (1,)
+    if len(sides) <= 2:
+        return sides
+    candidates = []
+    for cuts in itertools.product((False, True), repeat=len(sides) - 1):
+        groups = [[sides[0]]]
+        for cut, side in zip(cuts, sides[1:], strict=True):
+            if cut:
+                groups.append([side])
+            else:
+                groups[-1].append(side)
+        merged = tuple(math.prod(group) for group in groups)
+        allowed = all(len(g) == 1 or p <= target for g, p in zip(groups, merged, strict=True))
+        if allowed and len(merged) >= 2:
+            candidates.append((len(merged), sum(n * n for n in merged), merged))
+    return min(candidates)[2]
+
+
+def _diagonal_axes(merged: tuple[int, ...], structure: Structure) -> tuple[bool, ...]:
+    own_ndim = len([side for side in merged if side > 1])
+    if structure.memory_save_mode == "all_diag" or own_ndim < structure.min_ndim_triangular:
+        return (True,) * len(merged)
+    diagonal = [side <= 1 or side > structure.max_size_triangular for side in merged]
+    longest = max(range(len(merged)), key=lambda axis: (merged[axis], axis))
+    unique = merged.count(merged[longest]) == 1
+    if structure.memory_save_mode == "one_diag" or (
+        structure.memory_save_mode == "smart_one_diag" and unique and len(merged) > 1
+    ):
+        diagonal[longest] = True
+    return tuple(diagonal)
+
+
+def _chunks(side: int, block_size: int) -> list[tuple[int, int, int]]:
+    """(start, count, size) of the equal chunks and, if any, of the remainder."""
+    if side <= block_size:
+        return [(0, 1, side)]
+    count, rest = divmod(side, block_size)
+    return [(0, count, block_size)] + ([(count * block_size, 1, rest)] if rest else [])
+
+
+def split(plan: BlockPlan, x: Array) -> list[Array]:
+    """A parameter-shaped array as one stack of blocks (blocks, *sizes) per tile."""
+    xp = array_namespace(x)
+    scan = math.prod(plan.shape[: plan.scanned])
+    x = xp.reshape(x, (scan, *plan.merged))
+    stacks = []
+    for tile in plan.tiles:
+        part = x
+        if len(plan.tiles) > 1:
+            ranges = zip(tile.starts, tile.counts, tile.sizes, strict=True)
+            part = x[(slice(None), *(slice(s, s + c * n) for s, c, n in ranges))]
+        if tile.blocks > 1:
+            grid = itertools.chain(*zip(tile.counts, tile.sizes, strict=True))
+            part = xp.reshape(part, (scan, *grid))
+            ndim = len(tile.sizes)
+            counts, sizes = range(1, 2 * ndim, 2), range(2, 2 * ndim + 1, 2)
+            part = xp.permute_dims(part, (0, *counts, *sizes))
+        stacks.append(xp.reshape(part, (scan * tile.blocks, *tile.sizes)))
+    return stacks
+
+
+def merge(plan: BlockPlan, stacks: Sequence[Array]) -> Array:
+    """Undo `split`."""
+    xp = array_namespace(stacks[0])
+    scan = math.prod(plan.shape[: plan.scanned])
+    parts = []
+    for tile, stack in zip(plan.tiles, stacks, strict=True):
+        part = stack
+        if tile.blocks > 1:
+            ndim = len(tile.sizes)
+            part = xp.reshape(part, (scan, *tile.counts, *tile.sizes))
+            pairs = itertools.chain(*((1 + i, 1 + ndim + i) for i in range(ndim)))
+            part = xp.permute_dims(part, (0, *pairs))
+        extent = (c * n for c, n in zip(tile.counts, tile.sizes, strict=True))
+        parts.append(xp.reshape(part, (scan, *extent)))
+    # Tiles come in itertools.product order: join neighbours along the last axis, then the one before.
+    for axis in range(len(plan.merged), 0, -1):
+        chunks = len({tile.starts[axis - 1] for tile in plan.tiles})
+        if chunks > 1:
+            groups = [parts[i : i + chunks] for i in range(0, len(parts), chunks)]
+            parts = [xp.concat(group, axis=axis) for group in groups]
+    return xp.reshape(parts[0], plan.shape)

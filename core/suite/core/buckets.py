@@ -1,0 +1,53 @@
+"""Stacks of equal shape are served together: one batched call instead of one call a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from suite.core._namespace import Array, array_namespace
+
+
+@dataclass(frozen=True)
+class Member:
+    """Where one stack sits in its bucket."""
+
+    index: int  # which of the planned stacks
+    start: int  # its first block in the bucket
+    stop: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Stacks that share a key, joined along their leading axis in order of their index."""
+
+    key: Any
+    members: tuple[Member, ...]
+
+    @property
+    def blocks(self) -> int:
+        return self.members[-1].stop
+
+
+def plan_buckets(stacks: Sequence[tuple[Hashable, int]]) -> tuple[Bucket, ...]:
+    """Group stacks, given as (key, number of blocks), by key; buckets in order of first appearance."""
+    members: dict[Hashable, list[Member]] = {}
+    for index, (key, blocks) in enumerate(stacks):
+        group = members.setdefault(key, [])
+        start = group[-1].stop if group else 0
+        group.append(Member(index, start, start + blocks))
+    return tuple(Bucket(key, tuple(group)) for key, group in members.items())
+
+
+def gather(bucket: Bucket, stacks: Sequence[Array]) -> Array:
+    """The bucket's members out of all `stacks`, joined: (blocks, ...). No copy for a single member."""
+    parts = [stacks[member.index] for member in bucket.members]
+    return parts[0] if len(parts) == 1 else array_namespace(parts[0]).concat(parts, axis=0)
+
+
+def scatter(bucket: Bucket, joined: Array, stacks: list[Any]) -> None:
+    """Undo `gather`: put each member's part of `joined` into its place in the list `stacks`."""
+    for member in bucket.members:
+        whole = len(bucket.members) == 1
+        stacks[member.index] = joined if whole else joined[member.start : member.stop, ...]

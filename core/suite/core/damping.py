@@ -1,0 +1,61 @@
+"""Damping: how far curvature is trusted."""
+
+from __future__ import annotations
+
+from suite.core import linalg
+from suite.core._namespace import Array, Scalar, array_namespace, as_scalar
+
+
+def tikhonov(values: Array, damping: Scalar) -> Array:
+    """1 / (`values` + `damping`), elementwise; 0 where that is 1 / 0.
+
+    With eigenvalues of A ⊗ G this is the inverse of A ⊗ G + λ I in its eigenbasis.
+    Source: Grosse & Martens 2016 (arXiv:1602.01407), appendix B.
+
+    Args:
+        values: (...), eigenvalues >= 0.
+        damping: λ >= 0, in units of curvature. With λ = 0 null directions get a zero step.
+    """
+    xp = array_namespace(values)
+    damped = values + as_scalar(damping, values)
+    positive = damped > 0
+    one = xp.zeros_like(damped) + 1
+    return xp.where(positive, one / xp.where(positive, damped, one), xp.zeros_like(damped))
+
+
+def split_damping(mean_A: Array, mean_G: Array, damping: Scalar) -> tuple[Array, Array]:
+    """λ shared out between A and G: (π √λ, √λ / π) with π² = `mean_A` / `mean_G`.
+
+    Args:
+        mean_A: (...), mean eigenvalue of A, tr A / dim A.
+        mean_G: (...), mean eigenvalue of G.
+        damping: λ >= 0, in units of curvature.
+
+    Returns:
+        What to add to the diagonals of A and of G, each (...). π is 1 where a mean is not positive.
+    """
+    xp = array_namespace(mean_A, mean_G)
+    usable = (mean_A > 0) & (mean_G > 0)
+    one = xp.zeros_like(mean_A) + 1
+    # A quotient of roots, not the root of a quotient: the latter overflows for means 1e30 and 1e-30.
+    pi = xp.sqrt(xp.where(usable, mean_A, one)) / xp.sqrt(xp.where(usable, mean_G, one))
+    damping = as_scalar(damping, mean_A)
+    root = damping**0.5
+    return root * pi, root / pi
+
+
+def factored_damping(A: Array, G: Array, damping: Scalar) -> tuple[Array, Array]:
+    """Split `damping` between A and G so that each is damped in its own units.
+
+        (A + π √λ I) ⊗ (G + π⁻¹ √λ I),   π² = (tr A / dim A) / (tr G / dim G)
+
+    Source: Martens & Grosse 2015 (arXiv:1503.05671), section 6.3.
+
+    Args:
+        A: (..., d_in, d_in), second moment of the layer inputs.
+        G: (..., d_out, d_out), second moment of the output gradients.
+        damping: λ >= 0, in units of curvature.
+    """
+    mean_A, mean_G = linalg.trace(A) / A.shape[-1], linalg.trace(G) / G.shape[-1]
+    damping_A, damping_G = split_damping(mean_A, mean_G, damping)
+    return linalg.add_diagonal(A, damping_A), linalg.add_diagonal(G, damping_G)

@@ -1,0 +1,261 @@
+"""PSGD Kron: a preconditioner P = QᵀQ, Q = Q_1 ⊗ Q_2 ⊗ ..., fitted until P g is white.
+
+Whitening fits P to (E[g gᵀ])^(-1/2): at the optimum the preconditioned gradient h = P g satisfies
+E[h hᵀ] = I in every axis. Each update is one relative step on a Lie group or on the positive definite
+cone, with step `preconditioner_lr` / L where L bounds the local smoothness.
+
+References:
+    Li 2015 (arXiv:1512.04202): the fitting criterion.
+    Li 2022 (arXiv:2211.04422) and Pooladzandi & Li 2024 (arXiv:2402.04553): Kronecker factors, EQ.
+    Li 2024 (arXiv:2402.11858): the geometries QEQ, QUAD and Q0.5EQ1.5.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from suite.core import kronecker, linalg
+from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
+from suite.core.checks import check_choice, check_number
+
+Geometry = Literal["Q0.5EQ1.5", "QEQ", "QUAD", "EQ"]
+
+_LARGEST_LIPSCHITZ = 1e30  # it must stay finite in float32 to be forgotten again
+_PROCRUSTES_STEP = 0.125  # below 1/4 the truncated rotation is orthogonal to 1e-3 (arXiv:2402.11858)
+
+
+class KronState(NamedTuple):
+    """One stack of blocks of one shape; index i runs over a block's axes."""
+
+    factors: tuple[Array, ...]  # Q_i, (..., n_i, n_i) dense or (..., n_i) diagonal
+    lipschitz: tuple[Array, ...]  # L_i, (...,): remembered bound of the update's smoothness
+    preconditioners: tuple[Array, ...]  # P_i = Q_iᵀ Q_i, as `refresh` left them
+
+
+@dataclass(frozen=True)
+class Kron:
+    """The rule. `init`, then in each step `update` and `refresh` when due, and `precondition`.
+
+    Args:
+        geometry: the local coordinates dQ in which a step is taken.
+            'Q0.5EQ1.5': dQ = Q^½ E Q^1.5, kept near symmetric by a rotation; the most robust.
+            'QEQ': dQ = Q E Q, over the general linear group.
+            'QUAD': a quadratic form that keeps Q symmetric positive definite.
+            'EQ': dQ = E Q, over upper triangular matrices; the oldest, needs triangular solves.
+        betaL: decay of L between updates, in [0, 1); larger forgets outliers more slowly.
+        damping: noise added to the gradient, absolute; bounds P by about 1 / damping.
+    """
+
+    geometry: Geometry = "Q0.5EQ1.5"
+    betaL: float = 0.9
+    damping: float = 1e-9
+
+    def __post_init__(self) -> None:
+        check_choice("geometry", self.geometry, get_args(Geometry))
+        check_number("betaL", self.betaL, at_least=0, below=1)
+        check_number("damping", self.damping, at_least=0)
+
+    def init(
+        self, like: Array, shape: tuple[int, ...], diagonal: tuple[bool, ...], scale: float
+    ) -> KronState:
+        """Q = `scale` I, spread evenly over the factors.
+
+        Args:
+            like: any array; its dtype (at least the factors' precision) and device are used.
+            shape: (*batch, n_1, ..., n_d), a stack of blocks.
+            diagonal: for each of the d axes, whether its factor is diagonal.
+            scale: the initial ‖Q‖, > 0.
+        """
+        xp = array_namespace(like)
+        where = {"dtype": like.dtype, "device": device_of(like)}
+        batch, sides = shape[: len(shape) - len(diagonal)], shape[len(shape) - len(diagonal) :]
+        factors = []
+        for side, is_diagonal in zip(sides, diagonal, strict=True):
+            shape_of_factor = (*batch, side) if is_diagonal else (*batch, side, side)
+            ones = xp.zeros(shape_of_factor, **where) + scale ** (1 / len(sides))
+            factors.append(ones if is_diagonal else ones * xp.eye(side, **where))
+        lipschitz = tuple(xp.zeros(batch, **where) for _ in sides)
+        return KronState(tuple(factors), lipschitz, _squares(tuple(factors), len(batch)))
+
+    def update(
+        self, state: KronState, gradient: Array, noise: Array, preconditioner_lr: Scalar
+    ) -> KronState:
+        """Fit the factors to one more gradient. Blocks whose gradient is all zero are left alone.
+
+        With h = P g, T = Σ h hᵀ over the other axes and c = numel / n the value of T for white h, the
+        steps on one factor are, for μ = preconditioner_lr / L, L = max(betaL L + (1 - betaL) ℓ, ℓ) and
+        ℓ = ‖T‖ + c:
+
+            QEQ        Q ← Q - μ Q (T - c I)
+            Q0.5EQ1.5  Q ← rotate(Q - μ (T - c I) Q)
+            QUAD       Q ← sym(K Q K),  K = I - ½ μ (T - c I)
+            EQ         Q ← Q - μ triu(T₁ - T₂) Q,  T₁ of Q g, T₂ of Q⁻ᵀ v
+
+        Args:
+            state: its `preconditioners` must be those of its factors (`refresh`).
+            gradient: (..., n_1, ..., n_d), g.
+            noise: like `gradient`, mean 0 and variance 1; v in EQ, else only damping.
+            preconditioner_lr: in (0, 1).
+
+        Returns:
+            The state with new factors and L; its `preconditioners` are out of date until `refresh`.
+        """
+        xp = array_namespace(gradient)
+        ndim = len(state.factors)
+        dtype = state.factors[0].dtype
+        factors = tuple(lift(q) for q in state.factors)
+        compute = factors[0].dtype
+        g, noise = xp.astype(gradient, compute), xp.astype(noise, compute)
+        batch = g.ndim - ndim
+        own_axes = tuple(range(batch, g.ndim))
+        # An exactly zero gradient says nothing about curvature; fitting it would inflate Q.
+        evidence = xp.any(g != 0, axis=own_axes)
+        g = g + (self.damping + float(xp.finfo(compute).eps) * xp.abs(g)) * noise
+        if self.geometry == "EQ":
+            signal, reference = kronecker.apply(factors, g), _inverse_transposed(factors, noise)
+        else:
+            signal = kronecker.apply(tuple(lift(p) for p in state.preconditioners), g)
+            reference = None
+        # Everything below is in units of the signal's largest entry u (T / u², c / u², L / u²): the
+        # update is a ratio, and squares of 1e20 do not fit in float32.
+        unit = xp.max(xp.abs(signal), axis=own_axes, keepdims=True)
+        if reference is not None:
+            unit = xp.maximum(unit, xp.max(xp.abs(reference), axis=own_axes, keepdims=True))
+            reference = reference / xp.maximum(unit, xp.zeros_like(unit) + 1)
+        unit = xp.maximum(unit, xp.zeros_like(unit) + 1)
+        signal = signal / unit
+        u = xp.reshape(unit, g.shape[:batch])
+
+        new_factors, new_lipschitz = [], []
+        for axis, (q, old_L) in enumerate(zip(factors, state.lipschitz, strict=True)):
+            is_diagonal = kronecker.is_diagonal(q, g, ndim)
+            T = kronecker.gram(signal, axis, ndim, diagonal=is_diagonal)
+            if reference is None:
+                white = math.prod(g.shape[batch:]) / g.shape[batch + axis] / u / u
+                total = T
+            else:
+                white = kronecker.gram(reference, axis, ndim, diagonal=is_diagonal)
+                total = T + white
+            bound = xp.max(total, axis=-1) if is_diagonal else linalg.spectral_norm_bound(total)
+            if reference is None:
+                bound = bound + white
+            L = xp.astype(old_L, compute) / u / u
+            L = xp.maximum(self.betaL * L + (1 - self.betaL) * bound, bound)
+            step = as_scalar(preconditioner_lr, L) / L
+            new_q = self._step(q, T, white, step, is_diagonal)
+            keep = xp.reshape(evidence, (*evidence.shape, *(1,) * (q.ndim - batch)))
+            new_factors.append(xp.astype(xp.where(keep, new_q, q), dtype))
+            L = xp.minimum(L * u * u, xp.zeros_like(L) + _LARGEST_LIPSCHITZ)
+            new_lipschitz.append(xp.where(evidence, xp.astype(L, old_L.dtype), old_L))
+        return KronState(tuple(new_factors), tuple(new_lipschitz), state.preconditioners)
+
+    def _step(self, q: Array, T: Array, white: Array, step: Array, is_diagonal: bool) -> Array:
+        xp = array_namespace(q)
+        if is_diagonal:
+            white = white if white.ndim == q.ndim else white[..., None]
+            relative = step[..., None] * (T - white)
+            return q * (1 - 0.5 * relative) ** 2 if self.geometry == "QUAD" else q * (1 - relative)
+        step = step[..., None, None]
+        if self.geometry == "EQ":
+            return q - step * xp.matmul(xp.triu(T - white), q)
+        white = white[..., None, None]
+        if self.geometry == "QEQ":
+            return q - step * (xp.matmul(q, T) - white * q)
+        if self.geometry == "Q0.5EQ1.5":
+            return _rotate_towards_symmetry(q - step * (xp.matmul(T, q) - white * q))
+        half = 0.5 * step
+        q = q - half * (xp.matmul(T, q) - white * q)
+        return linalg.symmetrize(q - half * (xp.matmul(q, T) - white * q))
+
+    def refresh(self, state: KronState) -> KronState:
+        """Balance the factors (a gauge: Q's product stays) and cache P_i = Q_iᵀ Q_i."""
+        factors = balance(state.factors, state.lipschitz[0].ndim)
+        return self.square(state._replace(factors=factors))
+
+    def square(self, state: KronState) -> KronState:
+        """Cache P_i = Q_iᵀ Q_i of the factors as they are."""
+        batch = state.lipschitz[0].ndim
+        return state._replace(preconditioners=_squares(state.factors, batch))
+
+    def precondition(self, state: KronState, gradient: Array) -> Array:
+        """P g, with the preconditioners as `refresh` left them; dtype and shape of `gradient`."""
+        xp = array_namespace(gradient)
+        P = tuple(lift(p) for p in state.preconditioners)
+        return xp.astype(kronecker.apply(P, xp.astype(gradient, P[0].dtype)), gradient.dtype)
+
+
+def balance(factors: tuple[Array, ...], batch: int) -> tuple[Array, ...]:
+    """Give all factors of a block the same largest entry; their Kronecker product stays the same.
+
+    Args:
+        factors: dense (..., n, n) or diagonal (..., n) over `batch` leading axes.
+        batch: how many leading axes stack blocks.
+    """
+    if len(factors) == 1:
+        return factors
+    xp = array_namespace(factors[0])
+
+    def largest(q: Array) -> Array:
+        return xp.max(xp.abs(lift(q)), axis=tuple(range(batch, q.ndim)))
+
+    logs = [xp.log(largest(q)) for q in factors]
+    mean = logs[0]
+    for log in logs[1:]:
+        mean = mean + log
+    mean = mean / len(factors)
+    balanced = []
+    for q, log in zip(factors, logs, strict=True):
+        gain = xp.exp(mean - log)
+        gain = xp.where(xp.isfinite(gain), gain, xp.zeros_like(gain) + 1)  # a factor that is zero
+        gain = xp.reshape(gain, (*gain.shape, *(1,) * (q.ndim - batch)))
+        balanced.append(xp.astype(lift(q) * gain, q.dtype))
+    return tuple(balanced)
+
+
+def _squares(factors: tuple[Array, ...], batch: int) -> tuple[Array, ...]:
+    xp = array_namespace(factors[0])
+
+    def square(q: Array) -> Array:
+        if q.ndim == batch + 1:
+            return q * q
+        lifted = lift(q)
+        return xp.astype(xp.matmul(linalg.transpose(lifted), lifted), q.dtype)
+
+    return tuple(square(q) for q in factors)
+
+
+def _inverse_transposed(factors: tuple[Array, ...], x: Array) -> Array:
+    """(Q_1 ⊗ Q_2 ⊗ ...)⁻ᵀ x for upper triangular and diagonal factors."""
+    xp = array_namespace(x)
+    ndim = len(factors)
+    for axis, q in enumerate(factors):
+        if kronecker.is_diagonal(q, x, ndim):
+            x = kronecker.apply_factor(1 / q, x, axis, ndim)
+        else:
+            rows = kronecker.unfold(x, axis, ndim)
+            solved = linalg.solve_triangular(xp.matrix_transpose(q), rows, upper=False)
+            x = kronecker.fold(solved, axis, x.shape, ndim)
+    return x
+
+
+def _rotate_towards_symmetry(q: Array) -> Array:
+    """One step of the orthogonal Procrustes problem min ‖U Q - I‖ over rotations U.
+
+    U = exp(a R) ≈ I + a R + ½ (a R)², R = (Qᵀ - Q) / ‖Qᵀ - Q‖, with the best a up to a bound. P = QᵀQ
+    does not change but for the truncation. Source: Li 2024 (arXiv:2402.11858).
+    """
+    xp = array_namespace(q)
+    R = linalg.transpose(q) - q
+    bound = linalg.spectral_norm_bound(R)[..., None, None]
+    one = xp.zeros_like(bound) + 1
+    R = R / xp.where(bound > 0, bound, one)
+    RQ = xp.matmul(R, q)
+    RRQ = xp.matmul(R, RQ)
+    slope, curvature = linalg.trace(RQ)[..., None, None], linalg.trace(RRQ)[..., None, None]
+    concave = curvature < 0
+    best = -slope / xp.where(concave, curvature, -one)
+    limit = _PROCRUSTES_STEP * one
+    a = xp.where(concave, xp.minimum(best, limit), limit)
+    return q + a * (RQ + 0.5 * a * RRQ)

@@ -1,0 +1,64 @@
+"""A Kronecker product acts on a tensor one axis at a time; the product itself is never formed.
+
+A tensor x has its own `ndim` trailing axes and any leading batch axes. A factor for axis i is dense,
+(..., n_i, n_i), or diagonal, (..., n_i), over the same batch axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from suite.core._namespace import Array, array_namespace
+
+
+def is_diagonal(factor: Array, x: Array, ndim: int) -> bool:
+    """Whether `factor` is a diagonal for a tensor like `x` with `ndim` axes of its own."""
+    return factor.ndim == x.ndim - ndim + 1
+
+
+def unfold(x: Array, axis: int, ndim: int) -> Array:
+    """The matrix (..., n_axis, product of the other sides) of a tensor."""
+    xp = array_namespace(x)
+    batch = x.ndim - ndim
+    if axis:
+        x = xp.moveaxis(x, batch + axis, batch)
+    return xp.reshape(x, (*x.shape[: batch + 1], -1)) if ndim != 2 else x
+
+
+def fold(matrix: Array, axis: int, shape: tuple[int, ...], ndim: int) -> Array:
+    """Undo `unfold` for a tensor of `shape`, batch axes included."""
+    xp = array_namespace(matrix)
+    batch = len(shape) - ndim
+    sides = list(shape[batch:])
+    side = sides.pop(axis)
+    x = xp.reshape(matrix, (*shape[:batch], side, *sides))
+    return xp.moveaxis(x, batch, batch + axis) if axis else x
+
+
+def apply_factor(factor: Array, x: Array, axis: int, ndim: int) -> Array:
+    """F x along one axis: y[.., j, ..] = Σ_k F[j, k] x[.., k, ..]."""
+    xp = array_namespace(factor, x)
+    batch = x.ndim - ndim
+    if is_diagonal(factor, x, ndim):
+        ones_before, ones_after = (1,) * axis, (1,) * (ndim - axis - 1)
+        return xp.reshape(factor, (*factor.shape[:batch], *ones_before, -1, *ones_after)) * x
+    if axis and axis == ndim - 1:  # the last axis needs no transposed copy: X Fᵀ
+        rows = xp.reshape(x, (*x.shape[:batch], -1, x.shape[-1]))
+        return xp.reshape(xp.matmul(rows, xp.matrix_transpose(factor)), x.shape)
+    return fold(xp.matmul(factor, unfold(x, axis, ndim)), axis, x.shape, ndim)
+
+
+def apply(factors: Sequence[Array], x: Array) -> Array:
+    """(F_1 ⊗ F_2 ⊗ ...) vec x, as a tensor: every factor along its own axis."""
+    for axis, factor in enumerate(factors):
+        x = apply_factor(factor, x, axis, len(factors))
+    return x
+
+
+def gram(x: Array, axis: int, ndim: int, *, diagonal: bool) -> Array:
+    """Σ over all other axes of x xᵀ: (..., n, n), or its diagonal (..., n)."""
+    xp = array_namespace(x)
+    rows = unfold(x, axis, ndim)
+    if diagonal:
+        return xp.sum(rows * rows, axis=-1)
+    return xp.matmul(rows, xp.matrix_transpose(rows))

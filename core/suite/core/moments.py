@@ -1,0 +1,38 @@
+"""Running averages that know how much evidence they hold.
+
+    s_t = β s_{t-1} + (1 - β) x_t,    w_t = β w_{t-1} + (1 - β),    average = s_t / w_t
+
+The weight w is Adam's bias correction 1 - βᵗ (Kingma & Ba 2014, arXiv:1412.6980, section 3) carried
+as a number instead of a power: it stays right when β changes, and when a step is skipped.
+"""
+
+from __future__ import annotations
+
+from suite.core._namespace import Array, Scalar, array_namespace, as_scalar
+
+
+def update_average(average: Array, new: Array, decay: Scalar) -> Array:
+    """β `average` + (1 - β) `new`, in the dtype of `average`.
+
+    Args:
+        average: (...), the running sum s.
+        new: (...), what was seen now.
+        decay: β in [0, 1).
+    """
+    xp = array_namespace(average)
+    decay = as_scalar(decay, average)
+    return average * decay + xp.astype(new, average.dtype) * (1.0 - decay)
+
+
+def unbiased(average: Array, weight: Array) -> Array:
+    """The mean of what was seen: `average` / `weight`, and 0 where nothing was.
+
+    Args:
+        average: (..., *shape), running sums.
+        weight: (...), their weights; leading axes as in `average`.
+    """
+    xp = array_namespace(average, weight)
+    weight = xp.astype(weight, average.dtype)
+    weight = xp.reshape(weight, tuple(weight.shape) + (1,) * (average.ndim - weight.ndim))
+    seen = weight > 0
+    return xp.where(seen, average / xp.where(seen, weight, xp.zeros_like(weight) + 1), 0 * weight)

@@ -1,0 +1,59 @@
+"""Reproducible noise from counters: the same numbers in every framework, on every rank.
+
+A random generator would tie a trajectory to one framework and its state to a checkpoint. Hashing
+(seed, stream, step, position) needs neither: integers in, the same floats out everywhere. The mixer is
+MurmurHash3's 32-bit finalizer (Appleby, public domain constants), in wrapping int32 arithmetic because
+that is what numpy, torch and JAX (without 64-bit mode) share.
+"""
+
+from __future__ import annotations
+
+from suite.core._namespace import Array, Scalar, array_namespace, device_of
+
+_M1 = -2048144789  # 0x85EBCA6B
+_M2 = -1028477387  # 0xC2B2AE35
+
+
+def _mix(h: Array) -> Array:
+    # int32 has an arithmetic shift; the masks make it a logical one.
+    h = h ^ ((h >> 16) & 0xFFFF)
+    h = h * _M1
+    h = h ^ ((h >> 13) & 0x7FFFF)
+    h = h * _M2
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def unit_noise(streams: Array, step: Scalar, shape: tuple[int, ...], dtype: object) -> Array:
+    """Noise with mean 0 and variance 1, uniform on ±√3, independent over streams, steps, positions.
+
+    Args:
+        streams: (n,), int32, one stream per block; fixed for a block's life.
+        step: the step count, an integer or 0-d int32 array.
+        shape: the shape of one block.
+        dtype: floating dtype of the result.
+
+    Returns:
+        (n, *shape).
+    """
+    xp = array_namespace(streams)
+    size = 1
+    for side in shape:
+        size *= side
+    if not isinstance(step, int):
+        step = xp.astype(step, xp.int32)
+    # Each argument is hashed before it meets the next: sums of raw counters would collide.
+    keys = _mix(_mix(streams + 1013904223) ^ (xp.zeros_like(streams) + step))
+    position = _mix(xp.arange(size, dtype=xp.int32, device=device_of(streams)) + 374761393)
+    bits = _mix(keys[:, None] ^ position[None, :])
+    uniform = (xp.astype(bits, dtype) + 0.5) * (2.0**-31 * 3.0**0.5)
+    return xp.reshape(uniform, (streams.shape[0], *shape))
+
+
+def stream_numbers(parameter: int, blocks: int, seed: int = 0) -> list[int]:
+    """The stream of every block of a parameter, as int32 values.
+
+    Depends on the parameter's place in the model and the block's place in the parameter, not on how
+    blocks are stacked, so that every framework and every rank numbers them alike.
+    """
+    numbers = (seed * 0x9E3779B1 + (parameter << 16) + block for block in range(blocks))
+    return [(number + 2**31) % 2**32 - 2**31 for number in numbers]

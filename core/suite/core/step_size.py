@@ -1,0 +1,56 @@
+"""How long a preconditioned step may be."""
+
+from __future__ import annotations
+
+from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, lift
+
+
+def inner_product(x: Array, y: Array) -> Array:
+    """Σ x y over all entries, (), in at least single precision."""
+    xp = array_namespace(x, y)
+    return xp.sum(lift(x) * lift(y))
+
+
+def kl_clip_coefficient(inner: Array, kl_clip: Scalar) -> Array:
+    """The factor in (0, 1] that keeps a natural-gradient step within a trust region.
+
+        ν = min(1, √(κ / |lr² Σ ⟨direction, gradient⟩|))
+
+    The sum is a quadratic estimate of the change of the model's predictive distribution (twice its KL
+    divergence). Source: Ba, Grosse & Martens 2017 (Distributed second-order optimization using
+    Kronecker-factored approximations), section 5; Pauloski et al. 2020 (arXiv:2007.00784), equation 18.
+
+    Args:
+        inner: (), lr² Σ ⟨direction, gradient⟩ over all preconditioned layers.
+        kl_clip: κ > 0.
+    """
+    xp = array_namespace(inner)
+    size = xp.abs(inner)
+    one = xp.zeros_like(size) + 1
+    kl_clip = as_scalar(kl_clip, size)
+    limit = kl_clip * one
+    return xp.where(size > limit, xp.sqrt(limit / xp.where(size > limit, size, one)), one)
+
+
+def rms_clip(direction: Array, max_rms: Scalar, ndim: int) -> Array:
+    """Each block scaled down to a root mean square of at most `max_rms`.
+
+    A whitened gradient has root mean square 1; a block far above that was preconditioned with factors
+    that do not fit it yet.
+
+    Args:
+        direction: (..., *block), a stack of blocks.
+        max_rms: the largest root mean square allowed, > 0.
+        ndim: how many trailing axes make up one block.
+    """
+    xp = array_namespace(direction)
+    axes = tuple(range(direction.ndim - ndim, direction.ndim))
+    x = lift(direction)
+    # Scaled by the largest entry first: squares of 1e30 overflow single precision.
+    largest = xp.max(xp.abs(x), axis=axes, keepdims=True)
+    one = xp.zeros_like(largest) + 1
+    unit = x / xp.where(largest > 0, largest, one)
+    rms = largest * xp.sqrt(xp.mean(unit * unit, axis=axes, keepdims=True))
+    max_rms = as_scalar(max_rms, x)
+    clipped = x * xp.where(rms > max_rms, max_rms / xp.where(rms > max_rms, rms, one), one)
+    return xp.astype(clipped, direction.dtype)

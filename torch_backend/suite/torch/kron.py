@@ -1,0 +1,303 @@
+"""The front door of PSGD Kron for PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+
+from suite.core import blocks
+from suite.core import kron as core_kron
+from suite.core.checks import check_flag, check_integer, check_number
+from suite.core.routing import Route, Routing, describe_factors
+from suite.core.schedules import advance_clock, precond_update_prob_schedule
+from suite.torch.kron_engine import KronEngine
+
+Schedule: TypeAlias = float | Callable[[int], float]
+
+_STRUCTURE = (
+    "max_size_triangular",
+    "min_ndim_triangular",
+    "memory_save_mode",
+    "merge_small_dims",
+    "target_merged_dim_size",
+    "partition_grads_into_blocks",
+    "block_size",
+)
+
+
+class Kron(torch.optim.Optimizer):
+    """PSGD Kron: momentum, whitened by a Kronecker-factored preconditioner fitted on the fly.
+
+        >>> optimizer = Kron(model.parameters(), lr=3e-4)
+        >>> loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+
+    A step with a gradient that is not finite changes nothing and is counted in `skipped_steps`; the
+    host does not wait for that decision. Every argument but `params` and `seed` can differ between
+    parameter groups.
+
+    Args:
+        params: parameters, named parameters, or groups of them.
+        lr: learning rate >= 0, a number or a 0-d tensor.
+        b1: decay of the momentum, in [0, 1).
+        weight_decay: decoupled, multiplied by lr.
+        preconditioner_update_probability: how often factors are updated, a number in (0, 1] or a
+            function of the step; spread evenly, not drawn. Default: `precond_update_prob_schedule()`.
+        max_size_triangular, min_ndim_triangular, memory_save_mode, merge_small_dims,
+        target_merged_dim_size, partition_grads_into_blocks, block_size: which factors a parameter gets,
+            see `suite.core.blocks.Structure`.
+        preconditioner_lr: step size of the factors' updates, in (0, 1); a number or a function of the step.
+        preconditioner_init_scale: factors start as the identity times (their share of) this.
+        mu_dtype: dtype of the momentum; default: the parameter's.
+        precond_dtype: dtype of the factors; default: the parameter's, at least float32.
+        geometry, betaL, damping: how factors are fitted, see `suite.core.kron.Kron`.
+        maximize: ascend instead of descend.
+        seed: of the noise that the fit uses; the same seed gives the same run, also in JAX.
+
+    Raises:
+        ValueError, TypeError: bad values; complex parameters; sparse gradients (at `step`).
+
+    References: see `suite.core.kron`. Argument names are distributed_kron's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 0.0003,
+        b1: float = 0.9,
+        weight_decay: float = 0.0,
+        preconditioner_update_probability: Schedule | None = None,
+        max_size_triangular: int = 8192,
+        min_ndim_triangular: int = 2,
+        memory_save_mode: blocks.MemorySaveMode | None = None,
+        preconditioner_lr: Schedule = 0.1,
+        preconditioner_init_scale: float = 1.0,
+        mu_dtype: torch.dtype | None = None,
+        precond_dtype: torch.dtype | None = None,
+        merge_small_dims: bool = True,
+        target_merged_dim_size: int = 2048,
+        partition_grads_into_blocks: bool = True,
+        block_size: int = 256,
+        *,
+        geometry: core_kron.Geometry = "Q0.5EQ1.5",
+        betaL: float = 0.9,
+        damping: float = 1e-9,
+        maximize: bool = False,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "b1": b1,
+            "weight_decay": weight_decay,
+            "preconditioner_update_probability": (
+                precond_update_prob_schedule()
+                if preconditioner_update_probability is None
+                else preconditioner_update_probability
+            ),
+            "max_size_triangular": max_size_triangular,
+            "min_ndim_triangular": min_ndim_triangular,
+            "memory_save_mode": memory_save_mode,
+            "preconditioner_lr": preconditioner_lr,
+            "preconditioner_init_scale": preconditioner_init_scale,
+            "mu_dtype": mu_dtype,
+            "precond_dtype": precond_dtype,
+            "merge_small_dims": merge_small_dims,
+            "target_merged_dim_size": target_merged_dim_size,
+            "partition_grads_into_blocks": partition_grads_into_blocks,
+            "block_size": block_size,
+            "geometry": geometry,
+            "betaL": betaL,
+            "damping": damping,
+            "maximize": maximize,
+            "steps": 0,
+            "update_clock": 1.0,  # due: the first step fits the factors
+        }
+        check_integer("seed", seed, at_least=0)
+        self._seed = seed
+        self._engines: list[KronEngine] = []
+        self._skipped: torch.Tensor | None = None
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, before or during training."""
+        settings = {**self.defaults, **param_group}
+        _check_group(settings)
+        unknown = settings.keys() - self.defaults.keys() - {"params", "param_names"}
+        if unknown:
+            raise TypeError(f"unknown settings in a parameter group: {sorted(unknown)}")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if any(p.is_complex() for p in group["params"]):
+            self.param_groups.pop()
+            raise ValueError("Kron does not cover complex parameters: pass torch.view_as_real of them")
+        self._add_engine(group)
+
+    def _add_engine(self, group: dict[str, Any]) -> None:
+        before = sum(len(g["params"]) for g in self.param_groups[: len(self._engines)])
+        chosen = [(before + i, p) for i, p in enumerate(group["params"]) if p.numel()]
+        engine = KronEngine(
+            [p for _, p in chosen],
+            [number + (self._seed << 8) for number, _ in chosen],
+            core_kron.Kron(group["geometry"], group["betaL"], group["damping"]),
+            blocks.Structure(**{name: group[name] for name in _STRUCTURE}),
+            init_scale=group["preconditioner_init_scale"],
+            mu_dtype=group["mu_dtype"],
+            precond_dtype=group["precond_dtype"],
+        )
+        self._engines.append(engine)
+        self._attach_state(engine)
+
+    def _attach_state(self, engine: KronEngine) -> None:
+        for index, parameter in enumerate(engine.parameters):
+            if self._skipped is None:
+                self._skipped = torch.zeros((), dtype=torch.int32, device=parameter.device)
+            self.state[parameter] = {**engine.views(index), "skipped_steps": self._skipped}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns what `closure`, called first and under grad, returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = [p.grad for engine in self._engines for p in engine.parameters if p.grad is not None]
+        if any(g.is_sparse for g in gradients):
+            raise ValueError("Kron needs dense gradients: build the embedding with sparse=False")
+        if not gradients or self._skipped is None:
+            return loss
+        largest = torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))
+        finite = largest.isfinite()
+        self._skipped += (~finite).to(self._skipped.device)
+        for group, engine in zip(self.param_groups, self._engines, strict=True):
+            self._step_group(group, engine, finite)
+        return loss
+
+    def _step_group(self, group: dict[str, Any], engine: KronEngine, finite: torch.Tensor) -> None:
+        group["steps"] += 1
+        step = group["steps"]
+        probability = _at("preconditioner_update_probability", group, step)
+        preconditioner_lr = _at("preconditioner_lr", group, step)
+        update, group["update_clock"] = advance_clock(group["update_clock"], probability)
+        gradients = [p.grad for p in engine.parameters]
+        if group["maximize"]:
+            gradients = [None if g is None else -g for g in gradients]
+        if not any(g is not None for g in gradients):
+            return
+        device = next(p.device for p in engine.parameters)
+        directions = engine.step(
+            gradients,
+            finite.to(device),
+            b1=group["b1"],
+            update=bool(update),
+            step=step,
+            preconditioner_lr=preconditioner_lr,
+        )
+        chosen = [(p, d) for p, d in zip(engine.parameters, directions, strict=True) if d is not None]
+        parameters, updates = [p for p, _ in chosen], [d.to(p.dtype) for p, d in chosen]
+        if group["weight_decay"] != 0:
+            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        rate = torch.where(finite.to(device), torch.as_tensor(group["lr"], device=device), 0.0)
+        torch._foreach_mul_(updates, -rate.to(updates[0].dtype))
+        torch._foreach_add_(parameters, updates)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed nothing because a gradient was not finite. Reading it waits for the device."""
+        return 0 if self._skipped is None else int(self._skipped)
+
+    def routing(self) -> Routing:
+        """What every parameter gets and why; prints as a table."""
+        routes = []
+        for number, (group, engine) in enumerate(zip(self.param_groups, self._engines, strict=True)):
+            plans = {id(p): plan for p, plan in zip(engine.parameters, engine.plans, strict=True)}
+            names = group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]
+            for name, parameter in zip(names, group["params"], strict=True):
+                shape = tuple(parameter.shape)
+                if id(parameter) not in plans:
+                    routes.append(Route(name, shape, "plain", "", "empty"))
+                    continue
+                plan = plans[id(parameter)]
+                factors = describe_factors(plan.merged, plan.diagonal)
+                cut = f", in {plan.blocks} blocks" if plan.blocks > 1 else ""
+                reason = f"{len(plan.merged)} axes after merging{cut}"
+                routes.append(Route(name, shape, "kron", factors, reason))
+        return Routing(tuple(routes))
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes of the state: {'momentum': ..., 'factors': ..., 'preconditioners': ...}."""
+        usage = {"momentum": 0, "factors": 0, "preconditioners": 0}
+        for engine in self._engines:
+            for pack in engine.packs:
+                usage["momentum"] += pack.momentum.nbytes
+                usage["factors"] += sum(q.nbytes for q in pack.kron.factors)
+                usage["preconditioners"] += sum(p.nbytes for p in pack.kron.preconditioners)
+        return usage
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any torch optimizer's, of plain values: schedules, being functions, are left out."""
+        saved = super().state_dict()
+        saved["param_groups"] = [
+            {key: value for key, value in group.items() if not callable(value)}
+            for group in saved["param_groups"]
+        ]
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a `state_dict()`; the state keeps its own dtypes, whatever the parameters'.
+
+        Raises:
+            ValueError: state that does not fit a parameter; nothing has changed then.
+        """
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        if len(saved) != len(own) or len(state_dict["param_groups"]) != len(self.param_groups):
+            raise ValueError(f"state_dict must have {len(own)} parameters, got {len(saved)}")
+        for index, parameter in zip(saved, own, strict=True):
+            expected = {k: tuple(v.shape) for k, v in self.state.get(parameter, {}).items()}
+            found = {k: tuple(v.shape) for k, v in state_dict["state"].get(index, {}).items()}
+            if expected != found:
+                raise ValueError(f"state of parameter {index} must have {expected}, got {found}")
+        for index, parameter in zip(saved, own, strict=True):
+            for key, tensor in self.state.get(parameter, {}).items():
+                tensor.copy_(state_dict["state"][index][key])
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in saved_group.items() if k not in ("params", "param_names")})
+        for engine in self._engines:
+            engine.after_load()
+
+
+def _at(name: str, group: dict[str, Any], step: int) -> float:
+    value = group[name]
+    if callable(value):
+        value = value(step)
+        _check_setting(name, value)
+    return float(value)
+
+
+def _check_setting(name: str, value: Any) -> None:
+    if name in ("lr", "weight_decay"):
+        check_number(name, value, at_least=0)
+    elif name == "b1":
+        check_number(name, value, at_least=0, below=1)
+    elif name == "preconditioner_update_probability":
+        check_number(name, value, above=0, at_most=1)
+    elif name == "preconditioner_lr":
+        check_number(name, value, above=0, below=1)
+    elif name == "preconditioner_init_scale":
+        check_number(name, value, above=0)
+    elif name == "maximize":
+        check_flag(name, value)
+    elif name in ("mu_dtype", "precond_dtype") and value is not None:
+        if not (isinstance(value, torch.dtype) and value.is_floating_point):
+            raise TypeError(f"{name} must be a floating torch.dtype or None, got {value!r}")
+
+
+def _check_group(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        if not callable(value):
+            _check_setting(name, value)
+    blocks.Structure(**{name: settings[name] for name in _STRUCTURE})
+    core_kron.Kron(settings["geometry"], settings["betaL"], settings["damping"])
