@@ -93,7 +93,7 @@ class KFAC:
         return KFACState(
             A=factor(sizes[0], diagonal[0]),
             G=factor(sizes[1], diagonal[1]),
-            weight=xp.zeros(batch, dtype=xp.float32, device=device),
+            weight=xp.zeros(batch, dtype=lift(like).dtype, device=device),
             A_inverse=inverse(sizes[0], diagonal[0]),
             G_inverse=inverse(sizes[1], diagonal[1]),
             ready=xp.zeros(batch, dtype=xp.bool, device=device),

@@ -140,10 +140,11 @@ class Kron(torch.optim.Optimizer):
         chosen = [(before + i, p) for i, p in enumerate(group["params"]) if p.numel()]
         engine = KronEngine(
             [p for _, p in chosen],
-            [number + (self._seed << 8) for number, _ in chosen],
+            [number for number, _ in chosen],
             core_kron.Kron(group["geometry"], group["betaL"], group["damping"]),
             blocks.Structure(**{name: group[name] for name in _STRUCTURE}),
             init_scale=group["preconditioner_init_scale"],
+            seed=self._seed,
             mu_dtype=group["mu_dtype"],
             precond_dtype=group["precond_dtype"],
         )

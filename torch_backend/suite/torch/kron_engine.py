@@ -37,6 +37,7 @@ class KronEngine:
         structure: blocks.Structure,
         *,
         init_scale: float,
+        seed: int,
         mu_dtype: torch.dtype | None,
         precond_dtype: torch.dtype | None,
     ) -> None:
@@ -56,7 +57,7 @@ class KronEngine:
         self.places = {m.index: (i, m) for i, bucket in enumerate(self.buckets) for m in bucket.members}
         owner: list[list[int]] = []
         for number, plan in zip(numbers, self.plans, strict=True):
-            of_blocks = iter(noise.stream_numbers(number, plan.blocks))
+            of_blocks = iter(noise.stream_numbers(number, plan.blocks, seed))
             owner += [[next(of_blocks) for _ in range(plan.tile_blocks(tile))] for tile in plan.tiles]
         self.packs: list[Pack] = []
         for bucket in self.buckets:
@@ -67,7 +68,9 @@ class KronEngine:
             self.packs.append(
                 Pack(
                     torch.zeros((bucket.blocks, *sizes), dtype=mu_dtype or dtype, device=device),
-                    torch.zeros(bucket.blocks, dtype=torch.float32, device=device),
+                    torch.zeros(
+                        bucket.blocks, dtype=torch.promote_types(dtype, torch.float32), device=device
+                    ),
                     rule.init(like, (bucket.blocks, *sizes), diagonal, init_scale),
                     torch.tensor(streams, dtype=torch.int32, device=device),
                 )

@@ -1,0 +1,26 @@
+"""K-FAC and PSGD Kron for JAX: `from suite.jax import kfac, kron, value_and_grad`."""
+
+try:
+    import jax as _jax  # noqa: F401
+    import optax as _optax  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"suite.jax needs jax and optax, and {error.name} is not installed: `pip install jax optax`, "
+        "or install this package with its extra `jax`"
+    ) from error
+
+from suite.core.schedules import precond_update_prob_schedule
+from suite.jax.capture import Plan, value_and_grad
+from suite.jax.kfac import kfac, scale_by_kfac
+from suite.jax.kron import kron, routing, scale_by_kron
+
+__all__ = [
+    "Plan",
+    "kfac",
+    "kron",
+    "precond_update_prob_schedule",
+    "routing",
+    "scale_by_kfac",
+    "scale_by_kron",
+    "value_and_grad",
+]

@@ -1,0 +1,27 @@
+"""A step that is not finite changes nothing: decided on the device, without a branch."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+T = TypeVar("T")
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether every number in a pytree is finite, ()."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    finite = [jnp.all(jnp.isfinite(x)) for x in leaves]
+    return jnp.all(jnp.stack(finite)) if finite else jnp.asarray(True)
+
+
+def select(condition: jax.Array, new: T, old: T) -> T:
+    """`new` where `condition`, else `old`, leaf by leaf."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def zero_unless(condition: jax.Array, tree: T) -> T:
+    """The pytree itself, or zeros."""
+    return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
