@@ -12,7 +12,7 @@ References:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from suite.core import linalg, moments
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
@@ -168,7 +168,8 @@ class KFAC:
         xp = array_namespace(gradient)
         if self.compute_method == "eigen":
             A, G = state.A_inverse, state.G_inverse
-            assert isinstance(A, Eigen) and isinstance(G, Eigen)
+            assert isinstance(A, Eigen)
+            assert isinstance(G, Eigen)
             x = xp.astype(gradient, lift(A.values).dtype)
             x = _rotate(G.vectors, x, A.vectors, back=False)
             products = lift(G.values)[..., :, None] * lift(A.values)[..., None, :]
@@ -225,8 +226,8 @@ def _finite(inverse: Eigen | Array, batch: int) -> Array:
     return finite[0] if len(finite) == 1 else finite[0] & finite[1]
 
 
-def _where(condition: Array, new: Eigen | Array, old: Eigen | Array) -> Eigen | Array:
-    if isinstance(new, Eigen) and isinstance(old, Eigen):
+def _where(condition: Array, new: Any, old: Any) -> Any:
+    if isinstance(new, Eigen):
         vectors = None if new.vectors is None else _where(condition, new.vectors, old.vectors)
         return Eigen(vectors, _where(condition, new.values, old.values))
     xp = array_namespace(condition)

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from suite.core._namespace import Array, array_namespace, device_of
 
 
-def output_size(
-    size: int, kernel: int, stride: int, padding: tuple[int, int], dilation: int
-) -> int:
+def output_size(size: int, kernel: int, stride: int, padding: tuple[int, int], dilation: int) -> int:
     """How many places a kernel visits along one axis."""
     return (size + padding[0] + padding[1] - dilation * (kernel - 1) - 1) // stride + 1
 
@@ -83,7 +81,9 @@ def _pad(x: Array, padding: Sequence[tuple[int, int]]) -> Array:
     for axis, (before, after) in enumerate(padding, start=2):
         if before or after:
             zeros = [
-                xp.zeros((*x.shape[:axis], width, *x.shape[axis + 1 :]), dtype=x.dtype, device=device_of(x))
+                xp.zeros(
+                    (*x.shape[:axis], width, *x.shape[axis + 1 :]), dtype=x.dtype, device=device_of(x)
+                )
                 for width in (before, after)
             ]
             x = xp.concat([zeros[0], x, zeros[1]], axis=axis)

@@ -149,7 +149,9 @@ def _statistics_dtype(plan: Plan, layer: Layer) -> Any:
     return jnp.promote_types(plan.dtypes[layer.spec.leaf], jnp.float32)
 
 
-def _probe(layer: Layer, slots: LayerStatistics, dtype: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _probe(
+    layer: Layer, slots: LayerStatistics, dtype: Any
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
     @jax.custom_vjp
     def identity(y: jax.Array, x: jax.Array, slots: LayerStatistics) -> jax.Array:
         del x, slots
@@ -194,9 +196,7 @@ def _plan(uses: jaxprs.Uses, params: Any, max_factor_size: int) -> Plan:
     layers.sort(key=lambda layer: layer.spec.leaf)
     place = {layer.spec.leaf: i for i, layer in enumerate(layers)}
     covered = [site for site in uses.sites if site.spec.leaf in place]
-    routing = Routing(
-        tuple(_route(leaf, names, shapes, layers, reasons) for leaf in range(len(leaves)))
-    )
+    routing = Routing(tuple(_route(leaf, names, shapes, layers, reasons) for leaf in range(len(leaves))))
     routing.require_preconditioned("K-FAC")
     return Plan(
         layers=tuple(layers),
@@ -229,7 +229,7 @@ def _why_not(leaf: int, sites: list[jaxprs.Site], uses: jaxprs.Uses, dtype: Any)
 def _biases(
     uses: jaxprs.Uses, sites_of: dict[int, list[jaxprs.Site]], reasons: dict[int, str]
 ) -> dict[int, int]:
-    """weight leaf -> bias leaf, where the bias is added behind every use of the weight and nowhere else."""
+    """weight leaf -> bias leaf, where the bias follows every use of the weight and nothing else."""
     weight_at = {site.path: leaf for leaf, sites in sites_of.items() for site in sites}
     found: dict[int, int] = {}
     for bias, bias_uses in uses.biases.items():

@@ -202,7 +202,9 @@ def _bias(
             continue
         shape = other.aval.shape
         # Where each entry of the added array comes from, without touching its values.
-        index = apply_steps(np.arange(np.prod(origin.shape, dtype=int)).reshape(origin.shape), origin.steps)
+        index = apply_steps(
+            np.arange(np.prod(origin.shape, dtype=int)).reshape(origin.shape), origin.steps
+        )
         if index.ndim != len(shape):
             continue
         rows = row_axes(site.spec, len(shape))
@@ -220,7 +222,7 @@ Probe = tuple[int, Callable[[jax.Array, jax.Array], jax.Array]]
 def evaluate(
     jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], probes: dict[Path, Probe]
 ) -> list[Any]:
-    """Run a jaxpr; at each path of `probes`, given as (k, f), f(x, y) replaces the output y, x operand k.
+    """Run a jaxpr; at each path of `probes`, (k, f), f(x, y) replaces the output y, x is operand k.
 
     Calls that hold a probed product are run inline (jit) or as the remat they are; all else is bound
     as it was traced.
@@ -254,8 +256,9 @@ def _run(
         path = (*prefix, number)
         values = [read(v) for v in eqn.invars]
         if path in inside:
+            inner = _inner(eqn)
 
-            def run(*xs: Any, inner: Any = _inner(eqn), path: Path = path) -> list[Any]:
+            def run(*xs: Any, inner: Any = inner, path: Path = path) -> list[Any]:
                 return _run(inner, (), xs, path, probes, inside)
 
             if "policy" in eqn.params:
@@ -264,7 +267,8 @@ def _run(
             outputs = run(*values)
         else:
             bound = eqn.primitive.get_bind_params(eqn.params)
-            functions, params = bound if isinstance(bound, tuple) else ((), bound)  # a pair up to jax 0.9
+            # Older versions of jax return the functions apart.
+            functions, params = bound if isinstance(bound, tuple) else ((), bound)
             with eqn.ctx.manager:
                 outputs = eqn.primitive.bind(*functions, *values, **params)
             if not eqn.primitive.multiple_results:

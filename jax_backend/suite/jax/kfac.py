@@ -22,7 +22,7 @@ Schedule = Any  # a number, a 0-d array, or a function of the step count
 class ScaleByKFACState(NamedTuple):
     """State of `scale_by_kfac`."""
 
-    count: jax.Array  # (): steps, skipped ones included
+    steps: jax.Array  # (): steps, skipped ones included
     buckets: tuple[core_kfac.KFACState, ...]  # layers of equal factor sizes, stacked
     skipped_steps: jax.Array  # (): steps that changed nothing because something was not finite
 
@@ -56,7 +56,7 @@ def scale_by_kfac(
 
     Other leaves pass through. `update(grads, state, params, statistics=statistics)` takes the third
     result of `suite.jax.value_and_grad`; without it (or None) factors are not updated in this step. A
-    step whose gradients or statistics are not all finite changes no factor, returns zeros and is counted.
+    step whose gradients or statistics are not all finite changes no factor, returns zeros, is counted.
 
     Args:
         plan: from `value_and_grad(...).plan(params, batch)`.
@@ -90,7 +90,10 @@ def scale_by_kfac(
     check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
     rule = core_kfac.KFAC(compute_method)
     planned = buckets.plan_buckets(
-        [((l.sizes, l.diagonal, plan.dtypes[l.spec.leaf]), l.groups) for l in plan.layers]
+        [
+            ((layer.sizes, layer.diagonal, plan.dtypes[layer.spec.leaf]), layer.groups)
+            for layer in plan.layers
+        ]
     )
 
     def init(params: Any) -> ScaleByKFACState:
@@ -114,22 +117,23 @@ def scale_by_kfac(
     ) -> tuple[Any, ScaleByKFACState]:
         del params, extra
         leaves = _leaves(plan, updates)
-        at = {name: _at(value, state.count) for name, value in settings.items()}
+        at = {name: _at(value, state.steps) for name, value in settings.items()}
         finite = all_finite(leaves) & all_finite(statistics)
         states = state.buckets
         if statistics is not None:
-            due = finite & (state.count % at["factor_update_steps"] == 0)
+            due = finite & (state.steps % at["factor_update_steps"] == 0)
             states = tuple(
                 jax.lax.cond(due, _absorb, lambda old, *_: old, old, sums, terms, at["factor_decay"])
                 for old, sums, terms in _stacked(plan, planned, statistics, states)
             )
-        due = finite & (state.count % at["inv_update_steps"] == 0)
+        due = finite & (state.steps % at["inv_update_steps"] == 0)
         states = tuple(
-            jax.lax.cond(due, rule.refresh, lambda old, damping: old, old, at["damping"]) for old in states
+            jax.lax.cond(due, rule.refresh, lambda old, damping: old, old, at["damping"])
+            for old in states
         )
         directions = _precondition(leaves, states, at)
         new_state = ScaleByKFACState(
-            state.count + 1, states, state.skipped_steps + (~finite).astype(jnp.int32)
+            state.steps + 1, states, state.skipped_steps + (~finite).astype(jnp.int32)
         )
         directions = zero_unless(finite, directions)
         return jax.tree.unflatten(jax.tree.structure(updates), directions), new_state
@@ -171,7 +175,15 @@ def kfac(
     weight_decay: float = 0.0,
     weight_decay_mask: Any = None,
     fallback: optax.GradientTransformation | None = None,
-    **settings: Any,
+    factor_update_steps: Schedule = 1,
+    inv_update_steps: Schedule = 1,
+    damping: Schedule = 0.001,
+    factor_decay: Schedule = 0.95,
+    kl_clip: Schedule | None = 0.001,
+    compute_method: core_kfac.ComputeMethod = "eigen",
+    factor_dtype: Any = None,
+    inv_dtype: Any = None,
+    loss_reduction: statistics.LossReduction = "mean",
 ) -> optax.GradientTransformationExtraArgs:
     """K-FAC with momentum: a complete optimizer.
 
@@ -188,13 +200,26 @@ def kfac(
         weight_decay, weight_decay_mask: added to directions before momentum, as torch's SGD does.
         fallback: the whole optimizer, learning rate included, of all other leaves. Default: the same
             momentum and learning rate, on their plain gradient.
-        settings: of `scale_by_kfac`; `lr` is the learning rate.
+
+    All others are `scale_by_kfac`'s, whose `lr` is the learning rate.
     """
     if not callable(learning_rate):
         _check("lr", learning_rate)
     check_number("momentum", momentum, at_least=0, below=1)
     check_number("weight_decay", weight_decay, at_least=0)
-    preconditioner = scale_by_kfac(plan, lr=learning_rate, **settings)
+    preconditioner = scale_by_kfac(
+        plan,
+        factor_update_steps=factor_update_steps,
+        inv_update_steps=inv_update_steps,
+        damping=damping,
+        factor_decay=factor_decay,
+        kl_clip=kl_clip,
+        lr=learning_rate,
+        compute_method=compute_method,
+        factor_dtype=factor_dtype,
+        inv_dtype=inv_dtype,
+        loss_reduction=loss_reduction,
+    )
     parts = [optax.add_decayed_weights(weight_decay, weight_decay_mask)] if weight_decay else []
     descent = optax.chain(*parts, optax.trace(momentum))
     own = [True] * len(plan.names) if fallback is None else plan.covered()
@@ -220,7 +245,7 @@ def kfac(
         directions, inner = preconditioner.update(updates, state.preconditioner, params, **extra)
         extra.pop("statistics", None)
         directions, new_rest = rest.update(directions, state.rest, params, **extra)
-        rate = _at(learning_rate, state.preconditioner.count)
+        rate = _at(learning_rate, state.preconditioner.steps)
         scaled = [
             -jnp.asarray(rate, d.dtype) * d if mine else d
             for d, mine in zip(jax.tree.leaves(directions), own, strict=True)
@@ -236,7 +261,9 @@ _Sums = list[statistics.LayerStatistics]
 _normalize = statistics.normalize
 
 
-def _stacked(plan: Plan, planned: Any, given: Statistics, states: Any) -> list[tuple[Any, _Sums, jax.Array]]:
+def _stacked(
+    plan: Plan, planned: Any, given: Statistics, states: Any
+) -> list[tuple[Any, _Sums, jax.Array]]:
     """(state, raw sums of its layers, loss terms) for each bucket."""
     names = [layer.name for layer in plan.layers]
     if set(given) != set(names):

@@ -24,7 +24,7 @@ MAX_RMS = 1.1  # a whitened gradient has root mean square 1; distributed_kron's 
 class ScaleByKronState(NamedTuple):
     """State of `scale_by_kron`."""
 
-    count: jax.Array  # (): steps, skipped ones included
+    steps: jax.Array  # (): steps, skipped ones included
     update_clock: jax.Array  # (): see `suite.core.schedules.advance_clock`
     mu: Any  # momentum, like the parameters
     weight: jax.Array  # (): how much evidence the momentum holds
@@ -86,7 +86,7 @@ def scale_by_kron(
         max_size_triangular, min_ndim_triangular, memory_save_mode, merge_small_dims,
         target_merged_dim_size, partition_grads_into_blocks, block_size: which factors a parameter gets,
             see `suite.core.blocks.Structure`.
-        preconditioner_lr: step size of the factors' updates, in (0, 1); a number or a function of the step.
+        preconditioner_lr: step size of the factors' updates, in (0, 1); number or schedule.
         preconditioner_init_scale: factors start as the identity times (their share of) this.
         mu_dtype: dtype of the momentum; default: the parameter's.
         precond_dtype: dtype of the factors; default: the parameter's, at least float32.
@@ -146,10 +146,8 @@ def scale_by_kron(
         del params, extra
         static = _plan(updates, structure, scanned_layers, seed)
         finite = all_finite(updates)
-        count = state.count + 1
-        due, clock = advance_clock(
-            state.update_clock, _at(preconditioner_update_probability, count)
-        )
+        step = state.steps + 1
+        due, clock = advance_clock(state.update_clock, _at(preconditioner_update_probability, step))
         mu = jax.tree.map(lambda m, g: moments.update_average(m, g, b1), state.mu, updates)
         weight = moments.update_average(state.weight, jnp.ones_like(state.weight), b1)
         signals: list[Any] = []
@@ -165,9 +163,9 @@ def scale_by_kron(
                 old: core_kron.KronState, signal: jax.Array, streams: list[int] = streams
             ) -> core_kron.KronState:
                 unit = noise.unit_noise(
-                    jnp.asarray(streams, jnp.int32), count, signal.shape[1:], old.factors[0].dtype
+                    jnp.asarray(streams, jnp.int32), step, signal.shape[1:], old.factors[0].dtype
                 )
-                return rule.refresh(rule.update(old, signal, unit, _at(preconditioner_lr, count)))
+                return rule.refresh(rule.update(old, signal, unit, _at(preconditioner_lr, step)))
 
             with jax.default_matmul_precision(precond_update_precision):
                 new = jax.lax.cond(due & finite, fit, lambda old, signal: old, old, signal)
@@ -183,7 +181,7 @@ def scale_by_kron(
             for g, plan in zip(flat, static.plans, strict=True)
         ]
         new_state = ScaleByKronState(
-            count,
+            step,
             clock,
             select(finite, mu, state.mu),
             jnp.where(finite, weight, state.weight),
@@ -200,7 +198,26 @@ def kron(
     b1: float = 0.9,
     weight_decay: float = 0.0,
     weight_decay_mask: Any = None,
-    **settings: Any,
+    preconditioner_update_probability: Schedule | None = None,
+    max_size_triangular: int = 8192,
+    min_ndim_triangular: int = 2,
+    memory_save_mode: blocks.MemorySaveMode | None = None,
+    preconditioner_lr: Schedule = 0.1,
+    preconditioner_init_scale: float = 1.0,
+    mu_dtype: Any = None,
+    precond_dtype: Any = None,
+    precond_update_precision: str | None = "tensorfloat32",
+    precond_grads_precision: str | None = None,
+    scanned_layers: Any = None,
+    merge_small_dims: bool = True,
+    target_merged_dim_size: int = 2048,
+    partition_grads_into_blocks: bool = True,
+    block_size: int = 256,
+    *,
+    geometry: core_kron.Geometry = "Q0.5EQ1.5",
+    betaL: float = 0.9,
+    damping: float = 1e-9,
+    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """PSGD Kron: `scale_by_kron`, decoupled weight decay, learning rate.
 
@@ -212,15 +229,38 @@ def kron(
 
     Args:
         learning_rate: a number, 0-d array or function of the step count.
-        b1: decay of the momentum, in [0, 1).
         weight_decay, weight_decay_mask: as in `optax.add_decayed_weights`.
-        settings: of `scale_by_kron`.
+
+    All others are `scale_by_kron`'s.
     """
     if not callable(learning_rate):
         check_number("learning_rate", learning_rate, at_least=0)
     check_number("weight_decay", weight_decay, at_least=0)
-    preconditioner = scale_by_kron(b1, **settings)
-    decay = optax.add_decayed_weights(weight_decay, weight_decay_mask) if weight_decay else optax.identity()
+    preconditioner = scale_by_kron(
+        b1,
+        preconditioner_update_probability,
+        max_size_triangular,
+        min_ndim_triangular,
+        memory_save_mode,
+        preconditioner_lr,
+        preconditioner_init_scale,
+        mu_dtype,
+        precond_dtype,
+        precond_update_precision,
+        precond_grads_precision,
+        scanned_layers,
+        merge_small_dims,
+        target_merged_dim_size,
+        partition_grads_into_blocks,
+        block_size,
+        geometry=geometry,
+        betaL=betaL,
+        damping=damping,
+        seed=seed,
+    )
+    decay = (
+        optax.add_decayed_weights(weight_decay, weight_decay_mask) if weight_decay else optax.identity()
+    )
 
     def init(params: Any) -> KronOptState:
         return KronOptState(preconditioner.init(params), decay.init(params))
@@ -233,7 +273,7 @@ def kron(
         finite = all_finite(updates)
         whitened, inner = preconditioner.update(updates, state.preconditioner, params, **extra)
         decayed, rest = decay.update(whitened, state.rest, params)
-        rate = _at(learning_rate, state.preconditioner.count)
+        rate = _at(learning_rate, state.preconditioner.steps)
         moved = jax.tree.map(lambda d: -jnp.asarray(rate, d.dtype) * d, decayed)
         return zero_unless(finite, moved), KronOptState(inner, rest)
 
@@ -269,7 +309,7 @@ def _plan(tree: Any, structure: blocks.Structure, scanned_layers: Any, seed: int
     scanned = [False] * len(leaves)
     if scanned_layers is not None:
         scanned, scanned_treedef = jax.tree.flatten(scanned_layers)
-        if scanned_treedef != treedef:
+        if scanned_treedef != treedef:  # type: ignore[operator]
             raise ValueError(f"scanned_layers must have the structure {treedef}, got {scanned_treedef}")
     plans: list[blocks.BlockPlan | None] = []
     stacks, owner = [], []

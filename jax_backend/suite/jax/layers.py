@@ -16,7 +16,7 @@ Step = tuple[str, tuple[Any, ...]]
 
 
 class Dense(NamedTuple):
-    """A dot_general. Axes are grouped as (batch, free, contracted), each group in the product's order."""
+    """A dot_general. Axes are grouped as (batch, free, contracted), each group in product order."""
 
     x_axes: tuple[tuple[int, ...], ...]
     w_axes: tuple[tuple[int, ...], ...]
@@ -149,7 +149,7 @@ def write_gradient(leaves: list[jax.Array], layer: Layer, matrix: jax.Array) -> 
     else:
         order = tuple(axis for axes in product.w_axes for axis in axes)
     operand = matrix.reshape([spec.operand[axis] for axis in order])
-    operand = jnp.transpose(operand, np.argsort(order))
+    operand = jnp.transpose(operand, _inverse(order))
     old = leaves[spec.leaf]
     leaves[spec.leaf] = invert_steps(operand, spec.steps).astype(old.dtype)
 
@@ -174,11 +174,15 @@ def invert_steps(x: jax.Array, steps: tuple[Step, ...]) -> jax.Array:
     """Undo `apply_steps`, for steps that lose nothing."""
     for kind, arguments in reversed(steps):
         if kind == "transpose":
-            x = jnp.transpose(x, np.argsort(arguments[0]))
+            x = jnp.transpose(x, _inverse(arguments[0]))
         else:
             assert kind == "reshape"
             x = x.reshape(arguments[0])
     return x
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(axis) for axis in np.argsort(order))
 
 
 def _grouped(x: jax.Array, axes: tuple[tuple[int, ...], ...]) -> jax.Array:

@@ -20,7 +20,7 @@ from suite.torch.layers import Layer, LayerSpec, input_rows, output_rows
 
 class _Probe(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         y: torch.Tensor,
         x: torch.Tensor,
@@ -36,7 +36,7 @@ class _Probe(torch.autograd.Function):
         return y.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
         spec = ctx.spec
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
@@ -79,7 +79,9 @@ class LayerCapture:
     def __init__(self, layer: Layer, dtype: torch.dtype, clock: CaptureClock) -> None:
         attached = [h for h in layer.module._forward_hooks.values() if isinstance(h, _Hook)]
         if any(hook.capture() is not None for hook in attached):
-            raise ValueError(f"layer {layer.name!r} already has a K-FAC attached: detach() that one first")
+            raise ValueError(
+                f"layer {layer.name!r} already has a K-FAC attached: detach() that one first"
+            )
         self.layer = layer
         self.clock = clock
         blocks, device = layer.spec.groups, layer.weight.device

@@ -12,6 +12,7 @@ from torch import nn
 
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.routing import Routing
+from suite.torch.checks import check_dtype
 from suite.torch.kfac_engine import KFACEngine
 
 Schedule: TypeAlias = float | Callable[[int], float]
@@ -102,9 +103,8 @@ class KFAC(torch.optim.Optimizer):
             method = compute_method.lower()
         check_integer("max_factor_size", max_factor_size, at_least=1)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        for name, dtype in (("factor_dtype", factor_dtype), ("inv_dtype", inv_dtype)):
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise TypeError(f"{name} must be a floating torch.dtype or None, got {dtype!r}")
+        check_dtype("factor_dtype", factor_dtype)
+        check_dtype("inv_dtype", inv_dtype)
         self._hyperparameters: dict[str, Any] = {
             "factor_update_steps": factor_update_steps,
             "inv_update_steps": inv_update_steps,
@@ -119,14 +119,16 @@ class KFAC(torch.optim.Optimizer):
         self._base: torch.optim.Optimizer | None = None
         self._engine = KFACEngine(
             model,
-            compute_method=method,
+            compute_method=method,  # type: ignore[arg-type]
             skip_layers=list(skip_layers or ()),
             factor_dtype=factor_dtype,
             inv_dtype=inv_dtype,
             max_factor_size=max_factor_size,
             loss_reduction=loss_reduction,  # type: ignore[arg-type]
         )
-        covered = [p for layer in self._engine.layers for p in (layer.weight, layer.bias) if p is not None]
+        covered = [
+            p for layer in self._engine.layers for p in (layer.weight, layer.bias) if p is not None
+        ]
         super().__init__(covered, {})
         self._base = optimizer
         self._steps = 0

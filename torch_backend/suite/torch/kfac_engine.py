@@ -49,8 +49,11 @@ class KFACEngine:
             raise
         self.buckets = buckets.plan_buckets(
             [
-                ((l.sizes, l.spec.diagonal, l.weight.dtype, l.weight.device), l.spec.groups)
-                for l in self.layers
+                (
+                    (layer.sizes, layer.spec.diagonal, layer.weight.dtype, layer.weight.device),
+                    layer.spec.groups,
+                )
+                for layer in self.layers
             ]
         )
         self.states: list[core_kfac.KFACState] = []
@@ -134,7 +137,9 @@ class KFACEngine:
                 continue
             zeros = torch.zeros_like(gradients[present[0].index][:1])
             parts = [
-                zeros.expand(m.stop - m.start, -1, -1) if gradients[m.index] is None else gradients[m.index]
+                zeros.expand(m.stop - m.start, -1, -1)
+                if gradients[m.index] is None
+                else gradients[m.index]
                 for m in bucket.members
             ]
             joined = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -161,9 +166,7 @@ class KFACEngine:
         That is the number of examples for a classifier, of tokens for a language model, of pixels for a
         segmentation network: the rows of the model's output.
         """
-        rows = {
-            layer.name: t.rows for layer, t in zip(self.layers, taken, strict=True) if t is not None
-        }
+        rows = {layer.name: t.rows for layer, t in zip(self.layers, taken, strict=True) if t is not None}
         last = self.clock.last if self.clock.last in rows else next(reversed(rows))
         return rows[last]
 
@@ -180,8 +183,8 @@ class KFACEngine:
         if unseen:
             names = ", ".join(repr(layer.name) for layer in unseen)
             warnings.warn(
-                f"these layers got a gradient but were not seen running in training mode, and keep their "
-                f"plain gradient until they are: {names}",
+                "these layers got a gradient but were not seen running in training mode, and keep "
+                f"their plain gradient until they are: {names}",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -195,9 +198,7 @@ class KFACEngine:
             for member in bucket.members:
                 layer = self.layers[member.index]
                 ready[id(layer)] = bool(state.ready[member.start : member.stop].all())
-        waiting = {
-            layer.name for layer in self.layers if not ready[id(layer)] and self._unseen_reported
-        }
+        waiting = {layer.name for layer in self.layers if not ready[id(layer)] and self._unseen_reported}
         routes = []
         for route in self.routing:
             owner = route.parameter.rpartition(".")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -12,6 +13,7 @@ from suite.core import kron as core_kron
 from suite.core.checks import check_flag, check_integer, check_number
 from suite.core.routing import Route, Routing, describe_factors
 from suite.core.schedules import advance_clock, precond_update_prob_schedule
+from suite.torch.checks import check_dtype
 from suite.torch.kron_engine import KronEngine
 
 Schedule: TypeAlias = float | Callable[[int], float]
@@ -49,7 +51,7 @@ class Kron(torch.optim.Optimizer):
         max_size_triangular, min_ndim_triangular, memory_save_mode, merge_small_dims,
         target_merged_dim_size, partition_grads_into_blocks, block_size: which factors a parameter gets,
             see `suite.core.blocks.Structure`.
-        preconditioner_lr: step size of the factors' updates, in (0, 1); a number or a function of the step.
+        preconditioner_lr: step size of the factors' updates, in (0, 1); number or schedule.
         preconditioner_init_scale: factors start as the identity times (their share of) this.
         mu_dtype: dtype of the momentum; default: the parameter's.
         precond_dtype: dtype of the factors; default: the parameter's, at least float32.
@@ -200,13 +202,14 @@ class Kron(torch.optim.Optimizer):
         parameters, updates = [p for p, _ in chosen], [d.to(p.dtype) for p, d in chosen]
         if group["weight_decay"] != 0:
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
-        rate = torch.where(finite.to(device), torch.as_tensor(group["lr"], device=device), 0.0)
-        torch._foreach_mul_(updates, -rate.to(updates[0].dtype))
+        # A product, not a branch on `finite`: the host does not wait. Directions are finite by now.
+        rate = -group["lr"] * finite.to(device=device, dtype=_widest(updates))
+        torch._foreach_mul_(updates, rate)
         torch._foreach_add_(parameters, updates)
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that changed nothing because a gradient was not finite. Reading it waits for the device."""
+        """Steps skipped because a gradient was not finite. Reading it waits for the device."""
         return 0 if self._skipped is None else int(self._skipped)
 
     def routing(self) -> Routing:
@@ -270,6 +273,10 @@ class Kron(torch.optim.Optimizer):
             engine.after_load()
 
 
+def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+
+
 def _at(name: str, group: dict[str, Any], step: int) -> float:
     value = group[name]
     if callable(value):
@@ -292,8 +299,7 @@ def _check_setting(name: str, value: Any) -> None:
     elif name == "maximize":
         check_flag(name, value)
     elif name in ("mu_dtype", "precond_dtype") and value is not None:
-        if not (isinstance(value, torch.dtype) and value.is_floating_point):
-            raise TypeError(f"{name} must be a floating torch.dtype or None, got {value!r}")
+        check_dtype(name, value)
 
 
 def _check_group(settings: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ class KronEngine:
         self.parameters = parameters
         self.rule = rule
         self.plans = [blocks.plan_blocks(p.shape, structure) for p in parameters]
-        stacks = []
+        stacks: list[tuple[Any, int]] = []
         self.stack_of: list[list[int]] = []  # for each parameter, its stacks' places in `stacks`
         for parameter, plan in zip(parameters, self.plans, strict=True):
             self.stack_of.append([])
@@ -101,7 +101,9 @@ class KronEngine:
             if not all(present):
                 for member, here in zip(bucket.members, present, strict=True):
                     if not here:
-                        stacks[member.index] = torch.zeros_like(pack.momentum[member.start : member.stop])
+                        stacks[member.index] = torch.zeros_like(
+                            pack.momentum[member.start : member.stop]
+                        )
                 spans = [m.stop - m.start for m in bucket.members]
                 flags = [flag for flag, n in zip(present, spans, strict=True) for _ in range(n)]
                 keep = keep & torch.tensor(flags, device=pack.momentum.device)
@@ -159,6 +161,6 @@ def _write(old: core_kron.KronState, new: core_kron.KronState, keep: torch.Tenso
 
 
 def _select(old: torch.Tensor, new: torch.Tensor, keep: torch.Tensor) -> None:
-    """old <- new where `keep` (one flag, or one a block), in place and without waiting for the device."""
+    """old <- new where `keep` (one flag, or one a block), in place, the host not waiting."""
     condition = keep.reshape(-1, *(1,) * (old.ndim - 1)) if keep.ndim else keep
     torch.where(condition, new, old, out=old)

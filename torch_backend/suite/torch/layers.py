@@ -196,7 +196,8 @@ def _make_layer(name: str, module: nn.Module, max_factor_size: int) -> Layer:
 def _padding(module: nn.Module) -> tuple[tuple[int, int], ...]:
     """(before, after) per axis; 'same' puts the odd one after, as torch does."""
     given = module.padding
-    assert isinstance(module.kernel_size, tuple) and isinstance(module.dilation, tuple)
+    assert isinstance(module.kernel_size, tuple)
+    assert isinstance(module.dilation, tuple)
     if given == "valid":
         return ((0, 0),) * len(module.kernel_size)
     if given == "same":
