@@ -79,7 +79,9 @@ def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
     factor, info = torch.linalg.cholesky_ex(x)
     failed = (info != 0)[..., None, None]
     factor = torch.where(failed, torch.eye(x.shape[-1], dtype=x.dtype, device=x.device), factor)
-    return torch.where(failed, torch.nan, torch.cholesky_inverse(factor))
+    inverse = torch.where(failed, torch.nan, torch.cholesky_inverse(factor))
+    # LAPACK's column order would survive until a checkpoint, and products round differently after it.
+    return inverse.contiguous()
 
 
 def eigh(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +94,7 @@ def eigh(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return nan[..., 0], nan
         pairs = [eigh(matrix) for matrix in x]  # spare the rest of the stack
         values, vectors = (torch.stack(parts) for parts in zip(*pairs, strict=True))
-    return values, vectors
+    return values, vectors.contiguous()  # as in `cholesky_inverse`
 
 
 def solve_triangular(x: torch.Tensor, y: torch.Tensor, *, upper: Any) -> torch.Tensor:

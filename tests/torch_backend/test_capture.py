@@ -1,0 +1,306 @@
+"""Statistics out of real forward and backward passes, against autograd's own gradients and loops."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from suite.core import statistics
+from suite.torch import KFAC
+from suite.torch.layers import input_rows, output_rows
+
+torch.manual_seed(0)
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(4, 3), (5, 4)),
+    "linear without bias": (lambda: nn.Linear(4, 3, bias=False), (5, 4)),
+    "linear on sequences": (lambda: nn.Linear(4, 3), (5, 2, 4)),
+    "linear on one example": (lambda: nn.Linear(4, 3), (4,)),
+    "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1), (5, 2, 8)),
+    "conv2d": (lambda: nn.Conv2d(2, 3, (3, 2), padding=(1, 0)), (4, 2, 5, 6)),
+    "conv2d dilated": (lambda: nn.Conv2d(2, 3, 2, dilation=2, bias=False), (4, 2, 5, 6)),
+    "conv2d same": (lambda: nn.Conv2d(2, 3, (2, 4), padding="same"), (4, 2, 5, 6)),
+    "conv2d valid": (lambda: nn.Conv2d(2, 3, 2, padding="valid"), (4, 2, 5, 6)),
+    "conv2d grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2), (4, 4, 5, 5)),
+    "conv2d depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1), (4, 4, 5, 5)),
+    "conv2d reflect": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (4, 2, 5, 5)),
+    "conv2d circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (4, 2, 5, 5)),
+    "conv2d without batch axis": (lambda: nn.Conv2d(2, 3, 3), (2, 5, 5)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2, stride=(1, 2, 1)), (3, 2, 3, 4, 4)),
+}
+
+
+def double(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().double()
+
+
+def taken(kfac: KFAC) -> list[statistics.LayerStatistics]:
+    found = kfac._engine.take_statistics()
+    assert all(one is not None for one in found)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_reproduce_the_gradient_and_the_sums(name):
+    make, shape = LAYERS[name]
+    layer = double(make)
+    kfac = KFAC(layer)
+    x = torch.randn(shape, dtype=torch.float64)
+    y = layer(x)
+    y.retain_grad()
+    (y * torch.randn_like(y)).sum().backward()
+    spec = kfac._engine.layers[0].spec
+    a, g = input_rows(x, spec), output_rows(y.grad, spec)
+    if spec.bias:
+        a = torch.cat([a, torch.ones_like(a[..., :1])], dim=-1)
+    # autograd's own gradient is Σ g aᵀ: rows in the wrong order or place would not give it
+    gradient = kfac._engine.layers[0].gradient_matrix()
+    torch.testing.assert_close(torch.einsum("bri,brj->bij", g, a), gradient, rtol=1e-12, atol=1e-12)
+    (sums,) = taken(kfac)
+    torch.testing.assert_close(sums.A, torch.einsum("bri,brj->bij", a, a), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sums.G, torch.einsum("bri,brj->bij", g, g), rtol=1e-12, atol=1e-12)
+    assert int(sums.rows) == a.shape[1]
+
+
+def test_large_sides_are_diagonal():
+    layer = double(lambda: nn.Linear(6, 2))
+    kfac = KFAC(layer, max_factor_size=5)
+    x = torch.randn(7, 6, dtype=torch.float64)
+    layer(x).square().sum().backward()
+    (sums,) = taken(kfac)
+    ones = torch.ones(7, 1, dtype=torch.float64)
+    torch.testing.assert_close(sums.A[0], torch.cat([x, ones], 1).square().sum(0))
+    assert sums.G.shape == (1, 2, 2)
+    assert "diag 7" in kfac.routing()["weight"].factors
+
+
+def test_eval_no_grad_and_frozen_input_leave_no_trace():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    kfac = KFAC(model)
+    model.eval()
+    model(torch.randn(4, 3)).sum().backward()
+    model.train()
+    with torch.no_grad():
+        model(torch.randn(4, 3))
+    model(torch.randn(4, 3))  # a forward pass without a backward pass
+    assert kfac._engine.take_statistics() == [None, None]
+
+
+def test_steps_between_factor_updates_capture_nothing():
+    model = nn.Linear(3, 2)
+    kfac = KFAC(model, factor_update_steps=2)
+    seen = []
+    for _ in range(4):
+        model(torch.randn(4, 3)).sum().backward()
+        seen.append(kfac._engine.captures[0].A.grad is not None)
+        kfac.step()
+    assert seen == [True, False, True, False]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_counts_once(reentrant):
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    results = []
+    for wrapped in (False, True):
+        model = double(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+        kfac = KFAC(model)
+        y = checkpoint(model, x, use_reentrant=reentrant) if wrapped else model(x)
+        y.square().sum().backward()
+        results.append(taken(kfac))
+    for plain, recomputed in zip(*results, strict=True):
+        for a, b in zip(plain, recomputed, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_a_layer_used_twice_and_in_place_ops_after_it():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu_(self.layer(input=torch.relu_(self.layer(x))))
+
+    model = double(Twice)
+    reference = copy.deepcopy(model)
+    kfac = KFAC(model)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    model(x).square().sum().backward()
+    reference(x).square().sum().backward()
+    torch.testing.assert_close(model.layer.weight.grad, reference.layer.weight.grad, rtol=0, atol=0)
+    hidden = torch.relu(reference.layer(x)).detach()
+    a = torch.cat([torch.cat([x, hidden]), torch.ones(10, 1, dtype=torch.float64)], 1)
+    (sums,) = taken(kfac)
+    torch.testing.assert_close(sums.A[0], a.T @ a)
+    assert int(sums.rows) == 10
+
+
+@pytest.mark.parametrize("compute_method", ["eigen", "inverse"])
+def test_repeating_or_splitting_the_data_changes_nothing(compute_method):
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    directions = []
+    for batches in (
+        [(x, y)],
+        [(x.repeat(3, 1), y.repeat(3, 1))],
+        [(x[:2], y[:2]), (x[2:4], y[2:4]), (x[4:], y[4:])],
+    ):
+        model = double(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)))
+        kfac = KFAC(model, compute_method=compute_method)
+        for xs, ys in batches:
+            (nn.functional.mse_loss(model(xs), ys) / len(batches)).backward()
+        kfac.step()
+        directions.append([p.grad for p in model.parameters()])
+    for other in directions[1:]:
+        for a, b in zip(directions[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_sum_loss_is_the_mean_loss_scaled():
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 1, dtype=torch.float64)
+    factors = []
+    for reduction in ("mean", "sum"):
+        model = double(lambda: nn.Linear(4, 1))
+        kfac = KFAC(model, loss_reduction=reduction)
+        nn.functional.mse_loss(model(x), y, reduction=reduction).backward()
+        kfac.step()
+        factors.append(kfac.state_dict()["kfac"]["layers"][""])
+    torch.testing.assert_close(factors[0]["A"], factors[1]["A"])
+    torch.testing.assert_close(6 * factors[0]["G"], factors[1]["G"])
+
+
+def test_autocast_keeps_float32_statistics():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    kfac = KFAC(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.randn(16, 8)).float().square().mean()
+    loss.backward()
+    assert {one.A.dtype for one in taken(kfac)} == {torch.float32}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+def test_a_compiled_model_gives_the_same_statistics():
+    x = torch.randn(5, 4, dtype=torch.float64)
+    results = []
+    for compiled in (False, True):
+        model = double(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)))
+        kfac = KFAC(model)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run(x).square().sum().backward()
+        results.append(taken(kfac))
+    for eager, traced in zip(*results, strict=True):
+        for a, b in zip(eager, traced, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_the_hooked_model_computes_what_it_did():
+    model = double(lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2)))
+    reference = copy.deepcopy(model)
+    kfac = KFAC(model)
+    x = torch.randn(3, 1, 5, 5, dtype=torch.float64)
+    for one in (model, reference):
+        one(x).square().sum().backward()
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+    kfac.detach()
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_copies_of_the_model_do_not_feed_the_original():
+    model = nn.Linear(3, 2)
+    kfac = KFAC(model)
+    twin = copy.deepcopy(model)
+    twin(torch.randn(4, 3)).sum().backward()
+    assert kfac._engine.take_statistics() == [None]
+    KFAC(twin)  # and can have a K-FAC of its own
+
+
+def test_nothing_stays_alive_after_del():
+    model = nn.Linear(3, 2)
+    kfac = KFAC(model)
+    model(torch.randn(4, 3)).sum().backward()
+    kfac.step()
+    gone = weakref.ref(kfac._engine)
+    del kfac
+    gc.collect()
+    assert gone() is None
+    model(torch.randn(4, 3)).sum().backward()  # the hook that is left does nothing
+    KFAC(model)
+
+
+def test_two_on_one_model_is_an_error_until_the_first_is_detached():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    first = KFAC(model[1])
+    with pytest.raises(ValueError, match="'1' already has a K-FAC attached"):
+        KFAC(model)
+    assert not model[0]._forward_hooks
+    first.detach()
+    KFAC(model)
+
+
+def test_layers_that_are_never_called_are_reported():
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called, self.read = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(self.called(x), self.read.weight)
+
+    model = Functional()
+    kfac = KFAC(model, kl_clip=None)
+    model(torch.randn(4, 3)).square().sum().backward()
+    before = model.read.weight.grad.clone()
+    with pytest.warns(RuntimeWarning, match="'read'"):
+        kfac.step()
+    torch.testing.assert_close(model.read.weight.grad, before, rtol=0, atol=0)
+    assert "no statistics yet" in kfac.routing()["read.weight"].reason
+    assert "no statistics yet" not in kfac.routing()["called.weight"].reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        model(torch.randn(4, 3)).square().sum().backward()
+        kfac.step()
+
+
+def test_training_in_eval_mode_is_reported():
+    model = nn.Linear(3, 2).eval()
+    kfac = KFAC(model)
+    model(torch.randn(4, 3)).sum().backward()
+    with pytest.warns(RuntimeWarning, match="saw no layer run in training mode"):
+        kfac.step()
+
+
+def test_the_loss_has_as_many_terms_as_the_last_layer_has_rows():
+    torch.manual_seed(0)
+    pooled = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Tanh(), nn.AdaptiveAvgPool1d(1), nn.Flatten())
+    model = nn.Sequential(pooled, nn.Linear(2, 2)).double()
+    kfac = KFAC(model)
+    y = model(torch.randn(5, 1, 6, dtype=torch.float64))
+    y.retain_grad()
+    y.square().sum(1).mean().backward()
+    kfac.step()
+    layers = kfac.state_dict()["kfac"]["layers"]
+    # 5 terms: G = (1/5) Σ (5 g)(5 g)ᵀ, also for the convolution with its 20 rows
+    G = layers["1"]["G"][0] / layers["1"]["weight"][0]
+    torch.testing.assert_close(G, 5 * y.grad.T @ y.grad)
+
+
+def test_gradients_do_not_depend_on_whether_statistics_are_captured():
+    gradients = []
+    for wanted in (True, False):
+        model = double(lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)))
+        kfac = KFAC(model)
+        kfac._engine.clock.wanted = wanted
+        model(torch.ones(3, 4, dtype=torch.float64)).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -1,0 +1,444 @@
+"""`suite.torch.KFAC` in a training loop."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from suite.torch import KFAC, ComputeMethod, KFACPreconditioner
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 6), nn.Tanh(), nn.Linear(6, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def batch(seed: int, n: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 1, 5, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (n,), generator=generator)
+
+
+def backward(model: nn.Module, seed: int = 0, n: int = 8) -> torch.Tensor:
+    x, y = batch(seed, n)
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two nested states are equal bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and all(map(same, a, b))
+    return a == b
+
+
+# ---- what the direction is ----------------------------------------------------------------------
+
+
+def test_one_layer_and_one_example_give_the_exact_damped_natural_gradient():
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2).double()
+    x = torch.randn(1, 3, dtype=torch.float64)
+    kfac = KFAC(layer, damping=0.3, kl_clip=None)
+    (layer(x) * torch.tensor([0.7, -1.1], dtype=torch.float64)).sum().backward()
+    gradient = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).numpy()
+    # empirical Fisher of one example: the outer product of its gradient
+    vector = gradient.reshape(-1)
+    fisher = np.outer(vector, vector)
+    expected = np.linalg.solve(fisher + 0.3 * np.eye(8), vector).reshape(2, 4)
+    kfac.step()
+    direction = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).numpy()
+    np.testing.assert_allclose(direction, expected, rtol=1e-9)
+
+
+def test_the_direction_on_a_convolutional_network_is_not_the_gradient():
+    model = network().float()
+    kfac = KFAC(model)
+    x, y = batch(0, 64)
+    nn.functional.cross_entropy(model(x.float()), y).backward()
+    for layer in kfac._engine.layers:
+        assert layer.weight.grad is not None
+    before = [layer.weight.grad.clone() for layer in kfac._engine.layers]
+    kfac.step()
+    for layer, gradient in zip(kfac._engine.layers, before, strict=True):
+        cosine = nn.functional.cosine_similarity(layer.weight.grad.flatten(), gradient.flatten(), dim=0)
+        assert cosine < 0.99, layer.name
+
+
+@pytest.mark.parametrize("compute_method", ["eigen", "inverse"])
+def test_large_damping_gives_the_gradients_direction(compute_method):
+    model = network()
+    kfac = KFAC(model, damping=1e14, kl_clip=None, compute_method=compute_method)
+    backward(model)
+    before = [p.grad.clone() for p in model.parameters()]
+    kfac.step()
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad * 1e14, gradient, rtol=1e-4, atol=1e-9)
+
+
+def test_affine_reparametrisation_leaves_the_trajectory_unchanged():
+    """Inputs and hidden units in other coordinates: the functions along the way are the same."""
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 3, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
+    M = torch.randn(3, 3, dtype=torch.float64) + 2 * torch.eye(3, dtype=torch.float64)
+    shift = torch.randn(3, dtype=torch.float64)
+    first, second = nn.Linear(3, 3).double(), nn.Linear(3, 2).double()
+    outputs = []
+    for transformed in (False, True):
+        model = nn.Sequential(copy.deepcopy(first), nn.Tanh(), copy.deepcopy(second))
+        inputs = x
+        if transformed:
+            inputs = x @ M.T + shift  # W' (M x + c) + b' = W x + b
+            with torch.no_grad():
+                model[0].weight.copy_(first.weight @ torch.linalg.inv(M))
+                model[0].bias.copy_(first.bias - model[0].weight @ shift)
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), damping=0.0, kl_clip=None)
+        for _ in range(20):
+            kfac.zero_grad()
+            nn.functional.mse_loss(model(inputs), y).backward()
+            kfac.step()
+        outputs.append(model(inputs).detach())
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-8)
+    assert not torch.allclose(outputs[0], second(torch.tanh(first(x))))
+
+
+def test_kl_clip_bounds_the_step():
+    scales = {}
+    for kl_clip in (None, 1e-4):
+        model = network()
+        kfac = KFAC(model, kl_clip=kl_clip, lr=0.5)
+        backward(model)
+        gradient = [p.grad.clone() for p in model.parameters()]
+        kfac.step()
+        direction = [p.grad for p in model.parameters()]
+        size = sum((d * g).sum() for d, g in zip(direction, gradient, strict=True))
+        scales[kl_clip] = float(size)
+    unclipped = 0.5**2 * scales[None]
+    assert unclipped > 1e-4
+    np.testing.assert_allclose(scales[1e-4], scales[None] * np.sqrt(1e-4 / unclipped), rtol=1e-9)
+
+
+def test_a_factor_decay_of_zero_keeps_only_the_latest_statistics():
+    once, twice = network(), network()
+    kfac_once, kfac_twice = KFAC(once, factor_decay=0.0), KFAC(twice, factor_decay=0.0)
+    backward(twice, seed=1)
+    kfac_twice.step()
+    for model, kfac in ((once, kfac_once), (twice, kfac_twice)):
+        model.zero_grad()
+        backward(model, seed=2)
+        kfac.step()
+    a, b = (k.state_dict()["kfac"]["layers"] for k in (kfac_once, kfac_twice))
+    for name in a:
+        torch.testing.assert_close(a[name]["A"], b[name]["A"])
+        torch.testing.assert_close(a[name]["G"], b[name]["G"])
+
+
+# ---- the training loop --------------------------------------------------------------------------
+
+
+def test_before_an_optimizer_and_around_it_are_the_same_run():
+    separate, around = network(), network()
+    optimizer = sgd(separate)
+    preconditioner = KFACPreconditioner(separate, lr=lambda step: optimizer.param_groups[0]["lr"])
+    combined = KFAC(around, sgd(around))
+    assert isinstance(combined, torch.optim.Optimizer)
+    for seed in range(6):
+        optimizer.zero_grad()
+        backward(separate, seed)
+        preconditioner.step()
+        optimizer.step()
+        combined.zero_grad()
+        backward(around, seed)
+        combined.step()
+    for a, b in zip(separate.parameters(), around.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_closure_runs_once_first_and_under_grad():
+    model = network()
+    kfac = KFAC(model, sgd(model))
+    calls = []
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        calls.append(1)
+        kfac.zero_grad()
+        return backward(model)
+
+    before = [p.clone() for p in model.parameters()]
+    with torch.no_grad():
+        loss = kfac.step(closure)
+    assert len(calls) == 1
+    assert loss.item() > 0
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_learning_rate_schedulers_drive_it():
+    model = network()
+    kfac = KFAC(model, sgd(model))
+    scheduler = torch.optim.lr_scheduler.StepLR(kfac, step_size=1, gamma=0.5)
+    for _ in range(2):
+        kfac.zero_grad()
+        backward(model)
+        kfac.step()
+        scheduler.step()
+    assert kfac.param_groups[0]["lr"] == pytest.approx(0.0125)
+
+
+def test_groups_of_the_optimizer_are_its_groups():
+    model = network()
+    base = torch.optim.SGD(model[0].parameters(), lr=0.05)
+    kfac = KFAC(model, base)
+    kfac.add_param_group({"params": model[3].parameters(), "lr": 0.01})
+    assert len(base.param_groups) == 2
+    assert kfac.param_groups is base.param_groups
+    backward(model)
+    kfac.step()
+
+
+def test_schedules_are_functions_of_the_step():
+    model = network()
+    asked: list[int] = []
+
+    def damping(step: int) -> float:
+        asked.append(step)
+        return 0.1 / (1 + step)
+
+    kfac = KFAC(model, sgd(model), damping=damping, inv_update_steps=lambda step: 1 + step // 2)
+    for _ in range(3):
+        backward(model)
+        kfac.step()
+    assert asked == [0, 1, 2]
+    assert kfac.hyperparameter("damping") == pytest.approx(0.1 / 4)
+
+
+def test_a_schedule_that_leaves_its_range_is_an_error_before_anything_changes():
+    model = network()
+    kfac = KFAC(model, sgd(model), damping=lambda step: -1.0)
+    backward(model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"damping must be >= 0, got -1\.0"):
+        kfac.step()
+    assert same(before, model.state_dict())
+    assert kfac.steps == 0
+
+
+def test_a_ragged_last_batch_and_an_unused_layer():
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+            return self.left(x) if left else self.right(x)
+
+    model = Branches()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for n, left in ((8, True), (3, True), (1, False)):
+        kfac.zero_grad()
+        model(torch.randn(n, 3), left).square().mean().backward()
+        kfac.step()
+    weights = {name: float(s["weight"]) for name, s in kfac.state_dict()["kfac"]["layers"].items()}
+    np.testing.assert_allclose(weights["left"], 1 - 0.95**2, rtol=1e-6)
+    np.testing.assert_allclose(weights["right"], 1 - 0.95, rtol=1e-6)
+
+
+def test_zero_gradients_and_zero_learning_rate_leave_parameters_alone():
+    model = network()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9))
+    before = copy.deepcopy(model.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no layer ran: that is reported
+        kfac.step()
+    assert same(before, model.state_dict())
+    for layer in kfac.state_dict()["kfac"]["layers"].values():
+        assert all(bool(tensor.isfinite().all()) for tensor in layer.values())
+
+
+def test_bfloat16_parameters_keep_float32_factors():
+    model = network().bfloat16()
+    kfac = KFAC(model, sgd(model))
+    x, y = batch(0)
+    nn.functional.cross_entropy(model(x.bfloat16()), y).backward()
+    kfac.step()
+    kfac.load_state_dict(kfac.state_dict())
+    for layer in kfac.state_dict()["kfac"]["layers"].values():
+        assert layer["A"].dtype == layer["A_vectors"].dtype == torch.float32
+    assert all(p.dtype == torch.bfloat16 and bool(p.isfinite().all()) for p in model.parameters())
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["gradient of a layer", "plain gradient", "input"])
+def test_a_step_that_is_not_finite_changes_nothing(poison, where):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+    kfac = KFAC(model, sgd(model))
+    x = torch.randn(5, 3, dtype=torch.float64)
+    model(x).square().mean().backward()
+    kfac.step()
+    before = copy.deepcopy((model.state_dict(), kfac.state_dict()))
+    kfac.zero_grad()
+    bad = x.clone()
+    if where == "input":
+        bad[0, 0] = poison
+    model(bad).square().mean().backward()
+    if where == "gradient of a layer":
+        model[0].weight.grad[0, 0] = poison
+    if where == "plain gradient":
+        model[1].weight.grad[0] = poison
+    with pytest.warns(RuntimeWarning, match="step 1 was skipped"):
+        kfac.step()
+    after = (model.state_dict(), kfac.state_dict())
+    assert kfac.skipped_steps == 1
+    assert same(before[0], after[0])
+    assert same(before[1]["state"], after[1]["state"])
+    assert same(before[1]["kfac"]["layers"], after[1]["kfac"]["layers"])
+    kfac.zero_grad()
+    model(x).square().mean().backward()
+    kfac.step()
+    assert not same(before[0], model.state_dict())
+
+
+def test_gradients_of_any_size_stay_finite():
+    for scale in (1e-30, 1e30):
+        model = network().float()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x, y = batch(0)
+        for _ in range(3):
+            kfac.zero_grad()
+            loss = nn.functional.cross_entropy(model(x.float()), y)
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.grad *= scale
+            kfac.step()
+        assert all(bool(p.isfinite().all()) for p in model.parameters()), scale
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"damping": -1.0}, ValueError, r"damping must be >= 0, got -1\.0"),
+        ({"damping": float("nan")}, ValueError, "damping"),
+        ({"damping": "0.1"}, TypeError, "damping must be a number"),
+        ({"factor_decay": 1.0}, ValueError, "factor_decay must be >= 0 and < 1"),
+        ({"factor_update_steps": 0}, ValueError, "factor_update_steps must be >= 1, got 0"),
+        ({"inv_update_steps": 1.5}, TypeError, "inv_update_steps must be an integer"),
+        ({"kl_clip": 0.0}, ValueError, "kl_clip must be > 0"),
+        ({"lr": -0.1}, ValueError, "lr must be >= 0"),
+        ({"compute_method": "egien"}, ValueError, "compute_method must be one of 'eigen'"),
+        ({"skip_layers": "conv"}, TypeError, "skip_layers must be a list"),
+        ({"factor_dtype": torch.int32}, TypeError, "factor_dtype must be a floating"),
+        ({"inv_dtype": "float32"}, TypeError, "inv_dtype must be a floating"),
+        ({"max_factor_size": 0}, ValueError, "max_factor_size must be >= 1"),
+        ({"loss_reduction": "none"}, ValueError, "loss_reduction must be one of"),
+        ({"optimizer": 3}, TypeError, "optimizer must be a torch.optim.Optimizer"),
+        ({"dampnig": 0.1}, TypeError, "dampnig"),
+    ],
+)
+def test_bad_settings_are_errors_and_leave_the_model_alone(settings, error, message):
+    model = network()
+    with pytest.raises(error, match=message):
+        KFAC(model, **settings)
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_enums_and_strings_mean_the_same():
+    assert KFAC(network(), compute_method=ComputeMethod.INVERSE)._engine.rule.compute_method == "inverse"
+    assert KFAC(network(), compute_method="INVERSE")._engine.rule.compute_method == "inverse"
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+def run(kfac: KFAC, model: nn.Module, seeds: range) -> None:
+    for seed in seeds:
+        kfac.zero_grad()
+        backward(model, seed)
+        kfac.step()
+
+
+@pytest.mark.parametrize("compute_method", ["eigen", "inverse"])
+@pytest.mark.parametrize("stop", range(7))
+def test_a_resumed_run_is_the_uninterrupted_run(compute_method, stop):
+    settings = {"factor_update_steps": 2, "inv_update_steps": 3, "compute_method": compute_method}
+    model = network()
+    kfac = KFAC(model, sgd(model), **settings)
+    run(kfac, model, range(stop))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "kfac": kfac.state_dict()}, file)
+    run(kfac, model, range(stop, 9))
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = network()
+    resumed.load_state_dict(saved["model"])
+    again = KFAC(resumed, sgd(resumed), **settings)
+    again.load_state_dict(state_dict=saved["kfac"])
+    run(again, resumed, range(stop, 9))
+    assert same(model.state_dict(), resumed.state_dict())
+    assert same(kfac.state_dict(), again.state_dict())
+
+
+def test_loading_its_own_fresh_state_is_the_identity():
+    model = network()
+    kfac = KFAC(model, sgd(model))
+    before = copy.deepcopy(kfac.state_dict())
+    kfac.load_state_dict(kfac.state_dict())
+    assert same(before, kfac.state_dict())
+
+
+def test_state_that_does_not_fit_names_the_layer_and_changes_nothing():
+    model = network()
+    kfac = KFAC(model, sgd(model))
+    backward(model)
+    kfac.step()
+    before = copy.deepcopy(kfac.state_dict())
+    renamed = copy.deepcopy(before)
+    renamed["kfac"]["layers"]["head"] = renamed["kfac"]["layers"].pop("5")
+    with pytest.raises(ValueError, match=r"missing \['5'\], layers unknown \['head'\]"):
+        kfac.load_state_dict(renamed)
+    reshaped = copy.deepcopy(before)
+    reshaped["kfac"]["layers"]["3"]["A"] = torch.zeros(1, 2, 2)
+    with pytest.raises(ValueError, match="state of layer '3'"):
+        kfac.load_state_dict(reshaped)
+    other = copy.deepcopy(before)
+    other["kfac"]["compute_method"] = "inverse"
+    with pytest.raises(ValueError, match="compute_method"):
+        kfac.load_state_dict(other)
+    wrong_base = copy.deepcopy(before)
+    wrong_base["param_groups"] = []
+    with pytest.raises(ValueError, match="param"):
+        kfac.load_state_dict(wrong_base)
+    assert same(before, kfac.state_dict())
+
+
+def test_reports():
+    model = network()
+    kfac = KFAC(model, sgd(model))
+    assert "KFAC(" in repr(kfac)
+    assert "layers=3" in repr(kfac)
+    usage = kfac.memory_usage()
+    state = kfac.state_dict()["kfac"]["layers"]
+    assert sum(usage.values()) == sum(t.nbytes for layer in state.values() for t in layer.values())

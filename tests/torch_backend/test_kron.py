@@ -1,0 +1,373 @@
+"""`suite.torch.Kron` in a training loop."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from suite.torch import Kron
+
+GEOMETRIES = ["Q0.5EQ1.5", "QEQ", "QUAD", "EQ"]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def backward(model: nn.Module, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 3, (16,), generator=generator)
+    dtype = next(model.parameters()).dtype
+    loss = scale * nn.functional.cross_entropy(model(x.to(dtype)).double(), y)
+    loss.backward()
+    return loss
+
+
+def run(model: nn.Module, kron: Kron, seeds: range, scale: float = 1.0) -> None:
+    for seed in seeds:
+        kron.zero_grad()
+        backward(model, seed, scale)
+        kron.step()
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two nested states are equal bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_it_learns(geometry):
+    model = network()
+    x = torch.randn(64, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    kron = Kron(model.parameters(), lr=0.01, geometry=geometry)
+    losses = []
+    for _ in range(150):
+        kron.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        kron.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_scaling_the_loss_leaves_the_trajectory_unchanged():
+    models = []
+    for scale in (1.0, 64.0):
+        model = network()
+        # P goes with 1 / gradient, and Q with the root of P
+        kron = Kron(model.parameters(), lr=0.01, damping=0.0, preconditioner_init_scale=scale**-0.5)
+        run(model, kron, range(30), scale)
+        models.append(model)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_blocks_of_a_parameter_do_not_depend_on_their_neighbours():
+    """Cutting a matrix into blocks is the same as having the blocks as parameters of their own."""
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().split(3)]
+    settings = {"lr": 0.1, "block_size": 3, "damping": 0.0}
+    together, apart = Kron([whole], **settings), Kron(parts, **settings)
+    for seed in range(5):
+        gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        whole.grad = gradient
+        for part, piece in zip(parts, gradient.split(3), strict=True):
+            part.grad = piece.clone()
+        together.step()
+        apart.step()
+    # 4 columns are cut into 3 + 1 in both
+    torch.testing.assert_close(whole, torch.cat(parts), rtol=1e-12, atol=1e-14)
+
+
+def test_a_closure_runs_once_first_and_under_grad():
+    model = network()
+    kron = Kron(model.parameters())
+    calls = []
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        calls.append(1)
+        kron.zero_grad()
+        return backward(model)
+
+    with torch.no_grad():
+        assert kron.step(closure).item() > 0
+    assert len(calls) == 1
+
+
+def test_parameters_of_every_kind():
+    torch.manual_seed(0)
+    parameters = {
+        "scalar": torch.randn(()),
+        "vector": torch.randn(5),
+        "row": torch.randn(1, 7),
+        "matrix": torch.randn(4, 3),
+        "kernel": torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last),
+        "transposed": torch.randn(3, 5).t(),
+        "empty": torch.randn(0, 3),
+        "five axes": torch.randn(2, 3, 2, 2, 2),
+        "no gradient": torch.randn(3, 3),
+    }
+    named = [(name, nn.Parameter(tensor)) for name, tensor in parameters.items()]
+    before = {name: p.detach().clone() for name, p in named}
+    kron = Kron(named, lr=0.1, block_size=2)
+    for _ in range(3):
+        for name, parameter in named:
+            parameter.grad = None if name == "no gradient" else torch.randn_like(parameter)
+        kron.step()
+    for name, parameter in named:
+        assert bool(parameter.isfinite().all()), name
+        moved = not torch.equal(parameter, before[name])
+        assert moved == (name not in ("empty", "no gradient")), name
+    routing = kron.routing()
+    assert [route.parameter for route in routing] == list(parameters)
+    assert routing["row"].factors == "diag 7"
+    assert routing["matrix"].factors == "4x4, 3x3"
+    assert routing["kernel"].factors == "8x8, 9x9"
+    assert routing["empty"].treatment == "plain"
+
+
+def test_a_parameter_without_gradient_keeps_its_state_while_its_bucket_moves_on():
+    torch.manual_seed(0)
+    a, b = (nn.Parameter(torch.randn(3, 3)) for _ in range(2))
+    kron = Kron([a, b], lr=0.1)
+    for gradient_of_b in (True, False):
+        a.grad, b.grad = torch.randn(3, 3), torch.randn(3, 3) if gradient_of_b else None
+        before = copy.deepcopy(kron.state_dict()["state"][1]), b.detach().clone()
+        kron.step()
+    after = kron.state_dict()["state"][1]
+    assert same(before[0], after)
+    assert torch.equal(before[1], b)
+
+
+def test_groups_have_settings_of_their_own_and_can_join_later():
+    model = network()
+    kron = Kron([{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}], lr=0.1)
+    first, last = model[0].weight.detach().clone(), model[4].weight.detach().clone()
+    run(model, kron, range(2))
+    assert torch.equal(model[0].weight, first)
+    assert torch.equal(model[4].weight, last)
+    kron.add_param_group({"params": model[4].parameters(), "memory_save_mode": "all_diag"})
+    run(model, kron, range(2))
+    assert not torch.equal(model[4].weight, last)
+    assert kron.routing()["2.0"].factors == "diag 3, diag 4"
+    with pytest.raises(TypeError, match="momentum"):
+        kron.add_param_group({"params": [nn.Parameter(torch.ones(2))], "momentum": 0.9})
+    with pytest.raises(ValueError, match="b1 must be"):
+        kron.add_param_group({"params": [nn.Parameter(torch.ones(2))], "b1": 2.0})
+    assert len(kron.param_groups) == 3
+
+
+def test_tensor_learning_rates_schedulers_and_maximize():
+    model, twin = network(), network()
+    kron = Kron(model.parameters(), lr=torch.tensor(0.01, dtype=torch.float64))
+    mirrored = Kron(twin.parameters(), lr=0.01, maximize=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(kron, 0.5)
+    backward(model)
+    backward(twin, scale=-1.0)
+    kron.step()
+    mirrored.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
+    scheduler.step()
+    assert float(kron.param_groups[0]["lr"]) == pytest.approx(0.005)
+
+
+def test_weight_decay_is_decoupled():
+    plain, decayed = network(), network()
+    run(plain, Kron(plain.parameters(), lr=0.1), range(1))
+    start = network()
+    run(decayed, Kron(decayed.parameters(), lr=0.1, weight_decay=0.5), range(1))
+    for a, b, c in zip(plain.parameters(), decayed.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close(b, a - 0.1 * 0.5 * c)
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"geometry": "EQ"}])
+def test_a_step_that_is_not_finite_changes_nothing(poison, settings):
+    model = network()
+    kron = Kron(model.parameters(), lr=0.01, **settings)
+    run(model, kron, range(2))
+    before = copy.deepcopy((model.state_dict(), kron.state_dict()["state"]))
+    kron.zero_grad()
+    backward(model)
+    model[2].weight.grad[0, 0] = poison
+    kron.step()
+    assert kron.skipped_steps == 1
+    assert same(before[0], model.state_dict())
+    for index, state in kron.state_dict()["state"].items():
+        old = before[1][index]
+        assert all(same(old[key], state[key]) for key in old if key != "skipped_steps")
+    run(model, kron, range(1))
+    assert kron.skipped_steps == 1
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_a_first_step_with_zero_gradients_and_zero_learning_rate_changes_nothing():
+    model = network()
+    kron = Kron(model.parameters(), lr=0.0)
+    before = copy.deepcopy(model.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    kron.step()
+    assert same(before, model.state_dict())
+    for state in kron.state_dict()["state"].values():
+        assert all(bool(t.isfinite().all()) for t in state.values())
+
+
+def test_a_loss_spike_does_not_stop_training():
+    model = network()
+    kron = Kron(model.parameters(), lr=0.01)
+    run(model, kron, range(20))
+    run(model, kron, range(1), scale=1e6)
+    losses = []
+    for _ in range(400):  # the momentum has to forget 1e6 first
+        kron.zero_grad()
+        losses.append(backward(model, 3).item())
+        kron.step()
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="complex"):
+        Kron([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    embedding = nn.Embedding(4, 2, sparse=True)
+    kron = Kron(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="dense gradients"):
+        kron.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"lr": -1.0}, ValueError, "lr must be >= 0"),
+        ({"b1": 1.0}, ValueError, "b1 must be >= 0 and < 1"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay"),
+        ({"preconditioner_update_probability": 0.0}, ValueError, "preconditioner_update_probability"),
+        ({"preconditioner_lr": 1.0}, ValueError, "preconditioner_lr must be > 0 and < 1"),
+        ({"preconditioner_init_scale": 0.0}, ValueError, "preconditioner_init_scale"),
+        ({"memory_save_mode": "one_diagonal"}, ValueError, "memory_save_mode must be one of None"),
+        ({"max_size_triangular": -1}, ValueError, "max_size_triangular"),
+        ({"block_size": 0}, ValueError, "block_size must be >= 1"),
+        ({"block_size": 2.5}, TypeError, "block_size must be an integer"),
+        ({"merge_small_dims": 1}, TypeError, "merge_small_dims must be True or False"),
+        ({"geometry": "QQ"}, ValueError, "geometry must be one of"),
+        ({"betaL": 1.0}, ValueError, "betaL"),
+        ({"damping": -1e-9}, ValueError, "damping"),
+        ({"mu_dtype": torch.int8}, TypeError, "mu_dtype"),
+        ({"maximize": "yes"}, TypeError, "maximize"),
+        ({"seed": -1}, ValueError, "seed must be >= 0"),
+        ({"betas": (0.9, 0.99)}, TypeError, "betas"),
+    ],
+)
+def test_bad_settings_are_errors(settings, error, message):
+    with pytest.raises(error, match=message):
+        Kron([nn.Parameter(torch.ones(2, 2))], **settings)
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("geometry", ["Q0.5EQ1.5", "EQ"])
+@pytest.mark.parametrize("stop", range(5))
+def test_a_resumed_run_is_the_uninterrupted_run(geometry, stop):
+    settings = {"lr": 0.01, "geometry": geometry, "preconditioner_update_probability": 0.4}
+    model = network()
+    kron = Kron(model.parameters(), **settings)
+    run(model, kron, range(stop))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "kron": kron.state_dict()}, file)
+    run(model, kron, range(stop, 8))
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = network()
+    resumed.load_state_dict(saved["model"])
+    again = Kron(resumed.parameters(), **settings)
+    again.load_state_dict(state_dict=saved["kron"])
+    run(resumed, again, range(stop, 8))
+    assert same(model.state_dict(), resumed.state_dict())
+    assert same(kron.state_dict(), again.state_dict())
+
+
+def test_schedules_stay_out_of_the_state_and_survive_loading_it():
+    model = network()
+    kron = Kron(model.parameters(), preconditioner_lr=lambda step: 0.5 / (1 + step))
+    run(model, kron, range(2))
+    saved = kron.state_dict()
+    assert not any(callable(value) for group in saved["param_groups"] for value in group.values())
+    kron.load_state_dict(saved)
+    run(model, kron, range(1))
+
+
+def test_bfloat16_parameters_keep_float32_factors_through_a_checkpoint():
+    model = network().bfloat16()
+    kron = Kron(model.parameters(), lr=0.01)
+    run(model, kron, range(2))
+    kron.load_state_dict(copy.deepcopy(kron.state_dict()))
+    state = kron.state_dict()["state"][0]
+    assert state["tile0.factor0"].dtype == torch.float32
+    assert state["tile0.momentum"].dtype == torch.bfloat16
+    run(model, kron, range(1))
+    assert all(p.dtype == torch.bfloat16 and bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_loaded_state_is_copied_and_state_that_does_not_fit_is_an_error():
+    model = network()
+    kron = Kron(model.parameters(), lr=0.01)
+    run(model, kron, range(2))
+    saved = copy.deepcopy(kron.state_dict())
+    kron.load_state_dict(saved)
+    run(model, kron, range(1))
+    assert not same(saved["state"], kron.state_dict()["state"])
+    before = copy.deepcopy(kron.state_dict())
+    broken = copy.deepcopy(before)
+    broken["state"][2]["tile0.factor0"] = torch.zeros(1, 2, 2)
+    with pytest.raises(ValueError, match="state of parameter 2"):
+        kron.load_state_dict(broken)
+    with pytest.raises(ValueError, match="must have 6 parameters"):
+        kron.load_state_dict(Kron([nn.Parameter(torch.ones(2))]).state_dict())
+    assert same(before, kron.state_dict())
+
+
+def test_the_update_schedule_is_spread_evenly():
+    parameter = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
+    kron = Kron([parameter], preconditioner_update_probability=0.25)
+    updates = []
+    for seed in range(12):
+        old = kron.state_dict()["state"][0]["tile0.factor0"].clone()
+        parameter.grad = torch.randn(3, 3, generator=torch.Generator().manual_seed(seed)).double()
+        kron.step()
+        updates.append(not torch.equal(old, kron.state_dict()["state"][0]["tile0.factor0"]))
+    assert updates == [True, False, False, False] * 3
+
+
+def test_reports():
+    model = network()
+    kron = Kron(model.named_parameters())
+    assert {route.parameter for route in kron.routing()} == dict(model.named_parameters()).keys()
+    elements = sum(p.numel() for p in model.parameters())
+    assert kron.memory_usage()["momentum"] == 8 * elements
+    factors = sum(n * n + m * m for m, n in ((6, 9), (9, 4), (4, 3))) + 9 + 4 + 3
+    assert kron.memory_usage()["factors"] == 8 * factors
+    np.testing.assert_equal(kron.skipped_steps, 0)

@@ -1,0 +1,107 @@
+"""Which parameters K-FAC covers, and what it says about the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from suite.torch import KFAC
+
+
+class Net(nn.Module):
+    """One of everything that needs a decision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, groups=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.linear = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.half_frozen = nn.Linear(4, 4)
+        self.half_frozen.bias.requires_grad_(False)
+        self.normed = weight_norm(nn.Linear(4, 4))
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.embedding = nn.Embedding(5, 4)
+        self.tied = nn.Linear(4, 5, bias=False)
+        self.tied.weight = self.embedding.weight
+        self.special = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def test_every_parameter_is_in_the_report_with_a_reason():
+    model = Net()
+    routing = KFAC(model, skip_layers=["spec"]).routing()
+    assert [route.parameter for route in routing] == [name for name, _ in model.named_parameters()] or (
+        {route.parameter for route in routing} == {name for name, _ in model.named_parameters()}
+    )
+    treatment = {route.parameter: (route.treatment, route.reason) for route in routing}
+    for name in ("conv.weight", "conv.bias", "linear.weight", "linear.bias", "half_frozen.weight"):
+        assert treatment[name][0] == "kfac", name
+    assert routing["half_frozen.weight"].factors == "4x4, 4x4"  # no bias in it
+    assert treatment["frozen.weight"][0] == treatment["half_frozen.bias"][0] == "frozen"
+    for name, why in {
+        "norm.weight": "BatchNorm2d is not",
+        "normed.bias": "computed",
+        "attention.in_proj_weight": "MultiheadAttention is not",
+        "attention.out_proj.weight": "reads this weight without calling",
+        "embedding.weight": "Embedding is not",
+        "special.0.weight": "skip_layers",
+        "special.1.bias": "skip_layers",
+        "scale": "Net is not",
+    }.items():
+        assert treatment[name][0] == "plain", name
+        assert why in treatment[name][1], name
+    table = str(routing)
+    assert all(name in table for name, _ in model.named_parameters())
+    assert "parameters preconditioned" in table
+
+
+def test_a_shared_weight_is_plain_and_says_with_whom():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    routing = KFAC(model).routing()
+    assert routing["0.weight"].treatment == "plain"
+    assert "'2'" in routing["0.weight"].reason
+    assert routing["1.weight"].treatment == "kfac"
+
+
+@pytest.mark.parametrize("pattern", ["^1$", "Linear", "Lin"])
+def test_skip_layers_matches_names_and_class_names(pattern):
+    model = nn.Sequential(nn.Conv1d(1, 1, 1), nn.Linear(3, 3))
+    routing = KFAC(model, skip_layers=[pattern]).routing()
+    assert routing["0.weight"].treatment == "kfac"
+    assert routing["1.weight"].treatment == "plain"
+
+
+def test_a_subclass_with_its_own_forward_is_left_alone():
+    class Noisy(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 2
+
+    routing = KFAC(nn.Sequential(Noisy(2, 2), nn.Linear(2, 2))).routing()
+    assert "forward of its own" in routing["0.weight"].reason
+
+
+def test_a_model_without_any_layer_is_an_error_that_says_why():
+    with pytest.raises(ValueError, match="would precondition nothing") as caught:
+        KFAC(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), skip_layers=["Linear"])
+    assert "skip_layers" in str(caught.value)
+
+
+def test_a_lazy_layer_is_an_error_until_it_has_a_shape():
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
+    with pytest.raises(ValueError, match="'0' is lazy"):
+        KFAC(model)
+    model(torch.randn(2, 4))
+    assert KFAC(model).routing()["0.weight"].treatment == "kfac"
+
+
+def test_gradients_keep_their_storage():
+    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    kfac = KFAC(model)
+    model(torch.randn(4, 2, 6, 6)).square().mean().backward()
+    storage = model.weight.grad.data_ptr()
+    kfac.step()
+    assert model.weight.grad.data_ptr() == storage
