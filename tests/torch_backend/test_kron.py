@@ -17,7 +17,9 @@ GEOMETRIES = ["Q0.5EQ1.5", "QEQ", "QUAD", "EQ"]
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return nn.Sequential(
+        nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 3)
+    ).double()
 
 
 def backward(model: nn.Module, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -157,7 +159,9 @@ def test_a_parameter_without_gradient_keeps_its_state_while_its_bucket_moves_on(
 
 def test_groups_have_settings_of_their_own_and_can_join_later():
     model = network()
-    kron = Kron([{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}], lr=0.1)
+    kron = Kron(
+        [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}], lr=0.1
+    )
     first, last = model[0].weight.detach().clone(), model[4].weight.detach().clone()
     run(model, kron, range(2))
     assert torch.equal(model[0].weight, first)

@@ -122,15 +122,13 @@ def scale_by_kfac(
         states = state.buckets
         if statistics is not None:
             due = finite & (state.steps % at["factor_update_steps"] == 0)
-            states = tuple(
-                jax.lax.cond(due, _absorb, lambda old, *_: old, old, sums, terms, at["factor_decay"])
-                for old, sums, terms in _stacked(plan, planned, statistics, states)
+            sums = _stacked(plan, planned, statistics)
+            terms = statistics[plan.last].rows
+            states = jax.lax.cond(
+                due, _absorb, lambda olds, *_: olds, states, sums, terms, at["factor_decay"]
             )
         due = finite & (state.steps % at["inv_update_steps"] == 0)
-        states = tuple(
-            jax.lax.cond(due, rule.refresh, lambda old, damping: old, old, at["damping"])
-            for old in states
-        )
+        states = jax.lax.cond(due, _refresh, lambda olds, _: olds, states, at["damping"])
         directions = _precondition(leaves, states, at)
         new_state = ScaleByKFACState(
             state.steps + 1, states, state.skipped_steps + (~finite).astype(jnp.int32)
@@ -138,16 +136,18 @@ def scale_by_kfac(
         directions = zero_unless(finite, directions)
         return jax.tree.unflatten(jax.tree.structure(updates), directions), new_state
 
-    def _absorb(
-        old: core_kfac.KFACState, sums: _Sums, terms: jax.Array, factor_decay: Any
-    ) -> core_kfac.KFACState:
-        A, G = [], []
-        for one in sums:
-            new = _normalize(one, terms, loss_reduction)
-            A.append(new[0].astype(old.A.dtype))
-            G.append(new[1].astype(old.G.dtype))
-        seen = jnp.concatenate([jnp.full(one.A.shape[0], one.rows > 0) for one in sums])
-        return rule.update(old, jnp.concatenate(A), jnp.concatenate(G), seen, factor_decay)
+    def _absorb(olds: _States, sums: list[_Sums], terms: jax.Array, factor_decay: Any) -> _States:
+        new = []
+        for old, of_layers in zip(olds, sums, strict=True):
+            pairs = [_normalize(one, terms, loss_reduction) for one in of_layers]
+            A = jnp.concatenate([A.astype(old.A.dtype) for A, _ in pairs])
+            G = jnp.concatenate([G.astype(old.G.dtype) for _, G in pairs])
+            seen = jnp.concatenate([jnp.full(one.A.shape[0], one.rows > 0) for one in of_layers])
+            new.append(rule.update(old, A, G, seen, factor_decay))
+        return tuple(new)
+
+    def _refresh(olds: _States, damping: Any) -> _States:
+        return tuple(rule.refresh(old, damping) for old in olds)
 
     def _precondition(leaves: list[Any], states: Any, at: dict[str, Any]) -> list[Any]:
         gradients = [gradient_matrix(leaves, layer) for layer in plan.layers]
@@ -257,23 +257,18 @@ def kfac(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+_States = tuple[core_kfac.KFACState, ...]
 _Sums = list[statistics.LayerStatistics]
 _normalize = statistics.normalize
 
 
-def _stacked(
-    plan: Plan, planned: Any, given: Statistics, states: Any
-) -> list[tuple[Any, _Sums, jax.Array]]:
-    """(state, raw sums of its layers, loss terms) for each bucket."""
+def _stacked(plan: Plan, planned: tuple[buckets.Bucket, ...], given: Statistics) -> list[_Sums]:
+    """The raw sums of the layers of each bucket."""
     names = [layer.name for layer in plan.layers]
     if set(given) != set(names):
         missing, unknown = sorted(set(names) - set(given)), sorted(set(given) - set(names))
         raise ValueError(f"statistics do not fit the plan: missing {missing}, unknown {unknown}")
-    terms = given[plan.last].rows
-    return [
-        (old, [given[names[member.index]] for member in bucket.members], terms)
-        for bucket, old in zip(planned, states, strict=True)
-    ]
+    return [[given[names[member.index]] for member in bucket.members] for bucket in planned]
 
 
 def _leaves(plan: Plan, tree: Any) -> list[Any]:

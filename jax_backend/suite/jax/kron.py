@@ -155,28 +155,30 @@ def scale_by_kron(
             if plan is not None:
                 signals += blocks.split(plan, moments.unbiased(m, weight))
 
-        states, directions = [], [None] * len(signals)
-        for bucket, streams, old in zip(static.buckets, static.streams, state.buckets, strict=True):
-            signal = buckets.gather(bucket, signals)
+        joined = [buckets.gather(bucket, signals) for bucket in static.buckets]
 
-            def fit(
-                old: core_kron.KronState, signal: jax.Array, streams: list[int] = streams
-            ) -> core_kron.KronState:
-                unit = noise.unit_noise(
-                    jnp.asarray(streams, jnp.int32), step, signal.shape[1:], old.factors[0].dtype
-                )
-                return rule.refresh(rule.update(old, signal, unit, _at(preconditioner_lr, step)))
+        def fit(
+            olds: tuple[core_kron.KronState, ...], joined: list[jax.Array]
+        ) -> tuple[core_kron.KronState, ...]:
+            rate = _at(preconditioner_lr, step)
+            new = []
+            for old, signal, streams in zip(olds, joined, static.streams, strict=True):
+                numbers = jnp.asarray(streams, jnp.int32)
+                unit = noise.unit_noise(numbers, step, signal.shape[1:], old.factors[0].dtype)
+                new.append(rule.refresh(rule.update(old, signal, unit, rate)))
+            return tuple(new)
 
-            with jax.default_matmul_precision(precond_update_precision):
-                new = jax.lax.cond(due & finite, fit, lambda old, signal: old, old, signal)
-            with jax.default_matmul_precision(precond_grads_precision):
-                direction = rule.precondition(new, signal)
-            states.append(new)
-            buckets.scatter(bucket, rms_clip(direction, MAX_RMS, signal.ndim - 1), directions)
+        with jax.default_matmul_precision(precond_update_precision):
+            states = jax.lax.cond(due & finite, fit, lambda olds, joined: olds, state.buckets, joined)
+        directions: list[Any] = [None] * len(signals)
+        with jax.default_matmul_precision(precond_grads_precision):
+            for bucket, new, signal in zip(static.buckets, states, joined, strict=True):
+                whitened = rms_clip(rule.precondition(new, signal), MAX_RMS, signal.ndim - 1)
+                buckets.scatter(bucket, whitened, directions)
 
         flat, treedef = jax.tree.flatten(updates)
         stacks = iter(directions)
-        whitened = [
+        moved = [
             g if plan is None else blocks.merge(plan, [next(stacks) for _ in plan.tiles]).astype(g.dtype)
             for g, plan in zip(flat, static.plans, strict=True)
         ]
@@ -185,10 +187,10 @@ def scale_by_kron(
             clock,
             select(finite, mu, state.mu),
             jnp.where(finite, weight, state.weight),
-            tuple(states),
+            states,
             state.skipped_steps + (~finite).astype(jnp.int32),
         )
-        return jax.tree.unflatten(treedef, zero_unless(finite, whitened)), new_state
+        return jax.tree.unflatten(treedef, zero_unless(finite, moved)), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -1,0 +1,346 @@
+"""`suite.jax.value_and_grad`: what is found in a loss function's program, and what it saw."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from suite.jax import value_and_grad
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape))
+
+
+def check(loss_fn, params, *args, has_aux: bool = False):
+    """Same value and gradients as jax's own; then the plan and the statistics."""
+    vag = value_and_grad(loss_fn, has_aux=has_aux)
+    value, grads, statistics = jax.jit(vag)(params, *args)
+    expected = jax.jit(jax.value_and_grad(loss_fn, has_aux=has_aux))(params, *args)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), (value, grads), expected
+    )
+    return vag.plan(params, *args), statistics
+
+
+def test_dense_layers_with_bias():
+    params = {"w": normal(4, 3), "b": normal(3, seed=1), "v": normal(3, 2, seed=2)}
+    x = normal(5, 4, seed=3)
+
+    def loss(p, x):
+        return jnp.mean(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
+
+    plan, statistics = check(loss, params, x)
+    assert {r.parameter: r.treatment for r in plan.routing} == dict.fromkeys(
+        ("['w']", "['b']", "['v']"), "kfac"
+    )
+    assert plan.last == "['v']"
+    a = np.concatenate([x, np.ones((5, 1))], 1)
+    np.testing.assert_allclose(statistics["['w']"].A[0], a.T @ a, rtol=1e-12)
+    hidden = np.tanh(x @ params["w"] + params["b"])
+    np.testing.assert_allclose(statistics["['v']"].A[0], hidden.T @ hidden, rtol=1e-12)
+    g = np.full((5, 2), 1 / 10)  # of the mean over 10 outputs
+    np.testing.assert_allclose(statistics["['v']"].G[0], g.T @ g, rtol=1e-12)
+    g = (1 - hidden**2) * (g @ np.asarray(params["v"]).T)
+    np.testing.assert_allclose(statistics["['w']"].G[0], g.T @ g, rtol=1e-12)
+    assert float(statistics["['w']"].rows) == 5
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "x_shape", "w_shape", "sizes", "groups", "rows"),
+    [
+        ("ni,io->no", (5, 4), (4, 3), (4, 3), 1, 5),
+        ("ni,oi->no", (5, 4), (3, 4), (4, 3), 1, 5),
+        ("oi,ni->on", (5, 4), (3, 4), (4, 3), 1, 5),
+        ("nti,iho->ntho", (2, 3, 4), (4, 2, 3), (4, 6), 1, 6),
+        ("ntho,hoi->nti", (2, 3, 2, 3), (2, 3, 4), (6, 4), 1, 6),
+        ("eni,eio->eno", (2, 5, 4), (2, 4, 3), (4, 3), 2, 5),
+        ("nei,eoi->neo", (5, 2, 4), (2, 3, 4), (4, 3), 2, 5),
+        ("ni,i->n", (5, 4), (4,), (4, 1), 1, 5),
+    ],
+)
+def test_products_of_any_axes(subscripts, x_shape, w_shape, sizes, groups, rows):
+    x, w = normal(*x_shape), normal(*w_shape, seed=1)
+    left, right = (w, x) if subscripts.startswith("o") else (x, w)
+    coefficients = normal(*jnp.einsum(subscripts, left, right).shape, seed=2)
+
+    def loss(p, x):
+        operands = (p, x) if subscripts.startswith("o") else (x, p)
+        return jnp.sum(jnp.einsum(subscripts, *operands) * coefficients)
+
+    plan, statistics = check(loss, w, x)
+    (layer,) = plan.layers
+    assert (layer.sizes, layer.groups) == (sizes, groups)
+    (sums,) = statistics.values()
+    assert float(sums.rows) == rows
+    # For one row Σ a aᵀ ⊗ Σ g gᵀ is the outer product of the gradient with itself, so that the traces'
+    # product is the gradient's squared norm. The example index is the letter n.
+    if rows == 5 and subscripts.startswith("n"):
+        single = x[:1]
+        one = jnp.take(coefficients, jnp.array([0]), axis=subscripts.split("->")[1].index("n"))
+
+        def loss_of_one(p, x):
+            operands = (p, x) if subscripts.startswith("o") else (x, p)
+            return jnp.sum(jnp.einsum(subscripts, *operands) * one)
+
+        _, gradient, statistics = jax.jit(value_and_grad(loss_of_one))(w, single)
+        (sums,) = statistics.values()
+        total = sum(jnp.trace(sums.A[i]) * jnp.trace(sums.G[i]) for i in range(groups))
+        np.testing.assert_allclose(total, jnp.sum(gradient**2), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "x_shape", "w_shape", "settings"),
+    [
+        (("NCHW", "OIHW", "NCHW"), (3, 2, 5, 6), (4, 2, 3, 2), {}),
+        (("NHWC", "HWIO", "NHWC"), (3, 5, 6, 2), (3, 2, 2, 4), {"padding": "SAME"}),
+        (("NHWC", "HWIO", "NHWC"), (3, 5, 6, 2), (3, 2, 2, 4), {"window_strides": (2, 1)}),
+        (("NHWC", "HWIO", "NHWC"), (3, 7, 6, 2), (3, 2, 2, 4), {"rhs_dilation": (2, 1)}),
+        (("NHWC", "HWIO", "NHWC"), (3, 5, 6, 4), (3, 2, 2, 6), {"feature_group_count": 2}),
+        (("NHC", "HIO", "NHC"), (3, 8, 2), (3, 2, 4), {"padding": [(2, 0)]}),
+        (("NDHWC", "DHWIO", "NDHWC"), (2, 3, 4, 3, 2), (2, 2, 2, 2, 3), {}),
+    ],
+)
+def test_convolutions(numbers, x_shape, w_shape, settings):
+    x, w = normal(*x_shape), normal(*w_shape, seed=1)
+    spatial = len(x_shape) - 2
+    settings = {"window_strides": (1,) * spatial, "padding": "VALID", **settings}
+    conv = functools.partial(lax.conv_general_dilated, dimension_numbers=numbers, **settings)
+    coefficients = normal(*conv(x, w).shape, seed=2)
+
+    def loss(p, x):
+        return jnp.sum(conv(x, p) * coefficients)
+
+    plan, statistics = check(loss, w, x)
+    (layer,), (sums,) = plan.layers, statistics.values()
+    groups = settings.get("feature_group_count", 1)
+    channels = w_shape[-1] if numbers[1].endswith("O") else w_shape[0]
+    assert layer.groups == groups
+    assert layer.sizes == (int(np.prod(w_shape)) // channels, channels // groups)
+    assert float(sums.rows) == coefficients.size // channels
+    # Oracle: one output place and channel at a time. d y[place, channel] / d w is the patch there, so
+    # Σ over places of its outer product with itself is A of that channel's group.
+    jacobian = jax.jit(jax.jacobian(lambda w: conv(x, w)))(w)
+    y_axes = [numbers[2].index("C"), *(i for i, c in enumerate(numbers[2]) if c != "C")]
+    w_axes = [numbers[1].index("O"), numbers[1].index("I")]
+    w_axes += [i for i, c in enumerate(numbers[1]) if c not in "OI"]
+    n = len(numbers[2])
+    jacobian = jnp.transpose(jacobian, [*y_axes, *(n + a for a in w_axes)])
+    jacobian = jacobian.reshape(channels, -1, channels, layer.sizes[0])
+    for group in range(groups):
+        channel = group * channels // groups
+        patches = jacobian[channel, :, channel]
+        np.testing.assert_allclose(sums.A[group], patches.T @ patches, rtol=1e-10, atol=1e-12)
+    rows = np.transpose(coefficients, y_axes).reshape(groups, channels // groups, -1)
+    np.testing.assert_allclose(sums.G, rows @ rows.transpose(0, 2, 1), rtol=1e-10)
+
+
+def test_a_convolution_with_bias_in_every_layout():
+    x = normal(3, 5, 6, 2)
+    params = {"w": normal(3, 2, 2, 4, seed=1), "b": normal(4, seed=2)}
+
+    def last(p, x):
+        y = lax.conv_general_dilated(
+            x, p["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.sum(jnp.sin(y + p["b"]))
+
+    def first(p, x):
+        w = jnp.transpose(p["w"], (3, 2, 0, 1))
+        y = lax.conv_general_dilated(
+            jnp.transpose(x, (0, 3, 1, 2)), w, (1, 1), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW")
+        )
+        return jnp.sum(jnp.sin(y + p["b"][:, None, None]))
+
+    results = [check(loss, params, x) for loss in (last, first)]
+    for plan, _ in results:
+        assert all(route.treatment == "kfac" for route in plan.routing)
+        assert plan.layers[0].bias is not None
+    for name in ("A", "G"):
+        a, b = (getattr(statistics["['w']"], name) for _, statistics in results)
+        # the kernel's offsets and channels come in the same order in both layouts: (in, *offsets)
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_weights_behind_casts_transposes_and_reshapes():
+    params = {"w": normal(6, 2), "v": normal(2, 3, seed=1)}
+    x = normal(5, 4, seed=2)
+
+    def loss(p, x):
+        w = p["w"].T.reshape(3, 4).astype(jnp.float64)[None][0]
+        return jnp.sum(jnp.tanh(x @ w.T) @ p["v"].T)
+
+    vag = value_and_grad(loss)
+    routing = vag.plan(params, x).routing
+    assert routing["['v']"].treatment == "kfac"
+    assert routing["['w']"].treatment in ("kfac", "plain")  # [None][0] is a slice in some versions
+
+    def simpler(p, x):
+        return jnp.sum(jnp.tanh(x @ p["w"].T.reshape(3, 4).T) @ p["v"].T)
+
+    plan, statistics = check(simpler, params, x)
+    assert plan.routing["['w']"].treatment == "kfac"
+    np.testing.assert_allclose(statistics["['w']"].A[0], x.T @ x, rtol=1e-12)
+
+
+def test_inside_jit_and_remat_and_after_custom_gradients():
+    params = {"w": normal(4, 4), "b": normal(4, seed=1), "v": normal(4, 2, seed=2)}
+    x = normal(5, 4, seed=3)
+
+    def block(p, x):
+        return jax.nn.relu(x @ p["w"] + p["b"])
+
+    def loss(p, x, wrap):
+        return jnp.sum(jax.nn.log_softmax(wrap(block)(p, x) @ p["v"])[:, 0])
+
+    expected = None
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(jax.jit(f)))):
+        plan, statistics = check(functools.partial(loss, wrap=wrap), params, x)
+        assert all(route.treatment == "kfac" for route in plan.routing)
+        if expected is not None:
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), statistics, expected)
+        expected = statistics
+
+
+def test_a_leaf_used_twice_adds_up():
+    w, x = normal(4, 4), normal(5, 4, seed=1)
+
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(x @ p) @ p)
+
+    plan, statistics = check(loss, w, x)
+    rows = np.concatenate([x, np.tanh(x @ w)])
+    np.testing.assert_allclose(statistics["params"].A[0], rows.T @ rows, rtol=1e-12)
+    assert float(statistics["params"].rows) == 10
+    assert len(plan.layers) == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "plain", "why"),
+    [
+        (lambda p, x: jnp.sum(x @ p["w"]) + jnp.sum(p["u"] ** 2), "u", "not a layer|used by"),
+        (
+            lambda p, x: jnp.sum(x @ p["w"] @ p["u"]) + 0.1 * jnp.sum(p["u"] ** 2),
+            "u",
+            "but also used by",
+        ),
+        (lambda p, x: jnp.sum(x @ p["w"]), "u", "not used"),
+        (lambda p, x: jnp.sum(x @ p["w"] @ p["u"] @ p["u"].T), "u", "different orientations"),
+        (lambda p, x: jnp.sum(x @ p["w"] * p["u"][0]), "u", "used by"),
+        (
+            lambda p, x: (
+                jnp.sum(x @ p["w"]) + lax.scan(lambda c, _: (c @ p["u"], None), x, None, 2)[0].sum()
+            ),
+            "u",
+            "scan",
+        ),
+        (lambda p, x: jnp.sum(x @ p["w"]) + jnp.sum(p["u"][jnp.array([0, 1])]), "u", "gather"),
+    ],
+)
+def test_what_is_not_covered_is_plain_and_says_why(loss, plain, why):
+    params = {"w": normal(4, 4), "u": normal(4, 4, seed=1)}
+    plan, statistics = check(loss, params, normal(5, 4, seed=2))
+    route = plan.routing[f"['{plain}']"]
+    assert route.treatment == "plain"
+    assert any(part in route.reason for part in why.split("|")), route.reason
+    assert set(statistics) == {"['w']"}
+    assert plan.covered() == [False, True]
+
+
+def test_a_bias_whose_sum_is_not_all_that_follows_stays_plain():
+    params = {"w": normal(4, 3), "b": normal(3, seed=1)}
+
+    def loss(p, x):
+        y = x @ p["w"]
+        return jnp.sum(jnp.tanh(y + p["b"]) + y**2)  # d loss / d y is not d loss / d (y + b)
+
+    plan, _ = check(loss, params, normal(5, 4, seed=2))
+    assert plan.routing["['w']"].treatment == "kfac"
+    assert plan.routing["['b']"].treatment == "plain"
+    assert plan.layers[0].bias is None
+
+
+def test_a_bias_of_two_layers_stays_plain():
+    params = {"w": normal(4, 3), "v": normal(4, 3, seed=3), "b": normal(3, seed=1)}
+
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(x @ p["w"] + p["b"]) + jnp.sin(x @ p["v"] + p["b"]))
+
+    plan, _ = check(loss, params, normal(5, 4, seed=2))
+    assert plan.routing["['b']"].treatment == "plain"
+
+
+def test_auxiliary_outputs_flags_and_keyword_arguments():
+    params = {"w": normal(4, 3)}
+
+    def loss(p, x, train, *, scale):
+        logits = x @ p["w"]
+        if train:
+            logits = logits * scale
+        return jnp.sum(jnp.sin(logits)), {"logits": logits, "train": jnp.asarray(train)}
+
+    vag = value_and_grad(loss, has_aux=True)
+    x = normal(5, 4, seed=1)
+    (value, aux), _, _ = vag(params, x, True, scale=2.0)
+    (expected, _), _ = jax.value_and_grad(loss, has_aux=True)(params, x, True, scale=2.0)
+    np.testing.assert_allclose(value, expected)
+    assert aux["logits"].shape == (5, 3)
+    assert bool(aux["train"])
+
+
+def test_a_plan_needs_no_data():
+    vag = value_and_grad(lambda p, x: jnp.sum(x @ p))
+    shape = jax.ShapeDtypeStruct
+    plan = vag.plan(shape((4, 3), jnp.float32), shape((5, 4), jnp.float32))
+    assert "kfac" in str(plan)
+    assert plan.layers[0].sizes == (4, 3)
+
+
+def test_large_sides_are_diagonal():
+    x, w = normal(5, 7), normal(7, 3, seed=1)
+    vag = value_and_grad(lambda p, x: jnp.sum(jnp.tanh(x @ p)), max_factor_size=6)
+    _, _, statistics = jax.jit(vag)(w, x)
+    np.testing.assert_allclose(statistics["params"].A[0], (x**2).sum(0), rtol=1e-12)
+    assert "diag 7" in str(vag.plan(w, x))
+
+
+def test_half_precision_activations_give_float32_statistics():
+    params = {"w": normal(4, 3).astype(jnp.float32)}
+
+    def loss(p, x):
+        return jnp.sum((x @ p["w"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+    vag = value_and_grad(loss)
+    _, grads, statistics = jax.jit(vag)(params, normal(5, 4, seed=1).astype(jnp.bfloat16))
+    assert statistics["['w']"].A.dtype == jnp.float32
+    assert grads["['w']".strip("[]'")].dtype == jnp.float32
+
+
+def test_averaging_statistics_over_micro_batches_is_the_whole_batch():
+    w, x = normal(4, 3), normal(6, 4, seed=1)
+    vag = jax.jit(value_and_grad(lambda p, x: jnp.mean(jnp.sum(jnp.tanh(x @ p) ** 2, 1))))
+    _, grads, whole = vag(w, x)
+    parts = [vag(w, part) for part in (x[:3], x[3:])]
+    mean = jax.tree.map(lambda *xs: sum(xs) / 2, *[(g, s) for _, g, s in parts])
+    np.testing.assert_allclose(mean[0], grads, rtol=1e-12)
+    one, two = whole["params"], mean[1]["params"]
+    np.testing.assert_allclose(two.A / two.rows, one.A / one.rows, rtol=1e-12)
+    np.testing.assert_allclose(two.G * two.rows, one.G * one.rows, rtol=1e-12)
+
+
+def test_errors():
+    with pytest.raises(TypeError, match="loss_fn must be callable"):
+        value_and_grad(3)
+    with pytest.raises(ValueError, match="max_factor_size must be >= 1"):
+        value_and_grad(lambda p: p, max_factor_size=0)
+    with pytest.raises(TypeError, match="scalar loss"):
+        value_and_grad(lambda p, x: x @ p)(normal(4, 3), normal(5, 4))
+    with pytest.raises(TypeError, match="loss, aux"):
+        value_and_grad(lambda p, x: jnp.sum(x @ p), has_aux=True)(normal(4, 3), normal(5, 4))
+    with pytest.raises(ValueError, match="would precondition nothing"):
+        value_and_grad(lambda p: jnp.sum(p**2)).plan(normal(4, 3))

@@ -1,0 +1,207 @@
+"""`suite.jax.kron` and `scale_by_kron` as optax transformations."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from suite.jax import kron, routing, scale_by_kron
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape))
+
+
+PARAMS = {"w": normal(4, 6), "b": jnp.zeros(6), "v": normal(6, 2, seed=2), "s": jnp.ones(())}
+X, Y = normal(16, 4, seed=3), normal(16, 2, seed=4)
+
+
+def loss_fn(params, scale=1.0):
+    hidden = jnp.tanh(X @ params["w"] + params["b"]) * params["s"]
+    return scale * jnp.mean((hidden @ params["v"] - Y) ** 2)
+
+
+def train(tx, steps, params=PARAMS, scale=1.0):
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(loss_fn)(params, scale)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    losses = []
+    for _ in range(steps):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    return params, state, losses
+
+
+@pytest.mark.parametrize("geometry", ["Q0.5EQ1.5", "QEQ", "QUAD", "EQ"])
+def test_it_learns(geometry):
+    _, _, losses = train(kron(0.01, geometry=geometry), 200)
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_scaling_the_loss_leaves_the_trajectory_unchanged():
+    plain, _, _ = train(kron(0.01, damping=0.0), 30)
+    scaled, _, _ = train(kron(0.01, damping=0.0, preconditioner_init_scale=1 / 8), 30, scale=64.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), plain, scaled)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        lambda tx: optax.chain(
+            optax.masked(tx, {"w": True, "b": False, "v": True, "s": False}),
+            optax.masked(optax.sgd(0.1), {"w": False, "b": True, "v": False, "s": True}),
+        ),
+        lambda tx: optax.multi_transform(
+            {"kron": tx, "sgd": optax.sgd(0.1)}, {"w": "kron", "b": "sgd", "v": "kron", "s": "sgd"}
+        ),
+        lambda tx: optax.apply_if_finite(tx, 3),
+        lambda tx: optax.MultiSteps(tx, 2),
+        lambda tx: optax.flatten(tx),
+    ],
+    ids=["chain", "masked", "multi_transform", "apply_if_finite", "MultiSteps", "flatten"],
+)
+def test_it_composes(wrap):
+    _, state, losses = train(wrap(kron(0.01)), 60)
+    assert losses[-1] < losses[0]
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+
+
+def test_inject_hyperparams_with_a_schedule():
+    static = ("b1", "weight_decay", "max_size_triangular", "min_ndim_triangular", "preconditioner_lr")
+    static += ("preconditioner_init_scale", "target_merged_dim_size", "block_size", "betaL", "damping")
+    static += ("seed", "preconditioner_update_probability")
+    tx = optax.inject_hyperparams(kron, static_args=static)(
+        learning_rate=optax.linear_schedule(0.01, 0.0, 10), preconditioner_update_probability=1.0
+    )
+    params, state, _ = train(tx, 11)
+    after, _, _ = train(tx, 12)
+    assert abs(float(state.hyperparams["learning_rate"])) < 1e-8
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, after)
+
+
+def test_one_compilation_donation_and_scan():
+    tx = kron(0.01, preconditioner_update_probability=0.5)
+    traces = []
+
+    def step(carry, _):
+        traces.append(1)
+        params, state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    compiled = jax.jit(step, donate_argnums=0)
+    carry = (jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS))
+    for _ in range(5):
+        carry, _ = compiled(carry, None)
+    assert len(traces) == 1
+    scanned, _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), None, length=5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), scanned, carry)
+
+
+@pytest.mark.parametrize("settings", [{"weight_decay": 0.1}, {"geometry": "EQ"}])
+def test_a_step_that_is_not_finite_changes_nothing(settings):
+    tx = kron(0.01, **settings)
+    params, state, _ = train(tx, 2)
+    grads = jax.jit(jax.grad(loss_fn))(params)
+    update = jax.jit(tx.update)
+    for poison in (jnp.nan, jnp.inf, -jnp.inf):
+        bad = {**grads, "v": grads["v"].at[0, 0].set(poison)}
+        updates, after = update(bad, state, params)
+        jax.tree.map(lambda u: np.testing.assert_array_equal(u, jnp.zeros_like(u)), updates)
+        assert int(after.skipped_steps) == 1
+        for name in ("mu", "weight", "buckets"):
+            old, new = getattr(state.preconditioner, name), getattr(after.preconditioner, name)
+            jax.tree.map(np.testing.assert_array_equal, old, new)
+        updates, _ = update(grads, after, params)
+        assert all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves(updates))
+
+
+def test_scanned_layers_are_independent_parameters():
+    stacked = {"w": normal(3, 4, 5)}
+    apart = {str(i): stacked["w"][i] for i in range(3)}
+    together = scale_by_kron(scanned_layers={"w": True}, damping=0.0)
+    single = scale_by_kron(damping=0.0)
+    a, b = together.init(stacked), single.init(apart)
+    update_together, update_single = jax.jit(together.update), jax.jit(single.update)
+    for seed in range(5):
+        g = normal(3, 4, 5, seed=seed)
+        u, a = update_together({"w": g}, a)
+        v, b = update_single({str(i): g[i] for i in range(3)}, b)
+        for i in range(3):
+            np.testing.assert_allclose(u["w"][i], v[str(i)], rtol=1e-10)
+    with pytest.raises(ValueError, match="scanned_layers must have the structure"):
+        scale_by_kron(scanned_layers=[True]).init(stacked)
+
+
+def test_leaves_of_every_kind_keep_shape_and_dtype():
+    params = {
+        "scalar": jnp.ones(()),
+        "row": normal(1, 7),
+        "kernel": normal(3, 3, 2, 4),
+        "half": normal(4, 3).astype(jnp.bfloat16),
+        "empty": jnp.zeros((0, 3)),
+        "single": normal(2, 2).astype(jnp.float32),
+    }
+    tx = kron(0.1)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for seed in range(3):
+        grads = jax.tree.map(lambda p: normal(*p.shape, seed=seed + 1).astype(p.dtype), params)
+        updates, state = update(grads, state, params)
+    for name, leaf in params.items():
+        assert updates[name].shape == leaf.shape
+        assert updates[name].dtype == leaf.dtype
+        assert bool(jnp.all(jnp.isfinite(updates[name].astype(jnp.float32))))
+    report = routing(params)
+    assert report["['row']"].factors == "diag 7"
+    assert report["['kernel']"].factors == "9x9, 8x8"
+    assert report["['empty']"].treatment == "plain"
+    factor_dtypes = {q.dtype for b in state.preconditioner.buckets for q in b.factors}
+    assert factor_dtypes == {jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)}
+
+
+def test_momentum_and_factor_dtypes():
+    tx = scale_by_kron(mu_dtype=jnp.bfloat16, precond_dtype=jnp.float32)
+    state = tx.init(PARAMS)
+    for _ in range(2):
+        _, state = jax.jit(tx.update)(jax.grad(loss_fn)(PARAMS), state)
+    assert {m.dtype for m in jax.tree.leaves(state.mu)} == {jnp.dtype(jnp.bfloat16)}
+    assert {q.dtype for b in state.buckets for q in b.factors} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"learning_rate": -1.0}, ValueError, "learning_rate must be >= 0"),
+        ({"b1": 1.0}, ValueError, "b1 must be"),
+        ({"weight_decay": -1.0}, ValueError, "weight_decay"),
+        ({"preconditioner_update_probability": 1.5}, ValueError, "preconditioner_update_probability"),
+        ({"preconditioner_lr": 0.0}, ValueError, "preconditioner_lr must be > 0"),
+        ({"preconditioner_init_scale": 0.0}, ValueError, "preconditioner_init_scale"),
+        ({"memory_save_mode": "diag"}, ValueError, "memory_save_mode must be one of"),
+        ({"block_size": 0}, ValueError, "block_size must be >= 1"),
+        ({"geometry": "E"}, ValueError, "geometry must be one of"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"learnign_rate": 0.1}, TypeError, "learnign_rate"),
+    ],
+)
+def test_bad_settings_are_errors(settings, error, message):
+    with pytest.raises(error, match=message):
+        kron(**settings)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="complex"):
+        kron().init(jnp.ones(2, jnp.complex64))
+    tx = kron(weight_decay=0.1)
+    with pytest.raises(ValueError, match="params must be given"):
+        tx.update(PARAMS, tx.init(PARAMS))
