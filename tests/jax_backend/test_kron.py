@@ -155,7 +155,7 @@ def test_leaves_of_every_kind_keep_shape_and_dtype():
     tx = kron(0.1)
     state, update = tx.init(params), jax.jit(tx.update)
     for seed in range(3):
-        grads = jax.tree.map(lambda p: normal(*p.shape, seed=seed + 1).astype(p.dtype), params)
+        grads = {k: normal(*p.shape, seed=seed + 1).astype(p.dtype) for k, p in params.items()}
         updates, state = update(grads, state, params)
     for name, leaf in params.items():
         assert updates[name].shape == leaf.shape

@@ -1,0 +1,203 @@
+"""torch, JAX and NumPy follow one trajectory: 100 steps, parameters compared at the end.
+
+In float64 the frameworks' rounding differs by 1e-16 an operation; 1e-9 leaves room for what 100 steps of
+an unstable iteration make of it. In float32 the same room is 1e-7 -> 2e-3 (measured: below 1e-4).
+"""
+
+from __future__ import annotations
+
+import jax
+import networks
+import numpy as np
+import optax
+import pytest
+import torch
+
+from suite.core import blocks, moments, noise, schedules, statistics
+from suite.core import kfac as core_kfac
+from suite.core import kron as core_kron
+from suite.core.step_size import inner_product, kl_clip_coefficient, rms_clip
+from suite.jax import kfac, kron, value_and_grad
+from suite.torch import KFAC, Kron
+
+pytestmark = pytest.mark.slow
+
+STEPS = 100
+NETWORKS = {"mlp": networks.mlp, "cnn": networks.cnn}
+KFAC_SETTINGS = {"damping": 0.01, "factor_update_steps": 3, "inv_update_steps": 7}
+KRON_SETTINGS = {
+    "weight_decay": 0.01,
+    "preconditioner_update_probability": 0.4,
+    "block_size": 5,  # several blocks, ragged
+}
+
+
+def assert_same(first: list[np.ndarray], second: list[np.ndarray], rtol: float) -> None:
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(a).max())
+
+
+def moved(network: networks.Network, weights: list[np.ndarray]) -> bool:
+    """Whether training did something: agreement of two runs that stand still proves nothing."""
+    return all(np.abs(a - b).max() > 1e-2 for a, b in zip(network.weights, weights, strict=True))
+
+
+def jax_kfac_trajectory(network, dtype, **settings):
+    weights, x, y = networks.jax_arguments(network, dtype)
+    vag = value_and_grad(networks.jax_loss(network))
+    tx = kfac(vag.plan(weights, x, y), 0.05, **KFAC_SETTINGS, **settings)
+    state = jax.jit(tx.init)(weights)
+
+    @jax.jit
+    def step(weights, state):
+        _, grads, statistics = vag(weights, x, y)
+        updates, state = tx.update(grads, state, weights, statistics=statistics)
+        return optax.apply_updates(weights, updates), state
+
+    for _ in range(STEPS):
+        weights, state = step(weights, state)
+    return [np.asarray(w) for w in weights]
+
+
+def jax_kron_trajectory(network, dtype, **settings):
+    weights, x, y = networks.jax_arguments(network, dtype)
+    tx = kron(0.01, **KRON_SETTINGS, **settings)
+    state = jax.jit(tx.init)(weights)
+
+    @jax.jit
+    def step(weights, state):
+        grads = jax.grad(networks.jax_loss(network))(weights, x, y)
+        updates, state = tx.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    for _ in range(STEPS):
+        weights, state = step(weights, state)
+    return [np.asarray(w) for w in weights]
+
+
+PRECISIONS = [("float64", 1e-9), ("float32", 2e-3)]
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), PRECISIONS)
+@pytest.mark.parametrize("compute_method", ["eigen", "inverse"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_kfac(name, compute_method, dtype, rtol):
+    network = NETWORKS[name]()
+    ours = networks.torch_trajectory(
+        network,
+        lambda model: KFAC(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            compute_method=compute_method,
+            **KFAC_SETTINGS,
+        ),
+        STEPS,
+        getattr(torch, dtype),
+    )
+    assert moved(network, ours)
+    assert_same(ours, jax_kfac_trajectory(network, dtype, compute_method=compute_method), rtol)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "rtol"),
+    [(g, *PRECISIONS[0]) for g in ("Q0.5EQ1.5", "QEQ", "QUAD", "EQ")] + [("Q0.5EQ1.5", *PRECISIONS[1])],
+)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_kron(name, geometry, dtype, rtol):
+    network = NETWORKS[name]()
+    ours = networks.torch_trajectory(
+        network,
+        lambda model: Kron(model.parameters(), lr=0.01, geometry=geometry, **KRON_SETTINGS),
+        STEPS,
+        getattr(torch, dtype),
+    )
+    assert moved(network, ours)
+    assert_same(ours, jax_kron_trajectory(network, dtype, geometry=geometry), rtol)
+
+
+# ---- the same in NumPy, layer by layer, with no bucket and no framework --------------------------
+
+
+def numpy_backward(weights, x, y):
+    """Inputs of every layer and gradients of its outputs, for the mean cross-entropy of `mlp`."""
+    inputs, a = [], x
+    for i in range(0, len(weights), 2):
+        inputs.append(a)
+        s = a @ weights[i].T + weights[i + 1]
+        a = np.tanh(s) if i + 2 < len(weights) else s
+    probabilities = np.exp(a - a.max(1, keepdims=True))
+    probabilities /= probabilities.sum(1, keepdims=True)
+    g = (probabilities - np.eye(a.shape[1])[y]) / len(y)
+    outputs = [g]
+    for i in range(len(weights) - 2, 0, -2):
+        g = (g @ weights[i]) * (1 - inputs[i // 2] ** 2)
+        outputs.insert(0, g)
+    return inputs, outputs
+
+
+@pytest.mark.parametrize("compute_method", ["eigen", "inverse"])
+def test_kfac_in_numpy(compute_method):
+    network = networks.mlp()
+    weights = [w.copy() for w in network.weights]
+    rule = core_kfac.KFAC(compute_method)
+    states = [rule.init(w, (1,), (w.shape[1] + 1, w.shape[0])) for w in weights[::2]]
+    momentum = [np.zeros_like(w) for w in weights]
+    terms = np.asarray(float(len(network.y)))
+    for step in range(STEPS):
+        inputs, outputs = numpy_backward(weights, network.x, network.y)
+        gradients, directions = [], []
+        for i, (a, g) in enumerate(zip(inputs, outputs, strict=True)):
+            gradients.append(np.concatenate([g.T @ a, g.sum(0)[:, None]], 1)[None])
+            if step % 3 == 0:
+                sums = statistics.LayerStatistics(
+                    statistics.second_moment_sum(a[None], bias=True),
+                    statistics.second_moment_sum(g[None]),
+                    terms,
+                )
+                A, G = statistics.normalize(sums, terms, "mean")
+                states[i] = rule.update(states[i], A, G, np.ones(1, bool), 0.95)
+            if step % 7 == 0:
+                states[i] = rule.refresh(states[i], 0.01)
+            directions.append(rule.precondition(states[i], gradients[i], 0.01))
+        inner = sum(inner_product(d, g) for d, g in zip(directions, gradients, strict=True))
+        coefficient = kl_clip_coefficient(0.05**2 * inner, 0.001)
+        for i, direction in enumerate(directions):
+            for j, part in ((2 * i, direction[0, :, :-1]), (2 * i + 1, direction[0, :, -1])):
+                momentum[j] = 0.9 * momentum[j] + coefficient * part
+                weights[j] = weights[j] - 0.05 * momentum[j]
+    assert moved(network, weights)
+    assert_same(weights, jax_kfac_trajectory(network, "float64", compute_method=compute_method), 1e-9)
+
+
+@pytest.mark.parametrize("geometry", ["Q0.5EQ1.5", "EQ"])
+def test_kron_in_numpy(geometry):
+    network = networks.mlp()
+    weights = [w.copy() for w in network.weights]
+    rule = core_kron.Kron(geometry)
+    plans = [blocks.plan_blocks(w.shape, blocks.Structure(block_size=5)) for w in weights]
+    states = [
+        [rule.init(w, (plan.tile_blocks(t), *t.sizes), plan.diagonal, 1.0) for t in plan.tiles]
+        for w, plan in zip(weights, plans, strict=True)
+    ]
+    momentum, evidence, clock = [np.zeros_like(w) for w in weights], np.asarray(0.0), 1.0
+    for step in range(1, STEPS + 1):
+        inputs, outputs = numpy_backward(weights, network.x, network.y)
+        gradients = [x for a, g in zip(inputs, outputs, strict=True) for x in (g.T @ a, g.sum(0))]
+        due, clock = schedules.advance_clock(clock, 0.4)
+        evidence = moments.update_average(evidence, np.asarray(1.0), 0.9)
+        for i, plan in enumerate(plans):
+            momentum[i] = moments.update_average(momentum[i], gradients[i], 0.9)
+            signals = blocks.split(plan, moments.unbiased(momentum[i], evidence))
+            streams = np.asarray(noise.stream_numbers(i, plan.blocks), np.int32)
+            first, directions = 0, []
+            for j, signal in enumerate(signals):
+                own = streams[first : first + len(signal)]
+                first += len(signal)
+                if due:
+                    unit = noise.unit_noise(own, step, signal.shape[1:], np.float64)
+                    states[i][j] = rule.refresh(rule.update(states[i][j], signal, unit, 0.1))
+                direction = rule.precondition(states[i][j], signal)
+                directions.append(rms_clip(direction, 1.1, signal.ndim - 1))
+            weights[i] = weights[i] - 0.01 * (blocks.merge(plan, directions) + 0.01 * weights[i])
+    assert moved(network, weights)
+    assert_same(weights, jax_kron_trajectory(network, "float64", geometry=geometry), 1e-9)
