@@ -285,6 +285,49 @@ def test_bfloat16_parameters_keep_float32_factors():
     assert all(p.dtype == torch.bfloat16 and bool(p.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.parametrize("around", [True, False])
+def test_a_grad_scaler_changes_nothing_but_the_scale(around):
+    runs = []
+    for scaled in (False, True):
+        model = network()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+        optimizer = sgd(model)
+        settings = {"lr": 0.05, "grad_scaler": scaler if scaled else None}
+        kfac = KFAC(model, optimizer if around else None, **settings)
+        for seed in range(5):
+            kfac.zero_grad()
+            optimizer.zero_grad()
+            x, y = batch(seed)
+            scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+            if around:
+                scaler.step(kfac)
+            else:
+                scaler.unscale_(optimizer)
+                kfac.step()
+                scaler.step(optimizer)
+            scaler.update()
+        runs.append(model.state_dict())
+    assert same(*runs)  # powers of two: not even rounding differs
+
+
+def test_statistics_of_a_step_that_a_grad_scaler_skipped_are_gone():
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    kfac = KFAC(model, sgd(model), grad_scaler=scaler)
+    before = copy.deepcopy(kfac.state_dict()["kfac"]["layers"])
+    for scale in (1e300, 1.0):
+        kfac.zero_grad()
+        x, y = batch(0)
+        scaler.scale(scale * nn.functional.cross_entropy(model(x), y)).backward()
+        scaler.step(kfac)
+        scaler.update(1.0)
+        if scale != 1.0:
+            assert same(before, kfac.state_dict()["kfac"]["layers"])
+    assert kfac.steps == 1
+    assert kfac.skipped_steps == 0
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
 # ---- faults -------------------------------------------------------------------------------------
 
 

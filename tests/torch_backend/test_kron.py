@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import numpy as np
 import pytest
@@ -352,6 +353,18 @@ def test_loaded_state_is_copied_and_state_that_does_not_fit_is_an_error():
     with pytest.raises(ValueError, match="must have 6 parameters"):
         kron.load_state_dict(Kron([nn.Parameter(torch.ones(2))]).state_dict())
     assert same(before, kron.state_dict())
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_and_pickles_go_on_alike(through):
+    model = network()
+    kron = Kron(model.parameters(), lr=0.01)
+    run(model, kron, range(2))
+    twin, twins = through((model, kron))
+    for one, optimizer in ((model, kron), (twin, twins)):
+        run(one, optimizer, range(2, 4))
+    assert same(model.state_dict(), twin.state_dict())
+    assert same(kron.state_dict(), twins.state_dict())
 
 
 def test_the_update_schedule_is_spread_evenly():

@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 
 def check_number(
     name: str,
@@ -20,7 +22,9 @@ def check_number(
 
     0-d arrays pass: their value may not be known yet (traced) or not be on this host.
     """
-    if not isinstance(value, (bool, str)) and getattr(value, "shape", None) == ():
+    if isinstance(value, np.generic):
+        value = value.item()
+    elif getattr(value, "shape", None) == ():
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from suite.core._namespace import Scalar, array_namespace, as_scalar
@@ -13,38 +13,40 @@ from suite.core.checks import check_integer, check_number
 _TOLERANCE = 1e-4
 
 
-def precond_update_prob_schedule(
-    max_prob: float = 1.0, min_prob: float = 0.03, decay: float = 0.001, flat_start: int = 500
-) -> Callable[[Any], Any]:
+@dataclass(frozen=True)
+class precond_update_prob_schedule:
     """Update often while curvature is unknown, rarely once it is known.
 
         p(t) = clip(max_prob exp(-decay (t - flat_start)), min_prob, max_prob)
 
-    Source: distributed_kron's schedule of the same name.
+    Called with the step count, a number or a 0-d array. Source: the function of this name in
+    distributed_kron.
 
     Args:
         max_prob, min_prob: bounds of the probability, in (0, 1].
         decay: decay rate per step, >= 0.
         flat_start: steps before the decay starts, >= 0.
-
-    Returns:
-        A function of the step count, which may be a number or a 0-d array.
     """
-    check_number("max_prob", max_prob, above=0, at_most=1)
-    check_number("min_prob", min_prob, above=0, at_most=max_prob)
-    check_number("decay", decay, at_least=0)
-    check_integer("flat_start", flat_start, at_least=0)
 
-    def schedule(step: Any) -> Any:
+    max_prob: float = 1.0
+    min_prob: float = 0.03
+    decay: float = 0.001
+    flat_start: int = 500
+
+    def __post_init__(self) -> None:
+        check_number("max_prob", self.max_prob, above=0, at_most=1)
+        check_number("min_prob", self.min_prob, above=0, at_most=self.max_prob)
+        check_number("decay", self.decay, at_least=0)
+        check_integer("flat_start", self.flat_start, at_least=0)
+
+    def __call__(self, step: Any) -> Any:
         if isinstance(step, (int, float)):
-            value = max_prob * math.exp(-decay * max(step - flat_start, 0))
-            return max(value, min_prob)
+            late = max(step - self.flat_start, 0)
+            return max(self.max_prob * math.exp(-self.decay * late), self.min_prob)
         xp = array_namespace(step)
-        late = xp.astype(step, xp.float32) - flat_start
-        value = max_prob * xp.exp(-decay * xp.maximum(late, xp.zeros_like(late)))
-        return xp.maximum(value, xp.zeros_like(value) + min_prob)
-
-    return schedule
+        late = xp.astype(step, xp.float32) - self.flat_start
+        value = self.max_prob * xp.exp(-self.decay * xp.maximum(late, xp.zeros_like(late)))
+        return xp.maximum(value, xp.zeros_like(value) + self.min_prob)
 
 
 def advance_clock(clock: Scalar, probability: Scalar) -> tuple[Scalar, Scalar]:

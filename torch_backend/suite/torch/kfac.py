@@ -60,6 +60,9 @@ class KFAC(torch.optim.Optimizer):
         inv_dtype: dtype of inverses and eigenbases; default: likewise.
         max_factor_size: a side above this gets a diagonal factor.
         loss_reduction: 'mean' or 'sum': what the loss does over its terms.
+        grad_scaler: the GradScaler of mixed-precision training, or a function that returns the scale of
+            the loss: statistics are taken of scaled gradients and have to be unscaled. Gradients must be
+            unscaled before `step()`: `scaler.unscale_(optimizer)`, or `scaler.step(kfac)`.
 
     The first six and lr take a number or a function of the step count.
 
@@ -88,6 +91,7 @@ class KFAC(torch.optim.Optimizer):
         inv_dtype: torch.dtype | None = None,
         max_factor_size: int = 8192,
         loss_reduction: str = "mean",
+        grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -105,6 +109,12 @@ class KFAC(torch.optim.Optimizer):
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_dtype("factor_dtype", factor_dtype)
         check_dtype("inv_dtype", inv_dtype)
+        if grad_scaler is not None and not (
+            callable(grad_scaler) or isinstance(grad_scaler, torch.amp.GradScaler)
+        ):
+            kind = type(grad_scaler).__name__
+            raise TypeError(f"grad_scaler must be a GradScaler, a function or None, got {kind}")
+        self._grad_scaler = grad_scaler
         self._hyperparameters: dict[str, Any] = {
             "factor_update_steps": factor_update_steps,
             "inv_update_steps": inv_update_steps,
@@ -204,7 +214,7 @@ class KFAC(torch.optim.Optimizer):
         factor_decay = self.hyperparameter("factor_decay")
         kl_clip = self.hyperparameter("kl_clip")
         lr_of = self._lr_of()
-        taken = self._engine.take_statistics()
+        taken = self._engine.take_statistics(self._loss_scale())
         if self._engine.finite(taken):
             if self._steps % factor_update_steps == 0:
                 self._engine.update(taken, factor_decay)
@@ -226,6 +236,17 @@ class KFAC(torch.optim.Optimizer):
         self._steps += 1
         self._engine.clock.wanted = self._steps % self.hyperparameter("factor_update_steps") == 0
         return loss
+
+    def _loss_scale(self) -> float:
+        if self._grad_scaler is None:
+            return 1.0
+        scaler = self._grad_scaler
+        return float(scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, and statistics of backward passes that no step has used."""
+        super().zero_grad(set_to_none)
+        self._engine.take_statistics(1.0)
 
     def _lr_of(self) -> Callable[[nn.Parameter], Any]:
         lr = self.hyperparameter("lr")

@@ -73,9 +73,12 @@ class KFACEngine:
 
     # ---- one step ------------------------------------------------------------------------------
 
-    def take_statistics(self) -> list[statistics.LayerStatistics | None]:
-        """What every layer saw since the last call."""
-        return [capture.take() for capture in self.captures]
+    def take_statistics(self, loss_scale: float = 1.0) -> list[statistics.LayerStatistics | None]:
+        """What every layer saw since the last call; its gradients were `loss_scale` times too large."""
+        taken = [capture.take() for capture in self.captures]
+        if loss_scale == 1.0:
+            return taken
+        return [t if t is None else t._replace(G=t.G / loss_scale / loss_scale) for t in taken]
 
     def finite(self, taken: list[statistics.LayerStatistics | None]) -> bool:
         """Whether all gradients and statistics are; the one place where the host waits."""

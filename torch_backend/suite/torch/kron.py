@@ -159,6 +159,15 @@ class Kron(torch.optim.Optimizer):
                 self._skipped = torch.zeros((), dtype=torch.int32, device=parameter.device)
             self.state[parameter] = {**engine.views(index), "skipped_steps": self._skipped}
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_seed": self._seed, "_engines": self._engines, "_skipped": self._skipped}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for engine in self._engines:  # a pickle forgets that the state's tensors are views
+            self._attach_state(engine)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; returns what `closure`, called first and under grad, returned."""
