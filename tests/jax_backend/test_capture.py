@@ -167,6 +167,29 @@ def test_a_convolution_with_bias_in_every_layout():
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
+def test_a_bias_under_vmap():
+    """The example axis comes last in the product then, and is moved before the bias is added."""
+    params = {"w": normal(3, 4), "b": normal(3, seed=1), "k": normal(2, 1, 3, seed=2), "c": normal(2, 1)}
+    x = normal(5, 4, seed=3)
+
+    def one(p, x):
+        y = jnp.tanh(p["w"] @ x + p["b"])
+        y = lax.conv_general_dilated(y[None, None], p["k"], (1,), "SAME")[0] + p["c"]
+        return jnp.sum(jnp.sin(y))
+
+    def loss(p, x):
+        return jnp.mean(jax.vmap(one, (None, 0))(p, x))
+
+    def by_hand(p, x):
+        y = jnp.tanh(x @ p["w"].T + p["b"])
+        y = lax.conv_general_dilated(y[:, None], p["k"], (1,), "SAME") + p["c"]
+        return jnp.mean(jnp.sum(jnp.sin(y), (1, 2)))
+
+    (plan, statistics), (_, expected) = (check(f, params, x) for f in (loss, by_hand))
+    assert all(route.treatment == "kfac" for route in plan.routing)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), statistics, expected)
+
+
 def test_weights_behind_casts_transposes_and_reshapes():
     params = {"w": normal(6, 2), "v": normal(2, 3, seed=1)}
     x = normal(5, 4, seed=2)

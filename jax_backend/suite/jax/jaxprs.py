@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from suite.jax.layers import Convolution, Dense, LayerSpec, Step, apply_steps, block_shape, row_axes
+from suite.jax.layers import Convolution, Dense, LayerSpec, Step, apply_steps, block_shape, feature_axes
 
 Path = tuple[int, ...]  # equation numbers, outermost program first
 
@@ -37,6 +37,13 @@ class Site(NamedTuple):
     path: Path
     x_operand: int
     spec: LayerSpec
+
+
+class _Output(NamedTuple):
+    """A product's output, its axes moved about: where each one was, None for a new one of size 1."""
+
+    site: Site
+    axes: tuple[int | None, ...]
 
 
 class BiasUse(NamedTuple):
@@ -72,7 +79,7 @@ def find_uses(jaxpr: Any, leaves: int) -> Uses:
 
 def _walk(jaxpr: Any, facts: Sequence[Origin | None], prefix: Path, uses: Uses) -> list[Origin | None]:
     env: dict[Any, Origin] = {v: f for v, f in zip(jaxpr.invars, facts, strict=True) if f is not None}
-    products: dict[Any, Site] = {}  # output variable -> the product it came from
+    products: dict[Any, _Output] = {}  # a variable that is a product's output, its axes moved about
     readers = Counter(
         v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, jex.Literal)
     ) + Counter(v for v in jaxpr.outvars if not isinstance(v, jex.Literal))
@@ -84,6 +91,9 @@ def _walk(jaxpr: Any, facts: Sequence[Origin | None], prefix: Path, uses: Uses) 
         path = (*prefix, number)
         known = [fact(v) for v in eqn.invars]
         if not any(known):
+            output = _moved_output(eqn, products, readers)
+            if output is not None:
+                products[eqn.outvars[0]] = output
             continue
         inner = _inner(eqn)
         if inner is not None:
@@ -97,7 +107,8 @@ def _walk(jaxpr: Any, facts: Sequence[Origin | None], prefix: Path, uses: Uses) 
         site = _site(eqn, known, path)
         if site is not None:
             uses.sites.append(site)
-            products[eqn.outvars[0]] = site
+            axes = tuple(range(eqn.outvars[0].aval.ndim))
+            products[eqn.outvars[0]] = _Output(site, axes)
             continue
         bias = _bias(eqn, known, products, readers)
         if bias is not None:
@@ -189,30 +200,58 @@ def _convolution(eqn: Any, w: int) -> Convolution | None:
     )
 
 
+def _moved_output(eqn: Any, products: dict[Any, _Output], readers: Counter[Any]) -> _Output | None:
+    """What comes of a product's output that only this equation reads, if it merely moves axes.
+
+    `vmap` transposes outputs, and convolutions of one example get an axis of size 1 on the way.
+    """
+    if not eqn.invars or isinstance(eqn.invars[0], jex.Literal):
+        return None
+    v = eqn.invars[0]
+    before = products.get(v)
+    if before is None or readers[v] != 1:
+        return None
+    name, old, new = eqn.primitive.name, v.aval.shape, eqn.outvars[0].aval.shape
+    if name == "transpose":
+        return before._replace(axes=tuple(before.axes[i] for i in eqn.params["permutation"]))
+    if name == "convert_element_type":
+        return before
+    longer = [axis for axis, size in zip(before.axes, old, strict=True) if size != 1]
+    if name not in ("reshape", "squeeze", "expand_dims", "broadcast_in_dim"):
+        return None
+    if [n for n in old if n != 1] != [n for n in new if n != 1]:
+        return None
+    kept = iter(longer)
+    return before._replace(axes=tuple(None if size == 1 else next(kept) for size in new))
+
+
 def _bias(
-    eqn: Any, known: list[Origin | None], products: dict[Any, Site], readers: Counter[Any]
+    eqn: Any, known: list[Origin | None], products: dict[Any, _Output], readers: Counter[Any]
 ) -> tuple[int, BiasUse] | None:
     """Whether an equation adds a leaf to a product's output that nothing else reads."""
     if eqn.primitive.name not in ("add", "add_any"):
         return None
     for b in (0, 1):
         origin, other = known[b], eqn.invars[1 - b]
-        site = None if isinstance(other, jex.Literal) else products.get(other)
-        if origin is None or site is None or readers[other] != 1:
+        output = None if isinstance(other, jex.Literal) else products.get(other)
+        if origin is None or output is None or readers[other] != 1:
             continue
-        shape = other.aval.shape
         # Where each entry of the added array comes from, without touching its values.
         index = apply_steps(
             np.arange(np.prod(origin.shape, dtype=int)).reshape(origin.shape), origin.steps
         )
-        if index.ndim != len(shape):
+        if index.ndim != len(output.axes):
             continue
-        rows = row_axes(site.spec, len(shape))
-        constant = all(index.shape[a] == 1 or index.strides[a] == 0 for a in rows)
-        features = index[tuple(0 if a in rows else slice(None) for a in range(len(shape)))]
-        groups, d_out, _ = block_shape(site.spec)
-        if constant and np.array_equal(features.ravel(), np.arange(groups * d_out)):
-            return origin.leaf, BiasUse(site.path)
+        features = feature_axes(output.site.spec)
+        rows = [i for i, axis in enumerate(output.axes) if axis not in features]
+        if any(index.shape[i] != 1 and index.strides[i] != 0 for i in rows):
+            continue
+        index = index[tuple(0 if i in rows else slice(None) for i in range(index.ndim))]
+        there = [axis for axis in output.axes if axis in features]
+        index = index.transpose([there.index(axis) for axis in features if axis in there])
+        groups, d_out, _ = block_shape(output.site.spec)
+        if np.array_equal(index.ravel(), np.arange(groups * d_out)):
+            return origin.leaf, BiasUse(output.site.path)
     return None
 
 

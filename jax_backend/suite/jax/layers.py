@@ -66,13 +66,14 @@ def block_shape(spec: LayerSpec) -> tuple[int, int, int]:
     return batch, free, contracted
 
 
-def row_axes(spec: LayerSpec, ndim: int) -> tuple[int, ...]:
-    """Axes of the product's output that run over rows."""
+def feature_axes(spec: LayerSpec) -> tuple[int, ...]:
+    """Axes of the product's output that run over its blocks and features, in that order."""
     product = spec.product
     if isinstance(product, Convolution):
-        return tuple(axis for axis in range(ndim) if axis != product.out_spec[1])
-    start = len(product.x_axes[0]) + (0 if product.x_first else len(product.w_axes[1]))
-    return tuple(range(start, start + len(product.x_axes[1])))
+        return (product.out_spec[1],)
+    batch, x_free, w_free = len(product.x_axes[0]), len(product.x_axes[1]), len(product.w_axes[1])
+    start = batch + (x_free if product.x_first else 0)
+    return (*range(batch), *range(start, start + w_free))
 
 
 def input_rows(x: jax.Array, spec: LayerSpec) -> jax.Array:
