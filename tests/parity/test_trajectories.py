@@ -176,7 +176,7 @@ def test_kron_in_numpy(geometry):
     rule = core_kron.Kron(geometry)
     plans = [blocks.plan_blocks(w.shape, blocks.Structure(block_size=5)) for w in weights]
     states = [
-        [rule.init(w, (plan.tile_blocks(t), *t.sizes), plan.diagonal, 1.0) for t in plan.tiles]
+        [rule.init(w, (plan.tile_blocks(t), *t.sizes), plan.diagonal) for t in plan.tiles]
         for w, plan in zip(weights, plans, strict=True)
     ]
     momentum, evidence, clock = [np.zeros_like(w) for w in weights], np.asarray(0.0), 1.0

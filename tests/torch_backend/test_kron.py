@@ -79,6 +79,23 @@ def test_scaling_the_loss_leaves_the_trajectory_unchanged():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+def test_the_scale_of_the_first_gradients_can_set_the_factors():
+    """Then the loss's scale does not matter at all, and whitening holds from the first step on."""
+    models = []
+    for scale in (1e-6, 1.0, 1e6):
+        model = network()
+        kron = Kron(model.parameters(), lr=0.01, damping=0.0, preconditioner_init_scale=None)
+        run(model, kron, range(10), scale)
+        models.append(model)
+    for model in models[1:]:
+        for a, b in zip(models[0].parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    moved = [
+        (a - b).abs().mean() for a, b in zip(model.parameters(), network().parameters(), strict=True)
+    ]
+    assert min(moved) > 0.01  # ten steps of 0.01 and root mean square near 1
+
+
 def test_blocks_of_a_parameter_do_not_depend_on_their_neighbours():
     """Cutting a matrix into blocks is the same as having the blocks as parameters of their own."""
     torch.manual_seed(0)

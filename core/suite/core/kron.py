@@ -46,28 +46,31 @@ class Kron:
             'EQ': dQ = E Q, over upper triangular matrices; the oldest, needs triangular solves.
         betaL: decay of L between updates, in [0, 1); larger forgets outliers more slowly.
         damping: noise added to the gradient, absolute; bounds P by about 1 / damping.
+        preconditioner_init_scale: factors start as the identity, ‖Q‖ being this number; with None each
+            block's is set by its first gradient that is not zero, to mean(g⁴)^(-1/8).
     """
 
     geometry: Geometry = "Q0.5EQ1.5"
     betaL: float = 0.9
     damping: float = 1e-9
+    preconditioner_init_scale: float | None = 1.0
 
     def __post_init__(self) -> None:
         check_choice("geometry", self.geometry, get_args(Geometry))
         check_number("betaL", self.betaL, at_least=0, below=1)
         check_number("damping", self.damping, at_least=0)
+        if self.preconditioner_init_scale is not None:
+            check_number("preconditioner_init_scale", self.preconditioner_init_scale, above=0)
 
-    def init(
-        self, like: Array, shape: tuple[int, ...], diagonal: tuple[bool, ...], scale: float
-    ) -> KronState:
-        """Q = `scale` I, spread evenly over the factors.
+    def init(self, like: Array, shape: tuple[int, ...], diagonal: tuple[bool, ...]) -> KronState:
+        """Q = `preconditioner_init_scale` I, spread evenly over the factors.
 
         Args:
             like: any array; its dtype (at least the factors' precision) and device are used.
             shape: (*batch, n_1, ..., n_d), a stack of blocks.
             diagonal: for each of the d axes, whether its factor is diagonal.
-            scale: the initial ‖Q‖, > 0.
         """
+        scale = self.preconditioner_init_scale or 1.0
         xp = array_namespace(like)
         where = {"dtype": like.dtype, "device": device_of(like)}
         batch, sides = shape[: len(shape) - len(diagonal)], shape[len(shape) - len(diagonal) :]
@@ -112,11 +115,16 @@ class Kron:
         own_axes = tuple(range(batch, g.ndim))
         # An exactly zero gradient says nothing about curvature; fitting it would inflate Q.
         evidence = xp.any(g != 0, axis=own_axes)
+        preconditioners = tuple(lift(p) for p in state.preconditioners)
+        if self.preconditioner_init_scale is None:
+            gain = self._first_scale(g, state.lipschitz[0], own_axes)
+            factors = _scaled(factors, gain, batch)
+            preconditioners = _scaled(preconditioners, gain * gain, batch)
         g = g + (self.damping + float(xp.finfo(compute).eps) * xp.abs(g)) * noise
         if self.geometry == "EQ":
             signal, reference = kronecker.apply(factors, g), _inverse_transposed(factors, noise)
         else:
-            signal = kronecker.apply(tuple(lift(p) for p in state.preconditioners), g)
+            signal = kronecker.apply(preconditioners, g)
             reference = None
         # Everything below is in units of the signal's largest entry u (T / u², c / u², L / u²): the
         # update is a ratio, and squares of 1e20 do not fit in float32.
@@ -150,6 +158,23 @@ class Kron:
             L = xp.minimum(L * u * u, xp.zeros_like(L) + _LARGEST_LIPSCHITZ)
             new_lipschitz.append(xp.where(evidence, xp.astype(L, old_L.dtype), old_L))
         return KronState(tuple(new_factors), tuple(new_lipschitz), state.preconditioners)
+
+    def _first_scale(self, g: Array, lipschitz: Array, own_axes: tuple[int, ...]) -> Array:
+        """What a block's factors still lack, each: mean(g⁴)^(-1/8 d) at its first evidence, else 1.
+
+        E[(Q g)²] = 1 asks for the root of a typical |g|⁻¹; the fourth moment weighs large entries, so
+        that the first steps are rather too short. Source: Li 2024 (arXiv:2402.11858), implementation.
+        """
+        xp = array_namespace(g)
+        largest = xp.max(xp.abs(g), axis=own_axes)
+        fresh = (lipschitz == 0) & (largest > 0)
+        one = xp.zeros_like(largest) + 1
+        unit = g / xp.reshape(
+            xp.where(fresh, largest, one), (*g.shape[: -len(own_axes)], *(1,) * len(own_axes))
+        )
+        moment = xp.sqrt(xp.sqrt(xp.mean(unit**4, axis=own_axes)))  # in units of the largest entry
+        scale = 1 / xp.sqrt(xp.where(fresh, moment * largest + self.damping, one))
+        return scale ** (1 / len(own_axes))
 
     def _step(self, q: Array, T: Array, white: Array, step: Array, is_diagonal: bool) -> Array:
         xp = array_namespace(q)
@@ -200,18 +225,20 @@ def balance(factors: tuple[Array, ...], batch: int) -> tuple[Array, ...]:
     def largest(q: Array) -> Array:
         return xp.max(xp.abs(lift(q)), axis=tuple(range(batch, q.ndim)))
 
-    logs = [xp.log(largest(q)) for q in factors]
+    sizes = [largest(q) for q in factors]
+    usable = sizes[0] > 0  # a factor that is zero cannot be balanced against the others
+    for size in sizes[1:]:
+        usable = usable & (size > 0)
+    one = xp.zeros_like(sizes[0]) + 1
+    logs = [xp.log(xp.where(usable, size, one)) for size in sizes]
     mean = logs[0]
     for log in logs[1:]:
         mean = mean + log
     mean = mean / len(factors)
-    balanced = []
-    for q, log in zip(factors, logs, strict=True):
-        gain = xp.exp(mean - log)
-        gain = xp.where(xp.isfinite(gain), gain, xp.zeros_like(gain) + 1)  # a factor that is zero
-        gain = xp.reshape(gain, (*gain.shape, *(1,) * (q.ndim - batch)))
-        balanced.append(xp.astype(lift(q) * gain, q.dtype))
-    return tuple(balanced)
+    return tuple(
+        xp.astype(_scaled((lift(q),), xp.exp(mean - log), batch)[0], q.dtype)
+        for q, log in zip(factors, logs, strict=True)
+    )
 
 
 def _squares(factors: tuple[Array, ...], batch: int) -> tuple[Array, ...]:
@@ -224,6 +251,12 @@ def _squares(factors: tuple[Array, ...], batch: int) -> tuple[Array, ...]:
         return xp.astype(xp.matmul(linalg.transpose(lifted), lifted), q.dtype)
 
     return tuple(square(q) for q in factors)
+
+
+def _scaled(factors: tuple[Array, ...], gain: Array, batch: int) -> tuple[Array, ...]:
+    """Every factor of a block times the block's number in `gain` (...)."""
+    xp = array_namespace(gain)
+    return tuple(q * xp.reshape(gain, (*gain.shape, *(1,) * (q.ndim - batch))) for q in factors)
 
 
 def _inverse_transposed(factors: tuple[Array, ...], x: Array) -> Array:

@@ -58,7 +58,7 @@ def scale_by_kron(
     min_ndim_triangular: int = 2,
     memory_save_mode: blocks.MemorySaveMode | None = None,
     preconditioner_lr: Schedule = 0.1,
-    preconditioner_init_scale: float = 1.0,
+    preconditioner_init_scale: float | None = 1.0,
     mu_dtype: Any = None,
     precond_dtype: Any = None,
     precond_update_precision: str | None = "tensorfloat32",
@@ -87,7 +87,8 @@ def scale_by_kron(
         target_merged_dim_size, partition_grads_into_blocks, block_size: which factors a parameter gets,
             see `suite.core.blocks.Structure`.
         preconditioner_lr: step size of the factors' updates, in (0, 1); number or schedule.
-        preconditioner_init_scale: factors start as the identity times (their share of) this.
+        preconditioner_init_scale: factors start as the identity times (their share of) this; None
+            sets it from each block's first gradient.
         mu_dtype: dtype of the momentum; default: the parameter's.
         precond_dtype: dtype of the factors; default: the parameter's, at least float32.
         precond_update_precision, precond_grads_precision: `jax.default_matmul_precision` of the
@@ -106,9 +107,8 @@ def scale_by_kron(
         check_number(name, preconditioner_update_probability, above=0, at_most=1)
     if not callable(preconditioner_lr):
         check_number("preconditioner_lr", preconditioner_lr, above=0, below=1)
-    check_number("preconditioner_init_scale", preconditioner_init_scale, above=0)
     check_integer("seed", seed, at_least=0)
-    rule = core_kron.Kron(geometry, betaL, damping)
+    rule = core_kron.Kron(geometry, betaL, damping, preconditioner_init_scale)
     structure = blocks.Structure(
         max_size_triangular,
         min_ndim_triangular,
@@ -129,7 +129,7 @@ def scale_by_kron(
             sizes, diagonal, dtype = bucket.key
             like = jnp.zeros((), factor_dtype(dtype))
             shape = (bucket.blocks, *sizes)
-            states.append(rule.init(like, shape, diagonal, preconditioner_init_scale))
+            states.append(rule.init(like, shape, diagonal))
         weight_dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
         return ScaleByKronState(
             jnp.zeros((), jnp.int32),
@@ -205,7 +205,7 @@ def kron(
     min_ndim_triangular: int = 2,
     memory_save_mode: blocks.MemorySaveMode | None = None,
     preconditioner_lr: Schedule = 0.1,
-    preconditioner_init_scale: float = 1.0,
+    preconditioner_init_scale: float | None = 1.0,
     mu_dtype: Any = None,
     precond_dtype: Any = None,
     precond_update_precision: str | None = "tensorfloat32",

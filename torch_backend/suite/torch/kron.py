@@ -52,7 +52,8 @@ class Kron(torch.optim.Optimizer):
         target_merged_dim_size, partition_grads_into_blocks, block_size: which factors a parameter gets,
             see `suite.core.blocks.Structure`.
         preconditioner_lr: step size of the factors' updates, in (0, 1); number or schedule.
-        preconditioner_init_scale: factors start as the identity times (their share of) this.
+        preconditioner_init_scale: factors start as the identity times (their share of) this; None
+            sets it from each block's first gradient.
         mu_dtype: dtype of the momentum; default: the parameter's.
         precond_dtype: dtype of the factors; default: the parameter's, at least float32.
         geometry, betaL, damping: how factors are fitted, see `suite.core.kron.Kron`.
@@ -76,7 +77,7 @@ class Kron(torch.optim.Optimizer):
         min_ndim_triangular: int = 2,
         memory_save_mode: blocks.MemorySaveMode | None = None,
         preconditioner_lr: Schedule = 0.1,
-        preconditioner_init_scale: float = 1.0,
+        preconditioner_init_scale: float | None = 1.0,
         mu_dtype: torch.dtype | None = None,
         precond_dtype: torch.dtype | None = None,
         merge_small_dims: bool = True,
@@ -143,9 +144,8 @@ class Kron(torch.optim.Optimizer):
         engine = KronEngine(
             [p for _, p in chosen],
             [number for number, _ in chosen],
-            core_kron.Kron(group["geometry"], group["betaL"], group["damping"]),
+            _rule(group),
             blocks.Structure(**{name: group[name] for name in _STRUCTURE}),
-            init_scale=group["preconditioner_init_scale"],
             seed=self._seed,
             mu_dtype=group["mu_dtype"],
             precond_dtype=group["precond_dtype"],
@@ -303,12 +303,15 @@ def _check_setting(name: str, value: Any) -> None:
         check_number(name, value, above=0, at_most=1)
     elif name == "preconditioner_lr":
         check_number(name, value, above=0, below=1)
-    elif name == "preconditioner_init_scale":
-        check_number(name, value, above=0)
     elif name == "maximize":
         check_flag(name, value)
     elif name in ("mu_dtype", "precond_dtype") and value is not None:
         check_dtype(name, value)
+
+
+def _rule(settings: dict[str, Any]) -> core_kron.Kron:
+    names = ("geometry", "betaL", "damping", "preconditioner_init_scale")
+    return core_kron.Kron(**{name: settings[name] for name in names})
 
 
 def _check_group(settings: dict[str, Any]) -> None:
@@ -316,4 +319,4 @@ def _check_group(settings: dict[str, Any]) -> None:
         if not callable(value):
             _check_setting(name, value)
     blocks.Structure(**{name: settings[name] for name in _STRUCTURE})
-    core_kron.Kron(settings["geometry"], settings["betaL"], settings["damping"])
+    _rule(settings)

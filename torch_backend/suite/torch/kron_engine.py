@@ -36,7 +36,6 @@ class KronEngine:
         rule: core_kron.Kron,
         structure: blocks.Structure,
         *,
-        init_scale: float,
         seed: int,
         mu_dtype: torch.dtype | None,
         precond_dtype: torch.dtype | None,
@@ -71,7 +70,7 @@ class KronEngine:
                     torch.zeros(
                         bucket.blocks, dtype=torch.promote_types(dtype, torch.float32), device=device
                     ),
-                    rule.init(like, (bucket.blocks, *sizes), diagonal, init_scale),
+                    rule.init(like, (bucket.blocks, *sizes), diagonal),
                     torch.tensor(streams, dtype=torch.int32, device=device),
                 )
             )
