@@ -31,10 +31,11 @@ def kronecker_product(factors: Sequence[np.ndarray]) -> Matrix:
 def contraction(x: np.ndarray, y: np.ndarray, axis: int) -> Matrix:
     """T[a, b] = Σ x[.., a, ..] y[.., b, ..] over all axes but one."""
     n = x.shape[axis]
+    of_x, of_y = ([np.take(z, a, axis) for a in range(n)] for z in (x, y))
     T = np.zeros((n, n))
     for a in range(n):
         for b in range(n):
-            T[a, b] = np.sum(np.take(x, a, axis) * np.take(y, b, axis))
+            T[a, b] = np.sum(of_x[a] * of_y[b])
     return T
 
 
@@ -177,7 +178,7 @@ def convolution_rows(
     dilation: Sequence[int],
     groups: int,
 ) -> list[np.ndarray]:
-    """For each group, the patch under the kernel at every place of every example, read entry by entry."""
+    """For each group, the patch under the kernel at every place of every example, entry by entry."""
     n, channels, *sizes = x.shape
     width = channels // groups
     # A place is visited when the dilated kernel fits into the padded input there.

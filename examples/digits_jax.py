@@ -1,0 +1,134 @@
+"""The demo's models, optimizers and training step in JAX."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import digits
+import suite.jax
+
+
+def autoencoder(params: list[Any], x: jax.Array) -> jax.Array:
+    """Linear layers with tanh between them."""
+    for weight, bias in params[:-1]:
+        x = jnp.tanh(x @ weight.T + bias)
+    weight, bias = params[-1]
+    return x @ weight.T + bias
+
+
+def convnet(params: list[Any], x: jax.Array) -> jax.Array:
+    """Convolutions with ReLU, then a linear classifier."""
+    x = x.reshape(-1, 1, 8, 8)
+    for (weight, bias), stride in zip(params[:-1], digits.CONVNET_STRIDES, strict=True):
+        x = jax.lax.conv_general_dilated(x, weight, (stride, stride), [(1, 1), (1, 1)])
+        x = jax.nn.relu(x + bias[:, None, None])
+    weight, bias = params[-1]
+    return x.reshape(len(x), -1) @ weight.T + bias
+
+
+MODELS = {"autoencoder": autoencoder, "convnet": convnet}
+
+
+def loss_of(problem: str, outputs: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """What is minimized, see `digits.py`."""
+    if problem == "autoencoder":
+        return jnp.mean(jnp.sum((outputs - x) ** 2, 1))
+    targets = optax.smooth_labels(jax.nn.one_hot(y, digits.CLASSES), digits.LABEL_SMOOTHING)
+    return jnp.mean(optax.softmax_cross_entropy(outputs, targets)) - digits.LABEL_ENTROPY
+
+
+def loss_and_accuracy(
+    problem: str, params: list[Any], x: jax.Array, y: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The loss, and the share of images whose largest output is the right one."""
+    outputs = MODELS[problem](params, x)
+    return loss_of(problem, outputs, x, y), jnp.mean(jnp.argmax(outputs, 1) == y)
+
+
+def make_optimizer(
+    name: str, settings: dict[str, Any], seed: int, steps: int, plan: suite.jax.Plan | None
+) -> optax.GradientTransformationExtraArgs:
+    """A contender, with its settings from `contenders.py`; K-FAC needs the loss function's plan."""
+    settings = dict(settings)
+    learning_rate = optax.cosine_decay_schedule(settings.pop("lr"), steps)
+    if name == "adamw":
+        return optax.with_extra_args_support(optax.adamw(learning_rate, **settings))
+    if name == "kfac":
+        assert plan is not None
+        return suite.jax.kfac(plan, learning_rate, **settings)
+    return suite.jax.kron(learning_rate, seed=seed, **settings)
+
+
+class Session:
+    """A `digits.Session` in JAX: a step is one compiled program that overwrites parameters and state."""
+
+    def __init__(
+        self, problem: str, optimizer: str, settings: dict[str, Any], seed: int, steps: int
+    ) -> None:
+        self._problem = problem
+        start = time.perf_counter()
+        x, y = np.zeros((digits.BATCH_SIZE, 64), np.float32), np.zeros(digits.BATCH_SIZE, np.int32)
+        params = jax.tree.map(jnp.array, digits.initial_weights(problem, seed))
+
+        def loss(params: list[Any], x: jax.Array, y: jax.Array) -> jax.Array:
+            return loss_of(problem, MODELS[problem](params, x), x, y)
+
+        plan = None
+        if optimizer == "kfac":
+            with_statistics = suite.jax.value_and_grad(loss)
+            plan = with_statistics.plan(params, x, y)
+            shapes = jax.eval_shape(with_statistics, params, x, y)[2]
+        tx = make_optimizer(optimizer, settings, seed, steps, plan)
+        state = tx.init(params)
+
+        def without_statistics(params: Any, x: jax.Array, y: jax.Array) -> Any:
+            nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            return *jax.value_and_grad(loss)(params, x, y), nothing
+
+        def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+            if optimizer == "kfac":  # statistics cost time: only when K-FAC is going to look at them
+                due = state.preconditioner.steps % settings["factor_update_steps"] == 0
+                value, grads, statistics = jax.lax.cond(
+                    due, with_statistics, without_statistics, params, x, y
+                )
+                updates, state = tx.update(grads, state, params, statistics=statistics)
+            else:
+                value, grads = jax.value_and_grad(loss)(params, x, y)
+                updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        self._step = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x, y).compile()
+        # Once on copies, as the step overwrites what it is given.
+        jax.block_until_ready(self._step(*jax.tree.map(jnp.copy, (params, state)), x, y))
+        self._evaluate = jax.jit(partial(loss_and_accuracy, problem))
+        self._params, self._state = params, state
+        self.setup_seconds = time.perf_counter() - start
+
+    def step(self, x: np.ndarray, y: np.ndarray) -> float:
+        self._params, self._state, loss = self._step(self._params, self._state, x, y)
+        jax.block_until_ready((self._params, self._state))
+        return loss.item()
+
+    def evaluate(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+        loss, accuracy = self._evaluate(self._params, x, y)
+        return loss.item(), math.nan if self._problem == "autoencoder" else accuracy.item()
+
+    def optimizer_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
+
+    def skipped_steps(self) -> int:
+        return int(getattr(self._state, "skipped_steps", 0))
+
+
+def surroundings() -> AbstractContextManager[Any]:
+    """Where PyTorch runs, too, so that seconds compare: the CPU."""
+    return jax.default_device(jax.devices("cpu")[0])

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import assert_identical, normal
+from suite.core.buckets import gather, plan_buckets, scatter
+
+KEYED = st.lists(st.tuples(st.sampled_from(["a", "b", (2, 3)]), st.integers(1, 4)), max_size=12)
+
+
+@given(KEYED)
+def test_every_stack_is_in_the_one_bucket_of_its_key(stacks):
+    buckets = plan_buckets(stacks)
+    assert [b.key for b in buckets] == list(dict.fromkeys(key for key, _ in stacks))
+    assert sorted(m.index for b in buckets for m in b.members) == list(range(len(stacks)))
+    for bucket in buckets:
+        assert [m.index for m in bucket.members] == [
+            i for i, (key, _) in enumerate(stacks) if key == bucket.key
+        ]
+
+
+@given(KEYED)
+def test_members_lie_end_to_end(stacks):
+    for bucket in plan_buckets(stacks):
+        stop = 0
+        for member in bucket.members:
+            assert member.start == stop
+            assert member.stop - member.start == stacks[member.index][1]
+            stop = member.stop
+        assert bucket.blocks == stop
+
+
+@given(KEYED)
+def test_scatter_undoes_gather(stacks):
+    arrays = [normal(blocks, 2, seed=i) for i, (_, blocks) in enumerate(stacks)]
+    back = [None] * len(arrays)
+    for bucket in plan_buckets(stacks):
+        scatter(bucket, gather(bucket, arrays), back)
+    assert_identical(back, arrays)
+
+
+def test_gather_joins_in_order_in_every_library(xp):
+    arrays = [normal(2, 3, seed=0), normal(1, 5), normal(3, 3, seed=1)]
+    of_three, of_five = plan_buckets([(x.shape[1:], len(x)) for x in arrays])
+    assert of_three.blocks == 5
+
+    def there_and_back(*arrays):
+        back = [None] * 3
+        for bucket in (of_three, of_five):
+            scatter(bucket, gather(bucket, arrays), back)
+        return gather(of_three, arrays), back
+
+    joined, back = xp.run(there_and_back, *map(xp.asarray, arrays))
+    assert_identical(joined, np.concatenate([arrays[0], arrays[2]]))
+    assert_identical(back, arrays)
+
+
+def test_a_single_member_is_not_copied():
+    x, back = normal(2, 3), [None]
+    (bucket,) = plan_buckets([("a", 2)])
+    joined = gather(bucket, [x])
+    scatter(bucket, joined, back)
+    assert joined is x
+    assert back[0] is x
+
+
+def test_no_stacks_no_buckets():
+    assert plan_buckets([]) == ()

@@ -1,0 +1,224 @@
+"""What holds for every function of stacks of blocks: one table, and the properties all rows share.
+
+A new core function that works on stacks belongs into CASES.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conftest import (
+    also_eager_jax,
+    assert_close,
+    assert_identical,
+    dtype_name,
+    leaves,
+    library,
+    map_tree,
+    normal,
+    positive_definite,
+    to_numpy,
+)
+from suite.core import damping, kfac, kron, kronecker, linalg, moments, statistics, step_size
+
+B = 3  # blocks in a stack
+
+
+def spectrum(x):
+    """What eigh says, free of the eigenvectors' signs: the values and the matrix they rebuild."""
+    values, vectors = linalg.eigh(x)
+    return values, (vectors * values[..., None, :]) @ linalg.transpose(vectors)
+
+
+def kron_state(diagonal):
+    """A state in mid-training: upper triangular factors, so that it is one for every geometry."""
+    factors = tuple(
+        0.5 + np.abs(normal(B, n, seed=5)) if d else np.triu(0.3 * normal(B, n, n, seed=6)) + np.eye(n)
+        for n, d in zip((4, 3), diagonal, strict=True)
+    )
+    squares = tuple(q * q if q.ndim == 2 else np.swapaxes(q, -1, -2) @ q for q in factors)
+    lipschitz = tuple(np.abs(normal(B, seed=7 + i)) for i in range(2))
+    return kron.KronState(factors, lipschitz, squares)
+
+
+def kfac_state(compute_method, diagonal):
+    state = kfac.KFAC(compute_method).init(np.zeros(1), (B,), (4, 3), diagonal)
+    A, G = kfac_factors(diagonal, seed=3)
+    return state._replace(A=0.6 * A, G=0.6 * G, weight=np.full(B, 0.6))
+
+
+def kfac_factors(diagonal, seed=0):
+    A, G = positive_definite(B, 4, seed=seed), positive_definite(B, 3, seed=seed)
+    diagonal_of = np.diagonal
+    return (
+        diagonal_of(A, axis1=-2, axis2=-1).copy() if diagonal[0] else A,
+        diagonal_of(G, axis1=-2, axis2=-1).copy() if diagonal[1] else G,
+    )
+
+
+def kron_update(rule):
+    return lambda state, g, v: rule.update(state, g, v, 0.1)
+
+
+def kfac_step(compute_method):
+    rule = kfac.KFAC(compute_method)
+
+    def step(state, A, G, seen, gradient):
+        state = rule.update(state, A, G, seen, 0.9)
+        state = rule.refresh(state, 0.1)
+        return state.A, state.G, state.weight, rule.precondition(state, gradient, 0.1)
+
+    return step
+
+
+SEEN = np.array([True, False, True])
+CASES = {
+    "moments.update_average": (
+        lambda s, x: moments.update_average(s, x, 0.9),
+        (normal(B, 4, 2), normal(B, 4, 2, seed=1)),
+    ),
+    "moments.unbiased": (moments.unbiased, (normal(B, 4, 2), np.array([0.5, 1.0, 0.1]))),
+    "statistics.second_moment_sum": (statistics.second_moment_sum, (normal(B, 5, 3),)),
+    "statistics.second_moment_sum bias": (
+        lambda x: statistics.second_moment_sum(x, bias=True),
+        (normal(B, 5, 3),),
+    ),
+    "statistics.second_moment_sum diagonal": (
+        lambda x: statistics.second_moment_sum(x, diagonal=True, bias=True),
+        (normal(B, 5, 3),),
+    ),
+    "damping.tikhonov": (lambda x: damping.tikhonov(x, 0.1), (np.abs(normal(B, 4, 2)),)),
+    "damping.split_damping": (
+        lambda A, G: damping.split_damping(A, G, 0.1),
+        (np.abs(normal(B)), np.abs(normal(B, seed=1))),
+    ),
+    "damping.factored_damping": (
+        lambda A, G: damping.factored_damping(A, G, 0.1),
+        (positive_definite(B, 4), positive_definite(B, 3)),
+    ),
+    "linalg.transpose": (linalg.transpose, (normal(B, 4, 3),)),
+    "linalg.symmetrize": (linalg.symmetrize, (normal(B, 4, 4),)),
+    "linalg.trace": (linalg.trace, (normal(B, 4, 4),)),
+    "linalg.add_diagonal": (linalg.add_diagonal, (normal(B, 4, 4), normal(B))),
+    "linalg.damped_inverse": (linalg.damped_inverse, (positive_definite(B, 4), np.abs(normal(B)))),
+    "linalg.eigh": (spectrum, (positive_definite(B, 4),)),
+    "linalg.solve_triangular upper": (
+        lambda x, y: linalg.solve_triangular(x, y, upper=True),
+        (np.triu(normal(B, 4, 4)) + 3 * np.eye(4), normal(B, 4, 2)),
+    ),
+    "linalg.solve_triangular lower": (
+        lambda x, y: linalg.solve_triangular(x, y, upper=False),
+        (np.tril(normal(B, 4, 4)) + 3 * np.eye(4), normal(B, 4, 2)),
+    ),
+    "linalg.spectral_norm_bound": (linalg.spectral_norm_bound, (positive_definite(B, 4),)),
+    "kronecker.apply": (
+        lambda F, x: kronecker.apply(F, x),
+        ((normal(B, 4, 4), normal(B, 3), normal(B, 2, 2)), normal(B, 4, 3, 2)),
+    ),
+    "kronecker.gram": (
+        lambda x: tuple(kronecker.gram(x, i, 3, diagonal=i == 1) for i in range(3)),
+        (normal(B, 4, 3, 2),),
+    ),
+    "step_size.rms_clip": (
+        lambda x: step_size.rms_clip(x, 0.9, 2),
+        (normal(B, 4, 3) * np.array([0.1, 1.0, 10.0])[:, None, None],),
+    ),
+    "kron.balance": (lambda q: kron.balance(q, 1), (kron_state((False, True)).factors,)),
+    "kron.Kron.refresh": (kron.Kron().refresh, (kron_state((True, False)),)),
+    "kron.Kron.precondition": (
+        kron.Kron().precondition,
+        (kron_state((False, True)), normal(B, 4, 3)),
+    ),
+}
+for geometry in ("Q0.5EQ1.5", "QEQ", "QUAD", "EQ"):
+    CASES[f"kron.Kron.update {geometry}"] = (
+        kron_update(kron.Kron(geometry)),
+        (kron_state((False, True)), normal(B, 4, 3), normal(B, 4, 3, seed=1)),
+    )
+CASES["kron.Kron.update first"] = (
+    kron_update(kron.Kron(preconditioner_init_scale=None)),
+    (
+        kron_state((False, True))._replace(lipschitz=(np.zeros(B), np.zeros(B))),
+        normal(B, 4, 3),
+        normal(B, 4, 3, seed=1),
+    ),
+)
+for method, diagonal in (
+    ("eigen", (False, False)),
+    ("eigen", (True, False)),
+    ("inverse", (False, False)),
+    ("inverse", (False, True)),
+):
+    CASES[f"kfac.KFAC {method} {diagonal}"] = (
+        kfac_step(method),
+        (kfac_state(method, diagonal), *kfac_factors(diagonal), SEEN, normal(B, 3, 4)),
+    )
+
+every_case = pytest.mark.parametrize(("function", "args"), list(CASES.values()), ids=list(CASES))
+
+
+@also_eager_jax
+@every_case
+def test_a_stack_of_blocks_equals_a_loop_over_them(xp, function, args):
+    """The loop runs in numpy, so this is also what makes all libraries agree."""
+    together = leaves(xp.run(function, *xp.convert(args)))
+    alone = [leaves(function(*map_tree(lambda x, i=i: x[i : i + 1], args))) for i in range(B)]
+    for k, stack in enumerate(together):
+        assert stack.shape[0] == B
+        assert_close(stack, np.concatenate([parts[k] for parts in alone]))
+
+
+@every_case
+def test_inputs_are_left_alone_and_a_second_call_gives_the_same(xp, function, args):
+    converted = xp.convert(args)
+    first = xp.run(function, *converted)
+    assert_identical(converted, args)
+    assert_identical(xp.run(function, *converted), first)
+
+
+@every_case
+def test_single_precision_stays_single_and_agrees(xp, function, args):
+    single = leaves(xp.run(function, *xp.convert(args, "float32")))
+    double = leaves(function(*args))
+    for x, expected in zip(single, double, strict=True):
+        assert dtype_name(x) == ("float32" if expected.dtype == np.float64 else expected.dtype)
+        assert_close(x, expected, rtol=2e-5)
+
+
+def poison(args, value, which):
+    """`args` with `value` in block 1 of floating leaf number `which`."""
+    number = iter(range(len(leaves(args))))
+
+    def leaf(x):
+        if next(number) != which or x.dtype != np.float64:
+            return x
+        x = x.copy()
+        x[1].reshape(-1)[:1] = value  # writes into the copy: a view of it
+        return x
+
+    return map_tree(leaf, args)
+
+
+@every_case
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
+def test_a_block_that_is_not_finite_harms_no_other(xp, function, args, value):
+    clean = leaves(xp.run(function, *xp.convert(args)))
+    for which in range(len(leaves(args))):
+        results = leaves(xp.run(function, *xp.convert(poison(args, value, which))))
+        for x, expected in zip(results, clean, strict=True):
+            assert_close(to_numpy(x)[[0, 2]], to_numpy(expected)[[0, 2]])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("k")])
+def test_half_precision_goes_in_and_comes_out(name):
+    """Factors and gradients in bfloat16 are lifted inside; state and directions keep their dtype."""
+    function, args = CASES[name]
+    torch = library("torch")
+    halves = torch.convert(args, "bfloat16")
+    rounded = library("numpy").convert(map_tree(to_numpy, halves), "float64")
+    for x, expected in zip(leaves(function(*halves)), leaves(function(*rounded)), strict=True):
+        if expected.dtype == np.float64:
+            assert dtype_name(x) == "bfloat16"
+            assert np.linalg.norm(to_numpy(x) - expected) < 0.05 * np.linalg.norm(expected)

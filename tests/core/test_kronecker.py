@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from conftest import assert_close, assert_identical, normal, orthogonal, random
+from oracles import contraction, kronecker_product
+from suite.core import kronecker
+
+SHAPES = [(4,), (4, 3), (4, 3, 2)]
+every_structure = pytest.mark.parametrize(
+    ("shape", "diagonal"),
+    [(shape, d) for shape in SHAPES for d in itertools.product((False, True), repeat=len(shape))],
+)
+
+
+def factors_for(shape, diagonal, seed=0):
+    pairs = enumerate(zip(shape, diagonal, strict=True))
+    return [normal(n, seed=seed + i) if d else normal(n, n, seed=seed + i) for i, (n, d) in pairs]
+
+
+@every_structure
+def test_apply_equals_the_dense_kronecker_product(xp, shape, diagonal):
+    factors, x = factors_for(shape, diagonal), normal(*shape, seed=9)
+    expected = (kronecker_product(factors) @ x.reshape(-1)).reshape(shape)
+    got = xp.run(kronecker.apply, [xp.asarray(factor) for factor in factors], xp.asarray(x))
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gram_is_the_contraction_with_itself_over_all_other_axes(xp, shape):
+    x = normal(*shape)
+    for axis in range(len(shape)):
+        expected = contraction(x, x, axis)
+        which = {"axis": axis, "ndim": len(shape)}
+        full = xp.run(kronecker.gram, xp.asarray(x), **which, diagonal=False)
+        diagonal = xp.run(kronecker.gram, xp.asarray(x), **which, diagonal=True)
+        assert_close(full, expected)
+        assert_close(diagonal, np.diag(expected))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_fold_undoes_unfold(shape, batch):
+    x = normal(*batch, *shape)
+    for axis in range(len(shape)):
+        matrix = kronecker.unfold(x, axis, len(shape))
+        assert matrix.shape[: len(batch) + 1] == (*batch, shape[axis])
+        assert_identical(kronecker.fold(matrix, axis, x.shape, len(shape)), x)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_unfold_has_one_row_for_each_index_of_its_axis(xp, axis):
+    x = normal(3, 2, 4)
+    rows = xp.numpy(kronecker.unfold(xp.asarray(x), axis, 3))
+    for i in range(x.shape[axis]):
+        assert_identical(rows[i], np.take(x, i, axis).reshape(-1))
+
+
+def test_leading_axes_are_a_batch(xp):
+    x, dense, diagonal = normal(2, 3, 4, 3), normal(2, 3, 4, 4), normal(2, 3, 3)
+    got = xp.numpy(xp.run(kronecker.apply, [xp.asarray(dense), xp.asarray(diagonal)], xp.asarray(x)))
+    for i, j in itertools.product(range(2), range(3)):
+        assert_close(got[i, j], dense[i, j] @ x[i, j] * diagonal[i, j])
+
+
+def test_diagonal_factor_equals_the_dense_one_that_happens_to_be_diagonal(xp):
+    x = random(xp, 4, 3, 2)
+    for axis, n in enumerate((4, 3, 2)):
+        d = normal(n)
+        as_vector = kronecker.apply_factor(xp.asarray(d), x, axis, 3)
+        assert_close(as_vector, kronecker.apply_factor(xp.asarray(np.diag(d)), x, axis, 3))
+
+
+def test_factors_of_different_axes_commute(xp):
+    x, F, H = random(xp, 4, 3, 2), random(xp, 4, 4), random(xp, 2, 2)
+    one = kronecker.apply_factor(H, kronecker.apply_factor(F, x, 0, 3), 2, 3)
+    other = kronecker.apply_factor(F, kronecker.apply_factor(H, x, 2, 3), 0, 3)
+    assert_close(one, other)
+
+
+def test_orthogonal_factors_keep_the_norm(xp):
+    x = random(xp, 4, 3)
+    y = xp.run(kronecker.apply, [xp.asarray(orthogonal(4)), xp.asarray(orthogonal(3))], x)
+    assert_close(np.linalg.norm(xp.numpy(y)), np.linalg.norm(xp.numpy(x)))
+
+
+def test_a_diagonal_is_told_by_its_axes():
+    x = np.zeros((5, 4, 3))
+    assert kronecker.is_diagonal(np.zeros((5, 4)), x, 2)
+    assert not kronecker.is_diagonal(np.zeros((5, 4, 4)), x, 2)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conftest import assert_close, assert_identical, dtype_name, normal, random
+from suite.core import step_size
+
+
+def test_inner_product_is_the_sum_over_all_entries(xp):
+    x, y = normal(3, 4), normal(3, 4, seed=1)
+    assert_close(xp.run(step_size.inner_product, xp.asarray(x), xp.asarray(y)), np.sum(x * y))
+
+
+def test_inner_product_of_half_precision_is_summed_in_single(xp):
+    if xp.half is None:
+        pytest.skip("the library has no half precision")
+    # Neither bfloat16 (8 bits) nor float16 (up to 65504) can hold 64 * 4097.
+    x = xp.asarray(np.full(4097, 8.0), xp.half)
+    assert_identical(xp.run(step_size.inner_product, x, x), np.float32(64 * 4097))
+
+
+@pytest.mark.parametrize("inner", [2.0, -2.0, 1e30])
+def test_clipped_step_meets_the_limit_exactly(xp, inner):
+    nu = xp.numpy(xp.run(step_size.kl_clip_coefficient, xp.asarray(inner), 0.5))
+    assert_close(nu**2 * abs(inner), 0.5)
+    assert 0 < nu < 1
+
+
+@pytest.mark.parametrize("inner", [0.0, 0.1, -0.1, 0.5, 1e-300])
+def test_short_step_is_left_alone(xp, inner):
+    assert_identical(xp.run(step_size.kl_clip_coefficient, xp.asarray(inner), 0.5), np.float64(1))
+
+
+def test_kl_clip_may_be_an_array_of_another_precision(xp):
+    nu = xp.run(step_size.kl_clip_coefficient, xp.asarray(2.0), xp.asarray(0.5, "float32"))
+    assert_identical(nu, np.float64(0.5))
+
+
+def rms(x):
+    return np.sqrt(np.mean(x * x, axis=(-2, -1)))
+
+
+def test_rms_clip_scales_long_blocks_down_and_leaves_short_ones(xp):
+    x = normal(3, 4, 3) * np.array([0.1, 2.0, 1e6])[:, None, None]
+    got = xp.numpy(xp.run(step_size.rms_clip, xp.asarray(x), max_rms=1.1, ndim=2))
+    assert_identical(got[0], x[0])
+    assert_close(rms(got[1:]), np.full(2, 1.1))
+    for k in (1, 2):
+        assert_close(got[k] / rms(got[k]), x[k] / rms(x[k]))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_rms_clip_survives_the_extremes_of_single_precision(xp, size):
+    x = (size * np.array([[1.0, -1.0], [0.5, 0.5]])).astype(np.float32)
+    clipped = xp.numpy(xp.run(step_size.rms_clip, xp.asarray(x), max_rms=1.0, ndim=2))
+    expected = x if size < 1 else x / size / rms(x.astype(np.float64) / size)
+    np.testing.assert_allclose(clipped, expected, rtol=1e-5)
+
+
+def test_rms_clip_of_zero_is_zero(xp):
+    assert_identical(
+        xp.run(step_size.rms_clip, xp.asarray(np.zeros((2, 3))), max_rms=1.0, ndim=2), np.zeros((2, 3))
+    )
+
+
+def test_rms_clip_keeps_the_dtype(xp):
+    for name in filter(None, ("float32", xp.half)):
+        x = random(xp, 2, 3, 2, dtype=name) * 100
+        clipped = xp.run(step_size.rms_clip, x, max_rms=1.0, ndim=2)
+        assert dtype_name(clipped) == name
+        assert np.all(rms(xp.numpy(clipped).astype(np.float64)) < 1.01)
+
+
+def test_max_rms_may_be_an_array(xp):
+    x = random(xp, 2, 3, 2)
+    by_number = xp.run(step_size.rms_clip, x, max_rms=0.25, ndim=2)
+    assert_identical(xp.run(step_size.rms_clip, x, xp.asarray(0.25, "float32"), ndim=2), by_number)
