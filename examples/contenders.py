@@ -3,8 +3,8 @@
 Each contender got the same budget: five learning rates times five values of one more hyperparameter that
 matters to it, for each problem. `CHOSEN` has the combination with the lowest loss of the whole training
 set after `STEPS` steps, averaged over `TUNING_SEEDS`; none lies at the edge of its grid. The demo's own
-seed is another one. `tune_demo.py` does this again; all results are in `tuning.json`. Tuning
-ran in PyTorch only: JAX follows the same trajectory, as the demo's last lines show.
+seed is another one. All results are in `tuning.json`, which `tune_demo.py` writes. Tuning ran in PyTorch
+only, for JAX follows the same path, as the demo's last lines show.
 
 `FIXED` was not tuned. Every learning rate falls to zero along half a cosine, weight decay is decoupled.
 K-FAC keeps its default `kl_clip`: without a bound the empirical Fisher it estimates, which shrinks with

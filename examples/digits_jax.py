@@ -82,39 +82,43 @@ class Session:
         def loss(params: list[Any], x: jax.Array, y: jax.Array) -> jax.Array:
             return loss_of(problem, MODELS[problem](params, x), x, y)
 
-        plan = None
-        if optimizer == "kfac":
-            with_statistics = suite.jax.value_and_grad(loss)
-            plan = with_statistics.plan(params, x, y)
-            shapes = jax.eval_shape(with_statistics, params, x, y)[2]
+        with_statistics = suite.jax.value_and_grad(loss)
+        plan = with_statistics.plan(params, x, y) if optimizer == "kfac" else None
         tx = make_optimizer(optimizer, settings, seed, steps, plan)
         state = tx.init(params)
 
-        def without_statistics(params: Any, x: jax.Array, y: jax.Array) -> Any:
-            nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            return *jax.value_and_grad(loss)(params, x, y), nothing
-
         def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
-            if optimizer == "kfac":  # statistics cost time: only when K-FAC is going to look at them
-                due = state.preconditioner.steps % settings["factor_update_steps"] == 0
-                value, grads, statistics = jax.lax.cond(
-                    due, with_statistics, without_statistics, params, x, y
-                )
-                updates, state = tx.update(grads, state, params, statistics=statistics)
-            else:
-                value, grads = jax.value_and_grad(loss)(params, x, y)
-                updates, state = tx.update(grads, state, params)
+            value, grads = jax.value_and_grad(loss)(params, x, y)
+            updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state, value
 
-        self._step = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x, y).compile()
-        # Once on copies, as the step overwrites what it is given.
-        jax.block_until_ready(self._step(*jax.tree.map(jnp.copy, (params, state)), x, y))
+        def factor_step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
+            value, grads, statistics = with_statistics(params, x, y)
+            updates, state = tx.update(grads, state, params, statistics=statistics)
+            return optax.apply_updates(params, updates), state, value
+
+        # Statistics cost time, so K-FAC has a second program for the steps that update its factors. (One
+        # program with a `lax.cond` compiles faster, but XLA runs convolutions inside it far slower.)
+        self._step = self._compile(step, params, state, x, y)
+        self._factor_step, self._factor_update_steps = self._step, 1
+        if optimizer == "kfac":
+            self._factor_step = self._compile(factor_step, params, state, x, y)
+            self._factor_update_steps = settings["factor_update_steps"]
         self._evaluate = jax.jit(partial(loss_and_accuracy, problem))
-        self._params, self._state = params, state
+        self._params, self._state, self._steps = params, state, 0
         self.setup_seconds = time.perf_counter() - start
 
+    def _compile(self, step: Any, params: Any, state: Any, x: np.ndarray, y: np.ndarray) -> Any:
+        """The step as a program, run once on copies, as it overwrites what it is given."""
+        program = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x, y).compile()
+        jax.block_until_ready(program(*jax.tree.map(jnp.copy, (params, state)), x, y))
+        return program
+
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
-        self._params, self._state, loss = self._step(self._params, self._state, x, y)
+        updates_factors = self._steps % self._factor_update_steps == 0
+        program = self._factor_step if updates_factors else self._step
+        self._params, self._state, loss = program(self._params, self._state, x, y)
+        self._steps += 1
         jax.block_until_ready((self._params, self._state))
         return loss.item()
 

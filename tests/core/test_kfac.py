@@ -159,8 +159,8 @@ def test_before_any_evidence_the_direction_is_the_gradient(xp, method):
     rule, gradient = KFAC(method), xp.asarray(normal(2, 3, 4))
     state = fresh(xp, rule)
     assert_identical(xp.run(rule.precondition, state, gradient, 0.1), gradient)
-    refreshed = xp.run(rule.refresh, state, 0.1)
-    assert_identical(refreshed, state)
+    # Nothing to invert is no failure, not even where it is singular.
+    assert_identical(xp.run(rule.refresh, state, 0.0), state)
     absorbed = absorb(xp, rule, state, *factors())
     assert_identical(xp.run(rule.precondition, absorbed, gradient, 0.1), gradient)
 

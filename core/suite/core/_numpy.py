@@ -57,6 +57,9 @@ def solve_triangular(x: Array, y: Array, *, upper: bool) -> Array:
     del upper  # a general solve finds the same solution
 
     def solve(a: np.ndarray, b: np.ndarray) -> tuple[Any]:
-        return (np.linalg.solve(a, b),)
+        try:
+            return (np.linalg.solve(a, b),)
+        except np.linalg.LinAlgError:
+            return (np.full_like(b, np.nan),)
 
     return _each(solve, x, y)[0]

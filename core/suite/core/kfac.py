@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from suite.core import linalg, moments
-from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
+from suite.core._namespace import Array, Scalar, array_namespace, device_of, lift
 from suite.core.checks import check_choice
 from suite.core.damping import split_damping, tikhonov
 
@@ -206,8 +206,8 @@ def _eigen(factor: Array, batch: int) -> Eigen:
 
 def _inverse(factor: Array, damping: Array, batch: int) -> Array:
     if factor.ndim == batch + 1:
-        damped = factor + as_scalar(damping, factor)[..., None]
         xp = array_namespace(factor)
+        damped = factor + xp.asarray(damping, dtype=factor.dtype)[..., None]
         # A zero entry without damping has no inverse: NaN makes this refresh a failure.
         return xp.where(damped > 0, 1 / xp.where(damped > 0, damped, damped * 0 + 1), float("nan"))
     return linalg.damped_inverse(factor, damping)

@@ -92,8 +92,8 @@ def eigh(x: Array) -> tuple[Array, Array]:
 
 
 def solve_triangular(x: Array, y: Array, *, upper: bool) -> Array:
-    """x⁻¹ y for triangular x (..., n, n) and y (..., n, k)."""
-    return factorizations(array_namespace(x)).solve_triangular(x, y, upper=upper)
+    """x⁻¹ y for triangular x (..., n, n) and y (..., n, k); not finite for a singular x."""
+    return factorizations(array_namespace(x)).solve_triangular(lift(x), lift(y), upper=upper)
 
 
 def spectral_norm_bound(x: Array) -> Array:
@@ -111,6 +111,7 @@ def spectral_norm_bound(x: Array) -> Array:
         (...); 0 for a zero matrix.
     """
     xp = array_namespace(x)
+    x = lift(x)
     largest = xp.max(xp.abs(x), axis=(-2, -1), keepdims=True)
     x = x / _or_one(largest)
     row = xp.argmax(xp.sum(x * x, axis=-1), axis=-1)

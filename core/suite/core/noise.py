@@ -8,6 +8,8 @@ that is what numpy, torch and JAX (without 64-bit mode) share.
 
 from __future__ import annotations
 
+from typing import Any
+
 from suite.core._namespace import Array, Scalar, array_namespace, device_of
 
 _M1 = -2048144789  # 0x85EBCA6B
@@ -23,7 +25,7 @@ def _mix(h: Array) -> Array:
     return h ^ ((h >> 16) & 0xFFFF)
 
 
-def unit_noise(streams: Array, step: Scalar, shape: tuple[int, ...], dtype: object) -> Array:
+def unit_noise(streams: Array, step: Scalar, shape: tuple[int, ...], dtype: Any) -> Array:
     """Noise with mean 0 and variance 1, uniform on ±√3, independent over streams, steps, positions.
 
     Args:
@@ -45,8 +47,9 @@ def unit_noise(streams: Array, step: Scalar, shape: tuple[int, ...], dtype: obje
     keys = _mix(_mix(streams + 1013904223) ^ (xp.zeros_like(streams) + step))
     position = _mix(xp.arange(size, dtype=xp.int32, device=device_of(streams)) + 374761393)
     bits = _mix(keys[:, None] ^ position[None, :])
-    uniform = (xp.astype(bits, dtype) + 0.5) * (2.0**-31 * 3.0**0.5)
-    return xp.reshape(uniform, (streams.shape[0], *shape))
+    wide = dtype if xp.finfo(dtype).bits >= 32 else xp.float32  # half precision cannot hold an int32
+    uniform = (xp.astype(bits, wide) + 0.5) * (2.0**-31 * 3.0**0.5)
+    return xp.reshape(xp.astype(uniform, dtype), (streams.shape[0], *shape))
 
 
 def stream_numbers(parameter: int, blocks: int, seed: int = 0) -> list[int]:

@@ -69,10 +69,11 @@ def patches(
 def output_rows(y: Array, groups: int = 1) -> Array:
     """(n, channels, *sizes) -> (groups, n * places, channels / groups), rows as in `patches`."""
     xp = array_namespace(y)
-    n, channels = y.shape[:2]
-    y = xp.reshape(y, (n, groups, channels // groups, -1))
+    n, channels, *sizes = y.shape
+    places = math.prod(sizes)
+    y = xp.reshape(y, (n, groups, channels // groups, places))
     y = xp.permute_dims(y, (1, 0, 3, 2))
-    return xp.reshape(y, (groups, -1, channels // groups))
+    return xp.reshape(y, (groups, n * places, channels // groups))
 
 
 def _pad(x: Array, padding: Sequence[tuple[int, int]]) -> Array:

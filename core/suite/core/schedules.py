@@ -64,7 +64,7 @@ def advance_clock(clock: Scalar, probability: Scalar) -> tuple[Scalar, Scalar]:
     """
     due = clock >= 1.0 - _TOLERANCE
     if isinstance(clock, (int, float)):
-        return due, (max(clock - 1.0, 0.0) if due else clock) + probability
+        return due, (clock - 1.0 if due else clock) + probability
     xp = array_namespace(clock)
-    rest = xp.where(due, xp.maximum(clock - 1.0, xp.zeros_like(clock)), clock)
+    rest = xp.where(due, clock - 1.0, clock)  # what an update comes early is owed
     return due, rest + as_scalar(probability, clock)

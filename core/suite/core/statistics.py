@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from suite.core._namespace import Array, array_namespace, lift
+from suite.core._namespace import Array, array_namespace, device_of, lift
 
 LossReduction = Literal["mean", "sum"]
 
@@ -47,7 +47,7 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
     """
     xp = array_namespace(rows)
     rows = lift(rows)
-    count = xp.zeros_like(rows[:, :1, 0]) + float(rows.shape[1])  # (blocks, 1)
+    count = xp.zeros((rows.shape[0], 1), dtype=rows.dtype, device=device_of(rows)) + float(rows.shape[1])
     if diagonal:
         squares = xp.sum(rows * rows, axis=1)
         return xp.concat([squares, count], axis=-1) if bias else squares
