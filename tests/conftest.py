@@ -42,6 +42,15 @@ LIBRARIES = {
 }
 
 
+# Hundreds of small programs, each run a few times: compiling them costs all the time there is, and the
+# passes left out here are two thirds of it.
+_COMPILE_FAST = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
+
 class Library:
     """One array library: numpy arrays in, its own arrays through the core, numpy arrays out."""
 
@@ -94,7 +103,7 @@ class Library:
         method_of = getattr(function, "__self__", None), getattr(function, "__func__", function)
         key = (*method_of, *sorted(static.items()))
         if key not in self._compiled:
-            self._compiled[key] = jax.jit(partial(function, **static))
+            self._compiled[key] = jax.jit(partial(function, **static), compiler_options=_COMPILE_FAST)
         return self._compiled[key](*args)
 
 
