@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from threadpoolctl import threadpool_limits
 
 import digits
 import suite.jax
@@ -133,6 +135,12 @@ class Session:
         return int(getattr(self._state, "skipped_steps", 0))
 
 
-def surroundings() -> AbstractContextManager[Any]:
-    """Where PyTorch runs, too, so that seconds compare: the CPU."""
-    return jax.default_device(jax.devices("cpu")[0])
+@contextmanager
+def surroundings() -> Iterator[None]:
+    """Where PyTorch runs, too, so that seconds compare: the CPU, with one thread in its linear algebra.
+
+    On small matrices the threads of jaxlib's LAPACK mostly wait for each other; on a busy machine a
+    factorization then takes a hundred times as long.
+    """
+    with threadpool_limits(1), jax.default_device(jax.devices("cpu")[0]):
+        yield

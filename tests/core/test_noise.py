@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +34,16 @@ def test_every_bit_is_the_hash_of_stream_step_and_position(xp):
     drawn = xp.run(noise.unit_noise, arrays, step=step, shape=shape, dtype=xp.dtype("float64"))
     numbers = [[expected(s, p) for p in range(math.prod(shape))] for s in streams]
     assert_identical(drawn, np.reshape(numbers, (len(streams), *shape)))
+
+
+def test_bits_do_not_need_64_bit_integers():
+    """JAX has none by default; other tests run with them."""
+    jax, shape = pytest.importorskip("jax", minversion="0.8.0"), (3, 2)
+    streams = np.array([0, -1, 2**31 - 1], dtype=np.int32)
+    with jax.enable_x64(False):
+        arrays = jax.numpy.asarray(streams), jax.numpy.asarray(77, dtype="int32")
+        drawn = noise.unit_noise(*arrays, shape, jax.numpy.float32)
+    assert_identical(drawn, noise.unit_noise(streams, 77, shape, np.float32))
 
 
 def test_step_may_be_an_array_and_traced(xp):
