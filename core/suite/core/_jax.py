@@ -7,6 +7,7 @@ that they wait for, and as many of them at once as there are cores stop for ever
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,17 +37,23 @@ def _cholesky_inverse(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.all(jnp.isfinite(inverse)), inverse, jnp.nan)
 
 
+# Compiled, so that a call outside jit compiles once and not every time; inside jit this changes nothing.
+
+
+@jax.jit
 def cholesky_inverse(x: jax.Array) -> jax.Array:
     """Inverse of positive definite matrices; NaN throughout a matrix that is not."""
     return _over_stack(_cholesky_inverse, x)
 
 
+@jax.jit
 def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Eigenvalues and eigenvectors of finite symmetric matrices; NaN where the solver gave up."""
     vectors, values = _over_stack(lambda m: tuple(lax.linalg.eigh(m, symmetrize_input=False)), x)
     return values, vectors
 
 
+@functools.partial(jax.jit, static_argnames="upper")
 def solve_triangular(x: jax.Array, y: jax.Array, *, upper: bool) -> jax.Array:
     """The solution of x z = y for a stack of triangular matrices x."""
     return _over_stack(

@@ -1,7 +1,7 @@
 """Which array namespace an array belongs to, and where its factorizations live.
 
 Every core function starts with `xp = array_namespace(x)` and then speaks the Python array API
-standard (2023.12). numpy, jax.numpy and array_api_strict speak it themselves; `_torch` supplies the
+standard (2024.12). numpy, jax.numpy and array_api_strict speak it themselves; `_torch` supplies the
 names that torch lacks. Nothing here imports torch or jax: whoever passes a tensor has done so.
 
 The namespace is inferred per call and not cached by type: a cache makes `torch.compile` recompile.

@@ -42,6 +42,8 @@ def check_number(
 
 def check_integer(name: str, value: Any, *, at_least: int) -> None:
     """Raise unless `value` is an integer of at least `at_least`."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < at_least:

@@ -18,9 +18,9 @@ def tikhonov(values: Array, damping: Scalar) -> Array:
     """
     xp = array_namespace(values)
     damped = values + as_scalar(damping, values)
-    positive = damped > 0
+    null = damped <= 0  # not so for NaN, which stays visible
     one = xp.zeros_like(damped) + 1
-    return xp.where(positive, one / xp.where(positive, damped, one), xp.zeros_like(damped))
+    return xp.where(null, xp.zeros_like(damped), one / xp.where(null, one, damped))
 
 
 def split_damping(mean_A: Array, mean_G: Array, damping: Scalar) -> tuple[Array, Array]:

@@ -162,7 +162,7 @@ class Kron:
     def _first_scale(self, g: Array, lipschitz: Array, own_axes: tuple[int, ...]) -> Array:
         """What a block's factors still lack, each: mean(g⁴)^(-1/8 d) at its first evidence, else 1.
 
-        E[(Q g)²] = 1 asks for the root of a typical |g|⁻¹; the fourth moment weighs large entries, so
+        E[(P g)²] = 1 asks for P ~ 1 / |g|, and Q is its root; the fourth moment weighs large entries, so
         that the first steps are rather too short. Source: Li 2024 (arXiv:2402.11858), implementation.
         """
         xp = array_namespace(g)
