@@ -135,6 +135,8 @@ def _reindexed(eqn: Any, known: list[Origin | None]) -> Origin | None:
     if origin is None or len(eqn.outvars) != 1:
         return None
     old, new = tuple(eqn.invars[0].aval.shape), tuple(eqn.outvars[0].aval.shape)
+    if name == "slice" and old == new:
+        return origin
     if name == "transpose":
         step: Step = ("transpose", (tuple(params["permutation"]),))
     elif name in ("reshape", "squeeze", "expand_dims"):
@@ -214,7 +216,7 @@ def _moved_output(eqn: Any, products: dict[Any, _Output], readers: Counter[Any])
     name, old, new = eqn.primitive.name, v.aval.shape, eqn.outvars[0].aval.shape
     if name == "transpose":
         return before._replace(axes=tuple(before.axes[i] for i in eqn.params["permutation"]))
-    if name == "convert_element_type":
+    if name == "convert_element_type" or (name == "slice" and old == new):
         return before
     longer = [axis for axis, size in zip(before.axes, old, strict=True) if size != 1]
     if name not in ("reshape", "squeeze", "expand_dims", "broadcast_in_dim"):
