@@ -109,7 +109,7 @@ def test_updates_over_a_long_run_are_the_sum_of_probabilities_to_within_one():
 
 def test_number_and_array_clocks_tick_alike(xp):
     probabilities = [0.3, 1.0, 0.1, 0.1, 0.7, 0.0, 0.9, 0.25]
-    clock, array = 1.0, xp.asarray(1.0)
+    clock, array = 1.0, xp.asarray(np.float32(1.0))
     for probability in probabilities:
         due, clock = advance_clock(clock, probability)
         array_due, array = xp.run(advance_clock, array, probability)

@@ -356,6 +356,43 @@ def test_averaging_statistics_over_micro_batches_is_the_whole_batch():
     np.testing.assert_allclose(two.G * two.rows, one.G * one.rows, rtol=1e-12)
 
 
+def test_a_program_inside_jit_with_constants():
+    constant = np.arange(3.0)
+    w, x = normal(4, 3), normal(5, 4, seed=1)
+    plan, statistics = check(jax.jit(lambda p, x: jnp.sum(jnp.sin(x @ p + constant))), w, x)
+    np.testing.assert_allclose(statistics["params"].A[0], x.T @ x, rtol=1e-12)
+    assert plan.routing["params"].treatment == "kfac"
+
+
+def test_complex_products_are_not_covered():
+    params = {"w": normal(4, 3), "v": normal(4, 3, seed=1)}
+
+    def loss(p, x):
+        return jnp.sum(jnp.abs(jnp.fft.fft(x) @ p["w"]) ** 2) + jnp.sum(jnp.sin(x @ p["v"]))
+
+    plan, _ = check(loss, params, normal(5, 4, seed=2))
+    assert plan.routing["['w']"].treatment == "plain"
+    assert plan.routing["['v']"].treatment == "kfac"
+
+
+def test_the_loss_has_as_many_terms_as_the_last_product_has_rows_covered_or_not():
+    params = {"k": normal(3, 1, 2), "v": normal(2, 3, seed=1)}
+
+    def loss(p, x, penalty):
+        y = lax.conv_general_dilated(
+            x, p["k"], (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
+        ).mean(1)
+        return jnp.mean(jnp.sin(y @ p["v"])) + penalty * jnp.sum(p["v"] ** 2)
+
+    x = normal(5, 7, 1, seed=2)
+    vag = value_and_grad(loss)
+    covered, penalised = vag.plan(params, x, 0.0 * jnp.ones(())), vag.plan(params, x, jnp.ones(()))
+    assert [r.treatment for r in penalised.routing] == ["kfac", "plain"]
+    for plan in (covered, penalised):
+        rows = {"['k']": 35, "['v']": 5}[plan.last]
+        assert rows * plan.terms_per_row == pytest.approx(5)
+
+
 def test_errors():
     with pytest.raises(TypeError, match="loss_fn must be callable"):
         value_and_grad(3)

@@ -155,11 +155,22 @@ def test_a_step_that_is_not_finite_changes_nothing():
             updates, after = update(g, state, params, statistics=s)
             jax.tree.map(lambda u: np.testing.assert_array_equal(u, jnp.zeros_like(u)), updates)
             assert int(after.skipped_steps) == 1, where
-            assert int(after.preconditioner.steps) == 3
+            assert int(after.preconditioner.steps) == 2
             old, new = state.preconditioner.buckets, after.preconditioner.buckets
             jax.tree.map(np.testing.assert_array_equal, (state.rest, old), (after.rest, new))
             updates, _ = update(grads, after, params, statistics=statistics)
             assert any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(updates))
+
+
+def test_what_was_due_in_a_skipped_step_is_due_in_the_next():
+    tx = scale_by_kfac(PLAN, factor_update_steps=5, inv_update_steps=10)
+    update = updates_of(tx)
+    _, grads, statistics = evaluate(PARAMS, X, Y)
+    bad = {**grads, "w": grads["w"] * jnp.nan}
+    _, state = update(bad, tx.init(PARAMS), PARAMS, statistics=statistics)
+    assert not any(bool(jnp.any(b.ready)) for b in state.buckets)
+    _, state = update(grads, state, PARAMS, statistics=statistics)
+    assert all(bool(jnp.all(b.ready)) for b in state.buckets)
 
 
 def test_one_compilation_donation_and_scan():

@@ -119,7 +119,7 @@ def test_a_step_that_is_not_finite_changes_nothing(settings):
         updates, after = update(bad, state, params)
         jax.tree.map(lambda u: np.testing.assert_array_equal(u, jnp.zeros_like(u)), updates)
         assert int(after.skipped_steps) == 1
-        for name in ("mu", "weight", "buckets"):
+        for name in ("steps", "update_clock", "mu", "weight", "buckets"):
             old, new = getattr(state.preconditioner, name), getattr(after.preconditioner, name)
             jax.tree.map(np.testing.assert_array_equal, old, new)
         updates, _ = update(grads, after, params)
@@ -167,6 +167,14 @@ def test_leaves_of_every_kind_keep_shape_and_dtype():
     assert report["['empty']"].treatment == "plain"
     factor_dtypes = {q.dtype for b in state.preconditioner.buckets for q in b.factors}
     assert factor_dtypes == {jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)}
+
+
+def test_gradients_may_be_wider_than_their_parameters():
+    params = {"a": normal(3, 3).astype(jnp.bfloat16), "b": normal(3, 3, seed=1).astype(jnp.float32)}
+    tx = kron(0.1)
+    grads = {k: normal(3, 3, seed=5).astype(jnp.float32) for k in params}
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert all(bool(jnp.all(jnp.isfinite(u))) for u in updates.values())
 
 
 def test_momentum_and_factor_dtypes():

@@ -294,6 +294,37 @@ def test_the_loss_has_as_many_terms_as_the_last_layer_has_rows():
     torch.testing.assert_close(G, 5 * y.grad.T @ y.grad)
 
 
+@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize("skip", [[], ["head"]])
+def test_the_number_of_terms_survives_checkpointing_and_an_uncovered_head(reentrant, skip):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Conv1d(1, 2, 3, padding=1), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            body = self.body
+            y = body(x) if reentrant is None else checkpoint(body, x, use_reentrant=reentrant)
+            return self.head(torch.tanh(y).mean(-1))
+
+    model = double(Net)
+    kfac = KFAC(model, skip_layers=skip)
+    x = torch.randn(5, 1, 7, dtype=torch.float64, requires_grad=True)
+    model(x).square().mean().backward()
+    assert float(kfac._engine._terms(kfac._engine.take_statistics())) == pytest.approx(5)
+    kfac.detach()
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_clearing_the_models_gradients_clears_its_statistics():
+    layer = double(lambda: nn.Linear(1, 1, bias=False))
+    kfac = KFAC(layer)
+    layer(torch.full((1, 1), 100.0, dtype=torch.float64)).sum().backward()
+    layer.zero_grad()
+    layer(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+    assert float(taken(kfac)[0].A) == 1
+
+
 def test_gradients_do_not_depend_on_whether_statistics_are_captured():
     gradients = []
     for wanted in (True, False):

@@ -363,6 +363,49 @@ def test_a_step_that_is_not_finite_changes_nothing(poison, where):
     assert not same(before[0], model.state_dict())
 
 
+def test_what_was_due_in_a_skipped_step_is_due_in_the_next():
+    model = network()
+    kfac = KFAC(model, sgd(model), factor_update_steps=5, inv_update_steps=10)
+    backward(model)
+    model[0].weight.grad[0] = float("nan")
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        kfac.step()
+    backward(model)
+    kfac.step()
+    assert all(bool(s["ready"].all()) for s in kfac.state_dict()["kfac"]["layers"].values())
+
+
+def test_parameters_outside_the_model_and_late_ones_are_guarded_too():
+    model = network()
+    model[5].requires_grad_(False)
+    temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+    base = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    kfac = KFAC(model, base)
+    model[5].requires_grad_(True)
+    for poisoned in (temperature, model[5].bias):
+        kfac.zero_grad()
+        backward(model)
+        poisoned.grad = torch.full_like(poisoned, float("nan"))
+        with pytest.warns(RuntimeWarning, match="skipped"):
+            kfac.step()
+        assert bool(poisoned.isfinite().all())
+
+
+def test_sparse_gradients_of_other_layers_pass():
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.tensor([1, 2])).square().sum().backward()
+    before = model[0].weight.detach().clone()
+    kfac.step()
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_a_copy_is_an_error_that_says_what_to_do():
+    kfac = KFAC(network())
+    with pytest.raises(TypeError, match="make a new one on the copied model"):
+        copy.deepcopy(kfac)
+
+
 def test_gradients_of_any_size_stay_finite():
     for scale in (1e-30, 1e30):
         model = network().float()

@@ -384,6 +384,31 @@ def test_copies_and_pickles_go_on_alike(through):
     assert same(kron.state_dict(), twins.state_dict())
 
 
+def test_loaded_and_edited_settings_take_effect():
+    model = network()
+    kron = Kron(model.parameters(), lr=0.01)
+    other = network()
+    saved = Kron(other.parameters(), lr=0.01, geometry="EQ", betaL=0.5)
+    kron.load_state_dict(saved.state_dict())
+    run(model, kron, range(3))
+    run(other, saved, range(3))
+    assert same(model.state_dict(), other.state_dict())
+    with pytest.raises(ValueError, match="seed must be 0"):
+        Kron(network().parameters(), seed=1).load_state_dict(saved.state_dict())
+
+
+def test_what_was_due_in_a_skipped_step_is_due_in_the_next():
+    model = network()
+    kron = Kron(model.parameters(), preconditioner_update_probability=0.1)
+    start = kron.state_dict()["state"][0]["tile0.factor0"].clone()
+    backward(model)
+    model[0].weight.grad[0] = float("nan")
+    kron.step()
+    assert kron.param_groups[0]["steps"] == 0
+    run(model, kron, range(1))
+    assert not torch.equal(start, kron.state_dict()["state"][0]["tile0.factor0"])
+
+
 def test_the_update_schedule_is_spread_evenly():
     parameter = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
     kron = Kron([parameter], preconditioner_update_probability=0.25)

@@ -67,6 +67,14 @@ def test_a_shared_weight_is_plain_and_says_with_whom():
     assert routing["1.weight"].treatment == "kfac"
 
 
+def test_a_shared_bias_is_plain():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].bias = model[0].bias
+    routing = KFAC(model).routing()
+    assert routing["0.bias"].treatment == "plain"
+    assert routing["0.weight"].factors == routing["1.weight"].factors == "3x3, 3x3"
+
+
 @pytest.mark.parametrize("pattern", ["^1$", "Linear", "Lin"])
 def test_skip_layers_matches_names_and_class_names(pattern):
     model = nn.Sequential(nn.Conv1d(1, 1, 1), nn.Linear(3, 3))

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from suite.core._namespace import Scalar, array_namespace, as_scalar
 from suite.core.checks import check_integer, check_number
 
@@ -62,9 +64,12 @@ def advance_clock(clock: Scalar, probability: Scalar) -> tuple[Scalar, Scalar]:
     Returns:
         (whether to update now, the new clock).
     """
-    due = clock >= 1.0 - _TOLERANCE
     if isinstance(clock, (int, float)):
-        return due, (clock - 1.0 if due else clock) + probability
+        # In single precision, as JAX keeps it: both frameworks must update in the same steps for ever.
+        now, one = np.float32(clock), np.float32(1)
+        due = bool(now >= np.float32(1.0 - _TOLERANCE))
+        return due, float((now - one if due else now) + np.float32(probability))
+    due = clock >= 1.0 - _TOLERANCE
     xp = array_namespace(clock)
     rest = xp.where(due, clock - 1.0, clock)  # what an update comes early is owed
     return due, rest + as_scalar(probability, clock)

@@ -30,7 +30,8 @@ class Plan:
     """What K-FAC covers of a loss function's parameters. `print(plan)` is the routing report."""
 
     layers: tuple[Layer, ...]
-    last: str  # the layer whose product comes last: its rows are the loss's terms
+    last: str  # the covered layer whose product comes last
+    terms_per_row: float  # of that layer: the loss has as many terms as the very last product has rows
     names: tuple[str, ...]  # of all parameter leaves, in order
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
@@ -116,7 +117,7 @@ class value_and_grad:
         leaves, treedef = jax.tree.flatten(params)
         others, others_tree = jax.tree.flatten((args, kwargs))
         # Flags and other Python values stay what they are: the function may branch on them.
-        is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in others]
+        is_array = [hasattr(x, "shape") and not isinstance(x, np.generic) for x in others]
         arrays = [x for x, yes in zip(others, is_array, strict=True) if yes]
 
         def flat(leaves: list[Any], arrays: list[Any]) -> Any:
@@ -201,6 +202,7 @@ def _plan(uses: jaxprs.Uses, params: Any, max_factor_size: int) -> Plan:
     return Plan(
         layers=tuple(layers),
         last=names[covered[-1].spec.leaf],
+        terms_per_row=_rows(uses, uses.sites[-1]) / _rows(uses, covered[-1]),
         names=names,
         shapes=shapes,
         dtypes=dtypes,
@@ -208,6 +210,11 @@ def _plan(uses: jaxprs.Uses, params: Any, max_factor_size: int) -> Plan:
         routing=routing,
         sites=tuple((site.path, site.x_operand, place[site.spec.leaf]) for site in covered),
     )
+
+
+def _rows(uses: jaxprs.Uses, site: jaxprs.Site) -> int:
+    """Rows that the site's leaf multiplies, in all its products."""
+    return sum(other.rows for other in uses.sites if other.spec.leaf == site.spec.leaf)
 
 
 def _why_not(leaf: int, sites: list[jaxprs.Site], uses: jaxprs.Uses, dtype: Any) -> str:

@@ -7,6 +7,7 @@ reason not to cover the leaf. This is the only file that reads jaxprs.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Site(NamedTuple):
     path: Path
     x_operand: int
     spec: LayerSpec
+    rows: int  # how many rows of x it multiplies
 
 
 class _Output(NamedTuple):
@@ -97,7 +99,7 @@ def _walk(jaxpr: Any, facts: Sequence[Origin | None], prefix: Path, uses: Uses) 
             continue
         inner = _inner(eqn)
         if inner is not None:
-            returned = _walk(inner, known, path, uses)
+            returned = _walk(inner[0], known, path, uses)
             env.update({v: f for v, f in zip(eqn.outvars, returned, strict=True) if f is not None})
             continue
         moved = _reindexed(eqn, known)
@@ -120,13 +122,13 @@ def _walk(jaxpr: Any, facts: Sequence[Origin | None], prefix: Path, uses: Uses) 
     return [fact(v) for v in jaxpr.outvars]
 
 
-def _inner(eqn: Any) -> Any:
-    """The jaxpr of a call that may be looked into: jit and remat; None for anything else."""
+def _inner(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """(jaxpr, its constants) of a call that may be looked into: jit and remat; else None."""
     if eqn.primitive.name in ("jit", "pjit", "closed_call"):
         closed = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-        return closed.jaxpr if not closed.consts else None
+        return closed.jaxpr, closed.consts
     if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
-        return eqn.params["jaxpr"]
+        return eqn.params["jaxpr"], ()
     return None
 
 
@@ -150,7 +152,7 @@ def _reindexed(eqn: Any, known: list[Origin | None]) -> Origin | None:
             step = ("broadcast", (new, tuple(params["broadcast_dimensions"])))
             return origin._replace(steps=(*origin.steps, step), lossless=False)
     elif name in ("convert_element_type", "copy", "copy_p", "sharding_constraint"):
-        return origin if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact) else None
+        return origin if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) else None
     else:
         return None
     return origin._replace(steps=(*origin.steps, step))
@@ -167,8 +169,11 @@ def _site(eqn: Any, known: list[Origin | None], path: Path) -> Site | None:
     product = _dense(eqn, w) if eqn.primitive.name == "dot_general" else _convolution(eqn, w)
     if product is None or not origin.lossless:
         return None
-    operand = tuple(eqn.invars[w].aval.shape)
-    return Site(path, 1 - w, LayerSpec(origin.leaf, origin.steps, operand, product))
+    if any(not jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*eqn.invars, *eqn.outvars)):
+        return None
+    spec = LayerSpec(origin.leaf, origin.steps, tuple(eqn.invars[w].aval.shape), product)
+    groups, d_out, _ = block_shape(spec)
+    return Site(path, 1 - w, spec, math.prod(eqn.outvars[0].aval.shape) // max(groups * d_out, 1))
 
 
 def _dense(eqn: Any, w: int) -> Dense:
@@ -298,9 +303,10 @@ def _run(
         values = [read(v) for v in eqn.invars]
         if path in inside:
             inner = _inner(eqn)
+            assert inner is not None
 
             def run(*xs: Any, inner: Any = inner, path: Path = path) -> list[Any]:
-                return _run(inner, (), xs, path, probes, inside)
+                return _run(inner[0], inner[1], xs, path, probes, inside)
 
             if "policy" in eqn.params:
                 params = eqn.params

@@ -22,7 +22,7 @@ Schedule = Any  # a number, a 0-d array, or a function of the step count
 class ScaleByKFACState(NamedTuple):
     """State of `scale_by_kfac`."""
 
-    steps: jax.Array  # (): steps, skipped ones included
+    steps: jax.Array  # (): steps, without skipped ones: what was due then is due next
     buckets: tuple[core_kfac.KFACState, ...]  # layers of equal factor sizes, stacked
     skipped_steps: jax.Array  # (): steps that changed nothing because something was not finite
 
@@ -123,7 +123,7 @@ def scale_by_kfac(
         if statistics is not None:
             due = finite & (state.steps % at["factor_update_steps"] == 0)
             sums = _stacked(plan, planned, statistics)
-            terms = statistics[plan.last].rows
+            terms = statistics[plan.last].rows * plan.terms_per_row
             states = jax.lax.cond(
                 due, _absorb, lambda olds, *_: olds, states, sums, terms, at["factor_decay"]
             )
@@ -131,7 +131,9 @@ def scale_by_kfac(
         states = jax.lax.cond(due, _refresh, lambda olds, _: olds, states, at["damping"])
         directions = _precondition(leaves, states, at)
         new_state = ScaleByKFACState(
-            state.steps + 1, states, state.skipped_steps + (~finite).astype(jnp.int32)
+            state.steps + finite.astype(jnp.int32),
+            states,
+            state.skipped_steps + (~finite).astype(jnp.int32),
         )
         directions = zero_unless(finite, directions)
         return jax.tree.unflatten(jax.tree.structure(updates), directions), new_state

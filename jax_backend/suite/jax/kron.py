@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ MAX_RMS = 1.1  # a whitened gradient has root mean square 1; distributed_kron's 
 class ScaleByKronState(NamedTuple):
     """State of `scale_by_kron`."""
 
-    steps: jax.Array  # (): steps, skipped ones included
+    steps: jax.Array  # (): steps, without skipped ones
     update_clock: jax.Array  # (): see `suite.core.schedules.advance_clock`
     mu: Any  # momentum, like the parameters
     weight: jax.Array  # (): how much evidence the momentum holds
@@ -123,11 +124,11 @@ def scale_by_kron(
         return precond_dtype or jnp.promote_types(leaf_dtype, jnp.float32)
 
     def init(params: Any) -> ScaleByKronState:
-        static = _plan(params, structure, scanned_layers, seed)
+        static = _plan(params, structure, scanned_layers, seed, factor_dtype)
         states = []
         for bucket in static.buckets:
             sizes, diagonal, dtype = bucket.key
-            like = jnp.zeros((), factor_dtype(dtype))
+            like = jnp.zeros((), dtype)
             shape = (bucket.blocks, *sizes)
             states.append(rule.init(like, shape, diagonal))
         weight_dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
@@ -144,7 +145,7 @@ def scale_by_kron(
         updates: Any, state: ScaleByKronState, params: Any = None, **extra: Any
     ) -> tuple[Any, ScaleByKronState]:
         del params, extra
-        static = _plan(updates, structure, scanned_layers, seed)
+        static = _plan(updates, structure, scanned_layers, seed, factor_dtype)
         finite = all_finite(updates)
         step = state.steps + 1
         due, clock = advance_clock(state.update_clock, _at(preconditioner_update_probability, step))
@@ -183,8 +184,8 @@ def scale_by_kron(
             for g, plan in zip(flat, static.plans, strict=True)
         ]
         new_state = ScaleByKronState(
-            step,
-            clock,
+            jnp.where(finite, step, state.steps),
+            jnp.where(finite, clock, state.update_clock),
             select(finite, mu, state.mu),
             jnp.where(finite, weight, state.weight),
             states,
@@ -290,7 +291,7 @@ def routing(params: Any, scanned_layers: Any = None, **structure: Any) -> Routin
         scanned_layers: as in `scale_by_kron`.
         structure: of `suite.core.blocks.Structure`.
     """
-    static = _plan(params, blocks.Structure(**structure), scanned_layers, 0)
+    static = _plan(params, blocks.Structure(**structure), scanned_layers, 0, lambda dtype: dtype)
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
     routes = []
     for (path, leaf), plan in zip(paths, static.plans, strict=True):
@@ -304,7 +305,13 @@ def routing(params: Any, scanned_layers: Any = None, **structure: Any) -> Routin
     return Routing(tuple(routes))
 
 
-def _plan(tree: Any, structure: blocks.Structure, scanned_layers: Any, seed: int) -> _Blocks:
+def _plan(
+    tree: Any,
+    structure: blocks.Structure,
+    scanned_layers: Any,
+    seed: int,
+    factor_dtype: Callable[[Any], Any],
+) -> _Blocks:
     leaves, treedef = jax.tree.flatten(tree)
     if any(jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating) for leaf in leaves):
         raise ValueError("Kron does not cover complex parameters: give it real and imaginary parts")
@@ -322,8 +329,10 @@ def _plan(tree: Any, structure: blocks.Structure, scanned_layers: Any, seed: int
         plan = blocks.plan_blocks(leaf.shape, structure, scanned=is_scanned)
         plans.append(plan)
         streams = iter(noise.stream_numbers(number, plan.blocks, seed))
+        # By the factors' dtype: gradients may come in a wider one than their parameters.
+        dtype = jnp.dtype(factor_dtype(jnp.result_type(leaf)))
         for tile in plan.tiles:
-            stacks.append(((tile.sizes, plan.diagonal, jnp.result_type(leaf)), plan.tile_blocks(tile)))
+            stacks.append(((tile.sizes, plan.diagonal, dtype), plan.tile_blocks(tile)))
             owner.append([next(streams) for _ in range(plan.tile_blocks(tile))])
     planned = buckets.plan_buckets(stacks)
     return _Blocks(plans, planned, [[s for m in b.members for s in owner[m.index]] for b in planned])

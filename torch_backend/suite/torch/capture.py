@@ -69,7 +69,7 @@ class _Hook:
 
 
 class _InertHook:
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def __call__(self, *args: Any) -> None:
         return None
 
 
@@ -104,8 +104,16 @@ class LayerCapture:
         wanted = self.clock.wanted and self.layer.module.training
         if not wanted or not isinstance(x, torch.Tensor) or not y.requires_grad:
             return None
-        self.clock.last = self.layer.name
+        again = _in_backward()
+        self.clock.ran(self.layer, y, again)
+        if not again and not torch.compiler.is_compiling():
+            self._forget_what_was_discarded()
         return _Probe.apply(y, x, self.A, self.G, self.rows, self.layer.spec)
+
+    def _forget_what_was_discarded(self) -> None:
+        """Clearing the model's gradients, with whatever `zero_grad`, clears its statistics."""
+        if self.A.grad is not None and self.layer.weight.grad is None:
+            self.A.grad = self.G.grad = self.rows.grad = None
 
     def take(self) -> LayerStatistics | None:
         """What was summed since the last `take`; None if no backward pass went through the layer."""
@@ -116,9 +124,47 @@ class LayerCapture:
         return LayerStatistics(A, G, rows)
 
 
+class OutputWatch:
+    """The hook of a layer that is not covered: it may be the model's last, whose rows are counted."""
+
+    def __init__(self, module: nn.Module, channels: int, clock: CaptureClock) -> None:
+        self.module, self.channels, self.clock = weakref.ref(module), channels, weakref.ref(clock)
+        self.handle = module.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        clock = self.clock()
+        if clock is None or self.module() is not module or not isinstance(output, torch.Tensor):
+            return
+        wanted = clock.wanted and module.training and output.requires_grad
+        if wanted and not _in_backward():
+            clock.last, clock.last_rows = None, output.numel() // self.channels
+
+    def __deepcopy__(self, memo: Any) -> _InertHook:
+        return _InertHook()
+
+    def __reduce__(self) -> Any:
+        return (_InertHook, ())
+
+
 class CaptureClock:
     """Shared by all layers of a model: whether statistics are wanted, and which layer ran last."""
 
     def __init__(self) -> None:
         self.wanted = True
-        self.last: str | None = None
+        self.last: str | None = None  # None: a layer that is not covered
+        self.last_rows = 0  # in its last call
+        self.rows: dict[str, int] = {}  # of covered layers, in their last call
+
+    def ran(self, layer: Layer, output: torch.Tensor, again: bool) -> None:
+        """A covered layer produced an output, possibly one that was made before."""
+        rows = output.numel() // (layer.sizes[1] * layer.spec.groups)
+        self.rows[layer.name] = rows
+        if not again:
+            self.last, self.last_rows = layer.name, rows
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass is running: activation checkpointing then runs layers a second time."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1

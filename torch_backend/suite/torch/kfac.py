@@ -173,7 +173,7 @@ class KFAC(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """Steps taken, skipped ones included."""
+        """Steps taken, without skipped ones: what was due in one of those is due in the next."""
         return self._steps
 
     @property
@@ -215,7 +215,8 @@ class KFAC(torch.optim.Optimizer):
         kl_clip = self.hyperparameter("kl_clip")
         lr_of = self._lr_of()
         taken = self._engine.take_statistics(self._loss_scale())
-        if self._engine.finite(taken):
+        parameters = self._parameters()
+        if self._engine.finite(parameters, taken):
             if self._steps % factor_update_steps == 0:
                 self._engine.update(taken, factor_decay)
             if self._steps % inv_update_steps == 0:
@@ -223,9 +224,10 @@ class KFAC(torch.optim.Optimizer):
             self._engine.precondition(damping, kl_clip, lr_of)
             if self._base is not None:
                 self._base.step()
+            self._steps += 1
         else:
             self._skipped_steps += 1
-            for parameter in self._engine.model_parameters:
+            for parameter in parameters:
                 parameter.grad = None
             warnings.warn(
                 f"step {self._steps} was skipped: a gradient or a statistic was not finite "
@@ -233,9 +235,20 @@ class KFAC(torch.optim.Optimizer):
                 RuntimeWarning,
                 stacklevel=3,
             )
-        self._steps += 1
         self._engine.clock.wanted = self._steps % self.hyperparameter("factor_update_steps") == 0
         return loss
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """The model's parameters as they are now, and whatever else the base optimizer moves."""
+        groups = self._base.param_groups if self._base is not None else []
+        own = [*self._engine.model.parameters(), *(p for group in groups for p in group["params"])]
+        return list({id(p): p for p in own}.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a KFAC cannot be copied or pickled, its model's hooks belong to it: make a new one on the "
+            "copied model and load this one's state_dict()"
+        )
 
     def _loss_scale(self) -> float:
         if self._grad_scaler is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from suite.core import buckets, statistics
 from suite.core import kfac as core_kfac
 from suite.core.routing import Route, Routing
 from suite.core.step_size import inner_product, kl_clip_coefficient
-from suite.torch.capture import CaptureClock, LayerCapture
+from suite.torch.capture import CaptureClock, LayerCapture, OutputWatch
 from suite.torch.layers import Layer, find_layers
 
 _FIELDS = ("A", "G", "weight", "ready", "failures")
@@ -37,9 +37,9 @@ class KFACEngine:
         self.loss_reduction: statistics.LossReduction = loss_reduction
         self.layers, self.routing = find_layers(model, skip_layers, max_factor_size)
         self.routing.require_preconditioned("K-FAC")
-        self.model_parameters = [p for p in model.parameters() if p.requires_grad]
         self.clock = CaptureClock()
         self.captures: list[LayerCapture] = []
+        self.watches: list[OutputWatch] = []
         try:
             for layer in self.layers:
                 dtype = _at_least_single(layer.weight.dtype)
@@ -47,6 +47,14 @@ class KFACEngine:
         except ValueError:
             self.detach()
             raise
+        covered = {id(layer.module) for layer in self.layers}
+        self.watches = [
+            OutputWatch(module, module.weight.shape[0], self.clock)
+            for module in model.modules()
+            if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+            and id(module) not in covered
+        ]
+        self.model = model
         self.buckets = buckets.plan_buckets(
             [
                 (
@@ -67,9 +75,9 @@ class KFACEngine:
 
     def detach(self) -> None:
         """Take all hooks off the model."""
-        for capture in self.captures:
-            capture.handle.remove()
-        self.captures = []
+        for handle in [c.handle for c in self.captures] + [w.handle for w in self.watches]:
+            handle.remove()
+        self.captures, self.watches = [], []
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -80,9 +88,12 @@ class KFACEngine:
             return taken
         return [t if t is None else t._replace(G=t.G / loss_scale / loss_scale) for t in taken]
 
-    def finite(self, taken: list[statistics.LayerStatistics | None]) -> bool:
+    def finite(
+        self, parameters: Iterable[torch.Tensor], taken: list[statistics.LayerStatistics | None]
+    ) -> bool:
         """Whether all gradients and statistics are; the one place where the host waits."""
-        tensors = [p.grad for p in self.model_parameters if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        tensors = [g._values() if g.is_sparse else g for g in gradients]
         tensors += [x for t in taken if t is not None for x in (t.A, t.G)]
         if not tensors:
             return True
@@ -170,8 +181,14 @@ class KFACEngine:
         segmentation network: the rows of the model's output.
         """
         rows = {layer.name: t.rows for layer, t in zip(self.layers, taken, strict=True) if t is not None}
-        last = self.clock.last if self.clock.last in rows else next(reversed(rows))
-        return rows[last]
+        if self.clock.last in rows:
+            return rows[self.clock.last]
+        name = next(reversed(rows))
+        seen = self.clock.rows.get(name)
+        if self.clock.last is not None or not seen:
+            return rows[name]
+        # A layer that is not covered came last: its rows in units of those of one that is.
+        return rows[name] * (self.clock.last_rows / seen)
 
     def _report_unseen(self, taken: list[statistics.LayerStatistics | None]) -> None:
         """Once: warn about layers that have a gradient but never ran through their hook."""

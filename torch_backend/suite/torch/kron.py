@@ -38,8 +38,7 @@ class Kron(torch.optim.Optimizer):
         >>> optimizer.zero_grad()
 
     A step with a gradient that is not finite changes nothing and is counted in `skipped_steps`; the
-    host does not wait for that decision. Every argument but `params` and `seed` can differ between
-    parameter groups.
+    host does not wait for that decision. Every argument but `params` can differ between groups.
 
     Args:
         params: parameters, named parameters, or groups of them.
@@ -115,11 +114,10 @@ class Kron(torch.optim.Optimizer):
             "betaL": betaL,
             "damping": damping,
             "maximize": maximize,
+            "seed": seed,
             "steps": 0,
             "update_clock": 1.0,  # due: the first step fits the factors
         }
-        check_integer("seed", seed, at_least=0)
-        self._seed = seed
         self._engines: list[KronEngine] = []
         self._skipped: torch.Tensor | None = None
         super().__init__(params, defaults)
@@ -146,7 +144,7 @@ class Kron(torch.optim.Optimizer):
             [number for number, _ in chosen],
             _rule(group),
             blocks.Structure(**{name: group[name] for name in _STRUCTURE}),
-            seed=self._seed,
+            seed=group["seed"],
             mu_dtype=group["mu_dtype"],
             precond_dtype=group["precond_dtype"],
         )
@@ -160,7 +158,7 @@ class Kron(torch.optim.Optimizer):
             self.state[parameter] = {**engine.views(index), "skipped_steps": self._skipped}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_seed": self._seed, "_engines": self._engines, "_skipped": self._skipped}
+        own = {"_engines": self._engines, "_skipped": self._skipped}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -183,8 +181,14 @@ class Kron(torch.optim.Optimizer):
         largest = torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))
         finite = largest.isfinite()
         self._skipped += (~finite).to(self._skipped.device)
+        clocks = [(group["steps"], group["update_clock"]) for group in self.param_groups]
         for group, engine in zip(self.param_groups, self._engines, strict=True):
+            engine.rule = _rule(group)
             self._step_group(group, engine, finite)
+        # On an accelerator reading `finite` would make the host wait; there a skipped step ticks.
+        if finite.device.type == "cpu" and not finite:
+            for group, clock in zip(self.param_groups, clocks, strict=True):
+                group["steps"], group["update_clock"] = clock
         return loss
 
     def _step_group(self, group: dict[str, Any], engine: KronEngine, finite: torch.Tensor) -> None:
@@ -273,6 +277,9 @@ class Kron(torch.optim.Optimizer):
             found = {k: tuple(v.shape) for k, v in state_dict["state"].get(index, {}).items()}
             if expected != found:
                 raise ValueError(f"state of parameter {index} must have {expected}, got {found}")
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            if saved_group["seed"] != group["seed"]:
+                raise ValueError(f"seed must be {saved_group['seed']}, as saved, got {group['seed']}")
         for index, parameter in zip(saved, own, strict=True):
             for key, tensor in self.state.get(parameter, {}).items():
                 tensor.copy_(state_dict["state"][index][key])
@@ -305,6 +312,8 @@ def _check_setting(name: str, value: Any) -> None:
         check_number(name, value, above=0, below=1)
     elif name == "maximize":
         check_flag(name, value)
+    elif name == "seed":
+        check_integer(name, value, at_least=0)
     elif name in ("mu_dtype", "precond_dtype") and value is not None:
         check_dtype(name, value)
 

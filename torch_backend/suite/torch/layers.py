@@ -110,7 +110,8 @@ def find_layers(
         if not own:
             continue
         reason = _why_not(name, module, own, owners, skipped, attention)
-        layer = None if reason else _make_layer(name, module, max_factor_size)
+        shared = "bias" in own and len(owners[id(own["bias"])]) > 1
+        layer = None if reason else _make_layer(name, module, max_factor_size, shared)
         if layer is not None:
             layers.append(layer)
         for key, parameter in own.items():
@@ -171,10 +172,10 @@ def _why_not(
     return ""
 
 
-def _make_layer(name: str, module: nn.Module, max_factor_size: int) -> Layer:
+def _make_layer(name: str, module: nn.Module, max_factor_size: int, bias_is_shared: bool) -> Layer:
     weight = module.get_parameter("weight")
     bias = module._parameters.get("bias")
-    bias = bias if bias is not None and bias.requires_grad else None
+    bias = bias if bias is not None and bias.requires_grad and not bias_is_shared else None
     groups = 1
     kernel: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
