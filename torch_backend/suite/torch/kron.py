@@ -38,7 +38,8 @@ class Kron(torch.optim.Optimizer):
         >>> optimizer.zero_grad()
 
     A step with a gradient that is not finite changes nothing and is counted in `skipped_steps`; the
-    host does not wait for that decision. Every argument but `params` can differ between groups.
+    host does not wait for that decision. (The update schedule's clock is the host's: on the CPU a skipped
+    step leaves it alone, too, elsewhere it ticks.) Every argument but `params` can differ between groups.
 
     Args:
         params: parameters, named parameters, or groups of them.
