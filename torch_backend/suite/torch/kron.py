@@ -38,8 +38,9 @@ class Kron(torch.optim.Optimizer):
         >>> optimizer.zero_grad()
 
     A step with a gradient that is not finite changes nothing and is counted in `skipped_steps`; the
-    host does not wait for that decision. (The update schedule's clock is the host's: on the CPU a skipped
-    step leaves it alone, too, elsewhere it ticks.) Every argument but `params` can differ between groups.
+    host does not wait for that decision. (The update schedule's clock is the host's: on the CPU a
+    skipped step leaves it alone, too, elsewhere it ticks.) Every argument but `params` can differ
+    between parameter groups.
 
     Args:
         params: parameters, named parameters, or groups of them.
