@@ -199,3 +199,14 @@ def assert_identical(actual: Tree, expected: Tree) -> None:
     assert len(a) == len(b)
     for x, y in zip(a, b, strict=True):
         np.testing.assert_array_equal(to_numpy(x), to_numpy(y))
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two nested states are equal bit for bit."""
+    if find_spec("torch") and isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and all(map(same, a, b))
+    return a == b

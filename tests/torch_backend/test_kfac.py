@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import same
 from suite.torch import KFAC, ComputeMethod, KFACPreconditioner
 
 
@@ -35,17 +36,6 @@ def backward(model: nn.Module, seed: int = 0, n: int = 8) -> torch.Tensor:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def same(a: object, b: object) -> bool:
-    """Whether two nested states are equal bit for bit."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return isinstance(b, (list, tuple)) and all(map(same, a, b))
-    return a == b
 
 
 # ---- what the direction is ----------------------------------------------------------------------

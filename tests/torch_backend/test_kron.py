@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import same
 from suite.torch import Kron
 
 GEOMETRIES = ["Q0.5EQ1.5", "QEQ", "QUAD", "EQ"]
@@ -38,17 +39,6 @@ def run(model: nn.Module, kron: Kron, seeds: range, scale: float = 1.0) -> None:
         kron.zero_grad()
         backward(model, seed, scale)
         kron.step()
-
-
-def same(a: object, b: object) -> bool:
-    """Whether two nested states are equal bit for bit."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return isinstance(b, (list, tuple)) and all(map(same, a, b))
-    return a == b
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
