@@ -21,6 +21,8 @@ from conftest import (
     to_numpy,
 )
 from suite.core import damping, kfac, kron, kronecker, linalg, moments, statistics, step_size
+from suite.core._namespace import array_namespace
+from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 
 B = 3  # blocks in a stack
 
@@ -28,6 +30,11 @@ B = 3  # blocks in a stack
 def spectrum(x):
     """What eigh says, free of the eigenvectors' signs: the values and the matrix they rebuild."""
     values, vectors = linalg.eigh(x)
+    return values, (vectors * values[..., None, :]) @ linalg.transpose(vectors)
+
+
+def warm_spectrum(x, basis):
+    values, vectors = linalg.warm_eigh(x, basis)
     return values, (vectors * values[..., None, :]) @ linalg.transpose(vectors)
 
 
@@ -45,7 +52,11 @@ def kron_state(diagonal):
 def kfac_state(compute_method, diagonal):
     state = kfac.KFAC(compute_method).init(np.zeros(1), (B,), (4, 3), diagonal)
     A, G = kfac_factors(diagonal, seed=3)
-    return state._replace(A=0.6 * A, G=0.6 * G, weight=np.full(B, 0.6))
+    weight = np.full(B, 0.6)
+    return kfac.KFACState(
+        state.A._replace(average=0.6 * A, weight=weight),
+        state.G._replace(average=0.6 * G, weight=weight),
+    )
 
 
 def kfac_factors(diagonal, seed=0):
@@ -67,11 +78,12 @@ def kfac_step(compute_method):
     def step(state, A, G, seen, gradient):
         state = rule.update(state, A, G, seen, 0.9)
         state = rule.refresh(state, 0.1)
-        return state.A, state.G, state.weight, rule.precondition(state, gradient, 0.1)
+        return state.A.average, state.G.average, state.A.weight, rule.precondition(state, gradient, 0.1)
 
     return step
 
 
+FIRST_INVERSE = np.linalg.inv(positive_definite(B, 4)[0] + abs(normal(B)[0]) * np.eye(4))
 SEEN = np.array([True, False, True])
 CASES = {
     "moments.update_average": (
@@ -102,7 +114,17 @@ CASES = {
     "linalg.trace": (linalg.trace, (normal(B, 4, 4),)),
     "linalg.add_diagonal": (linalg.add_diagonal, (normal(B, 4, 4), normal(B))),
     "linalg.damped_inverse": (linalg.damped_inverse, (positive_definite(B, 4), np.abs(normal(B)))),
+    "linalg.newton_schulz_inverse": (
+        lambda x, damping, start: linalg.newton_schulz_inverse(x, damping, start, 12),
+        (
+            positive_definite(B, 4),
+            np.abs(normal(B)),
+            # A guess, none, and one that is of no use.
+            np.stack([0.9 * FIRST_INVERSE, np.zeros((4, 4)), -1e3 * np.eye(4)]),
+        ),
+    ),
     "linalg.eigh": (spectrum, (positive_definite(B, 4),)),
+    "linalg.warm_eigh": (warm_spectrum, (positive_definite(B, 4), np.linalg.qr(normal(B, 4, 4)).Q)),
     "linalg.solve_triangular upper": (
         lambda x, y: linalg.solve_triangular(x, y, upper=True),
         (np.triu(normal(B, 4, 4)) + 3 * np.eye(4), normal(B, 4, 2)),
@@ -153,6 +175,26 @@ for method, diagonal in (
     CASES[f"kfac.KFAC {method} {diagonal}"] = (
         kfac_step(method),
         (kfac_state(method, diagonal), *kfac_factors(diagonal), SEEN, normal(B, 3, 4)),
+    )
+
+for name, likelihood in (("Categorical", Categorical()), ("Bernoulli", Bernoulli())):
+    CASES[f"likelihoods.{name}.sample_gradient"] = (
+        likelihood.sample_gradient,
+        (normal(B, 2, 4), np.random.default_rng(8).random(likelihood.noise_shape((B, 2, 4)))),
+    )
+CASES["likelihoods.Gaussian.sample_gradient"] = (
+    # Its noise has an axis of two before that of the stack.
+    lambda x, u: Gaussian(0.3).sample_gradient(x, array_namespace(u).moveaxis(u, 1, 0)),
+    (normal(B, 2, 4), np.random.default_rng(8).random((B, 2, 2, 4))),
+)
+for name, likelihood in (
+    ("Categorical", Categorical()),
+    ("Bernoulli", Bernoulli()),
+    ("Gaussian", Gaussian(0.3)),
+):
+    CASES[f"likelihoods.{name}.square_root"] = (
+        lambda x, rule=likelihood: rule.square_root(x, 1),
+        (normal(B, 2, 4),),
     )
 
 every_case = pytest.mark.parametrize(("function", "args"), list(CASES.values()), ids=list(CASES))

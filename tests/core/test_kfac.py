@@ -174,8 +174,8 @@ def test_layer_that_saw_nothing_keeps_its_state(xp, method):
     updated = xp.run(rule.update, state, A, G, seen, 0.5)
     for new, old in zip(leaves(updated), leaves(state), strict=True):
         assert_identical(to_numpy(new)[1], to_numpy(old)[1])
-    assert_close(to_numpy(updated.A)[0], (0.25 + 3.5) * factors()[0][0])
-    assert_close(updated.weight, np.array([0.75, 0.5]))
+    assert_close(to_numpy(updated.A.average)[0], (0.25 + 3.5) * factors()[0][0])
+    assert_close(updated.A.weight, np.array([0.75, 0.5]))
 
 
 def test_eigenbasis_is_damped_anew_without_a_refresh(xp):
@@ -190,7 +190,7 @@ def test_eigenbasis_is_damped_anew_without_a_refresh(xp):
 def test_eigenbasis_is_orthonormal_with_eigenvalues_that_are_not_negative(xp):
     rule = KFAC("eigen")
     state = xp.run(rule.refresh, absorb(xp, rule, fresh(xp, rule), *factors()), 0.1)
-    for eigen in (state.A_inverse, state.G_inverse):
+    for eigen in (state.A.inverse, state.G.inverse):
         vectors, values = to_numpy(eigen.vectors), to_numpy(eigen.values)
         identity = np.broadcast_to(np.eye(values.shape[-1]), vectors.shape)
         assert_close(np.swapaxes(vectors, -1, -2) @ vectors, identity)
@@ -200,7 +200,7 @@ def test_eigenbasis_is_orthonormal_with_eigenvalues_that_are_not_negative(xp):
 def test_inverses_are_symmetric_positive_definite(xp):
     rule = KFAC("inverse")
     state = xp.run(rule.refresh, absorb(xp, rule, fresh(xp, rule), *factors()), 0.1)
-    for inverse in map(to_numpy, (state.A_inverse, state.G_inverse)):
+    for inverse in map(to_numpy, (state.A.inverse, state.G.inverse)):
         assert_identical(inverse, np.swapaxes(inverse, -1, -2))
         assert np.linalg.eigvalsh(inverse).min() > 0
 
@@ -221,10 +221,11 @@ def test_factor_that_is_not_finite_keeps_the_old_inverse_and_is_counted(xp, meth
     new = xp.run(rule.refresh, absorb(xp, rule, old, **bad), 0.1)
     assert_identical(new.failures, np.array([0, 1]))
     assert_identical(new.ready, np.array([True, True]))
-    sides = (new.A_inverse, new.G_inverse)
-    for x, y in zip(leaves(sides), leaves((old.A_inverse, old.G_inverse)), strict=True):
+    sides = (new.A.inverse, new.G.inverse)
+    kept, was = getattr(new, factor).inverse, getattr(old, factor).inverse
+    for x, y in zip(leaves(kept), leaves(was), strict=True):
         assert_identical(to_numpy(x)[1], to_numpy(y)[1])
-    for x, y in zip(leaves(sides), leaves((clean.A_inverse, clean.G_inverse)), strict=True):
+    for x, y in zip(leaves(sides), leaves((clean.A.inverse, clean.G.inverse)), strict=True):
         assert_close(to_numpy(x)[0], to_numpy(y)[0])
     again = xp.run(rule.refresh, new, 0.1)
     assert_identical(again.failures, np.array([0, 2]))
@@ -308,7 +309,7 @@ def test_damping_and_decay_may_be_arrays_of_another_precision(xp, method):
         return state, xp.run(rule.precondition, state, gradient, damping)
 
     (state, d), (_, expected) = after(half, half), after(0.5, 0.5)
-    assert dtype_name(state.A) == dtype_name(state.weight) == dtype_name(d) == "float64"
+    assert dtype_name(state.A.average) == dtype_name(state.A.weight) == dtype_name(d) == "float64"
     assert_close(d, expected)
 
 
@@ -323,8 +324,8 @@ def test_inverses_may_be_kept_in_half_precision(xp, method):
         xp.asarray(np.zeros(1), xp.half),
     )
     state = xp.run(rule.refresh, absorb(xp, rule, state, A, G), 0.1)
-    assert {dtype_name(x) for x in leaves((state.A_inverse, state.G_inverse))} == {xp.half}
-    assert dtype_name(state.A) == dtype_name(state.G) == "float32"
+    assert {dtype_name(x) for x in leaves((state.A.inverse, state.G.inverse))} == {xp.half}
+    assert dtype_name(state.A.average) == dtype_name(state.G.average) == "float32"
     got = xp.run(rule.precondition, state, xp.asarray(gradient, "float32"), 0.1)
     assert dtype_name(got) == "float32"
     assert_close(got, direction(xp, method, A, G, gradient, 0.1), rtol=0.05)
@@ -332,7 +333,8 @@ def test_inverses_may_be_kept_in_half_precision(xp, method):
 
 def test_unknown_compute_method_is_named():
     with pytest.raises(
-        ValueError, match=r"^compute_method must be one of 'eigen', 'inverse', got 'eig'$"
+        ValueError,
+        match=r"^compute_method must be one of 'eigen', 'inverse', 'newton_schulz', 'ekfac', got 'eig'$",
     ):
         KFAC("eig")
 

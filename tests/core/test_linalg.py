@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -105,6 +107,173 @@ def test_eigh_reads_both_triangles(xp):
     assert_close(values, np.linalg.eigvalsh(x))
 
 
+def graded(n: int, condition: float) -> np.ndarray:
+    """Eigenvalues spread evenly in the logarithm from 1 down to 1 / condition."""
+    U = orthogonal(n)
+    return (U * np.logspace(0, -np.log10(condition), n)) @ U.T
+
+
+def norm_bound(x: np.ndarray) -> float:
+    return min(np.linalg.norm(x, np.inf), np.linalg.norm(x))
+
+
+@pytest.mark.parametrize("condition", [1e0, 1e1, 1e2, 1e3, 1e4, 1e5])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_newton_schulz_inverse_takes_the_iterations_it_says(xp, condition, dtype):
+    n = 6
+    x = graded(n, condition)
+    iterations = math.ceil(math.log2(norm_bound(x) * condition) + 2.2)
+    arrays = xp.asarray(x, dtype), 0.0, xp.asarray(np.zeros((n, n)), dtype)
+    expected = np.linalg.inv(x)
+
+    def relative_error(iterations):
+        got = to_numpy(xp.run(linalg.newton_schulz_inverse, *arrays, iterations=iterations))
+        return np.linalg.norm(got - expected) / np.linalg.norm(expected)
+
+    assert relative_error(iterations) < 0.02
+    epsilon = np.finfo(dtype).eps
+    assert relative_error(iterations + 4) < epsilon * (10 + condition)
+    if condition > 1:
+        assert np.isnan(relative_error(iterations - 2))
+
+
+def test_newton_schulz_inverse_takes_one_step_from_a_good_guess(xp):
+    x, damping = positive_definite(3, 4), np.array([0.0, 0.1, 2.0])
+    M = x + damping[:, None, None] * np.eye(4)
+    guess = np.linalg.inv(M) * np.array([1.02, 0.97, 1.04])[:, None, None]
+    got = xp.run(
+        linalg.newton_schulz_inverse, xp.asarray(x), xp.asarray(damping), xp.asarray(guess), iterations=1
+    )
+    assert_close(got, 2 * guess - guess @ M @ guess, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("residual", "needed"), [(0.09, 1), (0.49, 3), (0.89, 6)])
+def test_newton_schulz_inverse_uses_a_guess_only_if_it_converges_in_time(xp, residual, needed):
+    """A guess (1 - r / 2) M⁻¹ has ‖I - M X₀‖_F = r in four dimensions, and then r^(2^k)."""
+    x = graded(4, 1e3)
+    expected = np.linalg.inv(x)
+    arrays = xp.asarray(x), 0.0, xp.asarray((1 - residual / 2) * expected)
+    got = xp.run(linalg.newton_schulz_inverse, *arrays, iterations=needed)
+    assert_close(got, (1 - (residual / 2) ** 2**needed) * expected)
+    far = xp.asarray(x), 0.0, xp.asarray(-expected)
+    assert np.all(np.isnan(to_numpy(xp.run(linalg.newton_schulz_inverse, *far, iterations=needed))))
+
+
+def test_newton_schulz_inverse_chooses_the_start_for_each_matrix(xp):
+    x = np.stack([graded(4, 10.0)] * 5)
+    good = np.linalg.inv(x[0]) * 1.01
+    starts = [good, np.zeros((4, 4)), np.full((4, 4), np.nan), np.full((4, 4), np.inf), -good]
+    with np.errstate(invalid="ignore"):
+        got = xp.run(
+            linalg.newton_schulz_inverse, xp.asarray(x), 0.0, xp.asarray(np.stack(starts)), iterations=7
+        )
+    got = to_numpy(got)
+    assert_close(got[0], np.linalg.inv(x[0]), rtol=1e-12)
+    for i in (2, 3, 4):
+        assert_identical(got[i], got[1])  # no guess and a useless one are the same
+    assert_close(got[1], np.linalg.inv(x[0]), rtol=1e-2)
+
+
+@each_matrix
+def test_newton_schulz_inverse_of_single_precision_handles_difficult_matrices(xp, x):
+    damping = 1e-2 * max(np.trace(x) / 4, 1e-30)
+    x = x.astype(np.float32)
+    inverse = xp.run(
+        linalg.newton_schulz_inverse, xp.asarray(x), damping, xp.asarray(np.zeros_like(x)), iterations=14
+    )
+    inverse = to_numpy(inverse)
+    assert_identical(inverse, inverse.T)
+    damped = x.astype(np.float64) + damping * np.eye(4)
+    assert_close(inverse.astype(np.float64) @ damped, np.eye(4), rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # numpy's, as X diverges
+def test_newton_schulz_inverse_of_a_bad_matrix_is_nan_throughout_and_alone(xp):
+    good = positive_definite(4)
+    poisoned = good.copy()
+    poisoned[2, 0] = np.nan
+    bad = [np.full((4, 4), np.inf), poisoned, np.diag([1.0, -1.0, 1.0, 1.0]), np.zeros((4, 4))]
+    for start in (np.zeros((4, 4)), np.linalg.inv(good)):
+        x = xp.asarray(np.stack([good, *bad, 2 * good]))
+        starts = xp.asarray(np.stack([start] * 6))
+        got = to_numpy(xp.run(linalg.newton_schulz_inverse, x, 0.0, starts, iterations=16))
+        assert np.all(np.isnan(got[1:5]))
+        assert_close(got[0], np.linalg.inv(good))
+        assert_close(got[5], np.linalg.inv(2 * good))
+
+
+def test_newton_schulz_inverse_needs_an_iteration():
+    with pytest.raises(ValueError, match=r"iterations must be >= 1, got 0"):
+        linalg.newton_schulz_inverse(np.eye(2), 0.1, np.eye(2), 0)
+
+
+def rebuilt(values: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    return (vectors * values[..., None, :]) @ np.swapaxes(vectors, -1, -2)
+
+
+@pytest.mark.parametrize("condition", [1e1, 1e6])
+def test_warm_eigh_repeated_converges_to_the_eigendecomposition(xp, condition):
+    x, n = graded(6, condition), 6
+    vectors = xp.asarray(np.eye(n))
+    errors = []
+    for _ in range(60):
+        values, vectors = xp.run(linalg.warm_eigh, xp.asarray(x), vectors)
+        errors.append(np.linalg.norm(rebuilt(to_numpy(values), to_numpy(vectors)) - x))
+    assert np.all(np.diff(errors) <= 1e-14)
+    assert errors[0] > 0.01
+    assert errors[-1] < 1e-9
+    assert_close(np.sort(to_numpy(values)), np.linalg.eigvalsh(x))
+
+
+def test_warm_eigh_converges_at_the_ratio_of_eigenvalues():
+    x = graded(2, 4.0)
+    vectors, errors = np.eye(2), []
+    for _ in range(12):
+        values, vectors = linalg.warm_eigh(x, vectors)
+        errors.append(np.linalg.norm(rebuilt(values, vectors) - x))
+    np.testing.assert_allclose(np.divide(errors[1:], errors[:-1])[4:], 0.25, rtol=1e-2)
+
+
+def test_warm_eigh_is_one_step_of_orthogonal_iteration(xp):
+    """The first k columns span the images of the k columns with the largest Rayleigh quotients."""
+    x, V = positive_definite(3, 5), np.stack([orthogonal(5, seed) for seed in (1, 2, 3)])
+    values, Q = map(to_numpy, xp.run(linalg.warm_eigh, xp.asarray(x), xp.asarray(V)))
+    for b in range(3):
+        quotients = [v @ x[b] @ v for v in V[b].T]
+        image = (x[b] @ V[b])[:, np.argsort(quotients)[::-1]]
+        for k in range(1, 6):
+            assert_close(Q[b, :, :k] @ Q[b, :, :k].T, image[:, :k] @ np.linalg.pinv(image[:, :k]))
+        assert_close(values[b], np.diag(Q[b].T @ x[b] @ Q[b]))
+
+
+@each_matrix
+@pytest.mark.parametrize("start", ["identity", "eigenvectors", "other"])
+def test_warm_eigh_of_single_precision_stays_orthonormal_on_difficult_matrices(xp, x, start):
+    """From the eigenvectors it also rebuilds the matrix, though eigh lists the null vectors first."""
+    x = x.astype(np.float32)
+    V = {"identity": np.eye(4), "eigenvectors": np.linalg.eigh(x)[1], "other": orthogonal(4, 7)}[start]
+    values, Q = map(to_numpy, xp.run(linalg.warm_eigh, xp.asarray(x), xp.asarray(V, "float32")))
+    assert values.min() >= 0
+    assert_close(Q.T @ Q, np.eye(4), rtol=1e-5)
+    if start == "eigenvectors":
+        assert_close(rebuilt(values.astype(np.float64), Q), x, rtol=1e-5)
+    if np.linalg.matrix_rank(x) == 1:
+        # Its image has one direction: whatever the start, the eigenvector is found at once.
+        assert_close(rebuilt(values.astype(np.float64), Q), x, rtol=1e-4)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["matrix", "basis"])
+def test_warm_eigh_of_what_is_not_finite_is_nan_throughout_and_alone(xp, value, where):
+    x, V = positive_definite(3, 4), np.stack([np.linalg.eigh(m)[1] for m in positive_definite(3, 4)])
+    (x if where == "matrix" else V)[1, 2, 0] = value
+    values, vectors = map(to_numpy, xp.run(linalg.warm_eigh, xp.asarray(x), xp.asarray(V)))
+    assert np.all(np.isnan(values[1]))
+    assert np.all(np.isnan(vectors[1]))
+    for i in (0, 2):
+        assert_close(rebuilt(values[i], vectors[i]), x[i])
+
+
 @pytest.mark.parametrize("upper", [True, False], ids=["upper", "lower"])
 def test_solve_triangular_solves(xp, upper):
     x, y = normal(2, 4, 4) + 3 * np.eye(4), normal(2, 4, 3)
@@ -175,6 +344,13 @@ def test_any_number_of_leading_axes(xp):
     x = positive_definite(2, 2, 3)
     inverse = xp.run(linalg.damped_inverse, xp.asarray(x), 0.1)
     assert_close(inverse, np.linalg.inv(x + 0.1 * np.eye(3)))
+    products = xp.run(
+        linalg.newton_schulz_inverse, xp.asarray(x), 0.1, xp.asarray(np.zeros_like(x)), iterations=14
+    )
+    assert_close(products, np.linalg.inv(x + 0.1 * np.eye(3)))
+    basis = xp.asarray(np.linalg.eigh(x)[1])
+    values, vectors = map(xp.numpy, xp.run(linalg.warm_eigh, xp.asarray(x), basis))
+    assert_close((vectors * values[..., None, :]) @ np.swapaxes(vectors, -1, -2), x)
     values, vectors = map(xp.numpy, xp.run(linalg.eigh, xp.asarray(x)))
     assert_close((vectors * values[..., None, :]) @ np.swapaxes(vectors, -1, -2), x)
     assert_close(
@@ -186,11 +362,20 @@ def test_any_number_of_leading_axes(xp):
     "function",
     [
         lambda x: linalg.damped_inverse(x, 0.1),
+        lambda x: linalg.newton_schulz_inverse(x, 0.1, x, 14),
         linalg.eigh,
+        lambda x: linalg.warm_eigh(x, linalg.eye_like(x)),
         linalg.spectral_norm_bound,
         lambda x: linalg.solve_triangular(x, x, upper=True),
     ],
-    ids=["damped_inverse", "eigh", "spectral_norm_bound", "solve_triangular"],
+    ids=[
+        "damped_inverse",
+        "newton_schulz_inverse",
+        "eigh",
+        "warm_eigh",
+        "spectral_norm_bound",
+        "solve_triangular",
+    ],
 )
 def test_half_precision_is_lifted_to_single(xp, function):
     if xp.half is None:

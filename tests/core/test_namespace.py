@@ -58,6 +58,13 @@ x, y, flags = normal(2, 3, 4), normal(2, 3, 4, seed=1), normal(2, 3, 4) > 0
 POSITIVE = np.abs(x)
 # How the standard defines each name that torch lacks or spells otherwise: numpy is the reference.
 CALLS = {
+    "argsort": lambda xp, x, y, m: xp.argsort(x, axis=-1, stable=True),
+    "cos": lambda xp, x, y, m: xp.cos(x),
+    "cumulative_sum": lambda xp, x, y, m: xp.cumulative_sum(x, axis=1),
+    "take": lambda xp, x, y, m: xp.take(x, xp.argsort(x[0, :, 0], axis=0, stable=True), axis=1),
+    "take_along_axis": lambda xp, x, y, m: xp.take_along_axis(
+        x, xp.argsort(y, axis=1, stable=True), axis=1
+    ),
     "abs": lambda xp, x, y, m: xp.abs(x),
     "all": lambda xp, x, y, m: (xp.all(m), xp.all(m, axis=(-2, -1)), xp.all(m, axis=1)),
     "any": lambda xp, x, y, m: (xp.any(m), xp.any(m, axis=(-2, -1)), xp.any(m, axis=1)),
@@ -96,7 +103,7 @@ CALLS = {
 }
 # Data types and submodules have nothing to call; the factorizations are tested in test_linalg.py.
 NOT_CALLED = {"bool", "float32", "float64", "int32", "finfo", "linalg"}
-NOT_CALLED |= {"cholesky_inverse", "eigh", "solve_triangular"}
+NOT_CALLED |= {"cholesky_inverse", "eigh", "qr", "solve_triangular"}
 
 
 @pytest.mark.parametrize("name", list(CALLS))

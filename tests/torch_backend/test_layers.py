@@ -37,19 +37,27 @@ def test_every_parameter_is_in_the_report_with_a_reason():
         {route.parameter for route in routing} == {name for name, _ in model.named_parameters()}
     )
     treatment = {route.parameter: (route.treatment, route.reason) for route in routing}
-    for name in ("conv.weight", "conv.bias", "linear.weight", "linear.bias", "half_frozen.weight"):
+    for name, factors in {
+        "conv.weight": None,
+        "conv.bias": None,
+        "linear.weight": "5x5, 4x4",
+        "linear.bias": "5x5, 4x4",
+        "half_frozen.weight": None,
+        "norm.weight": "2x2",
+        "normed.bias": "5x5, 4x4",
+        "attention.in_proj_weight": "3 x (5x5, 4x4)",
+        "attention.in_proj_bias": "3 x (5x5, 4x4)",
+        "attention.out_proj.weight": "5x5, 4x4",
+        "embedding.weight": "4x4, diag 5",  # and the tied head's: the table's side is diagonal
+        "scale": "diag 1",
+    }.items():
         assert treatment[name][0] == "kfac", name
+        assert (factors or "") in routing[name].factors, name
     assert routing["half_frozen.weight"].factors == "4x4, 4x4"  # no bias in it
     assert treatment["frozen.weight"][0] == treatment["half_frozen.bias"][0] == "frozen"
     for name, why in {
-        "norm.weight": "BatchNorm2d is not",
-        "normed.bias": "computed",
-        "attention.in_proj_weight": "MultiheadAttention is not",
-        "attention.out_proj.weight": "reads this weight without calling",
-        "embedding.weight": "Embedding is not",
         "special.0.weight": "skip_layers",
         "special.1.bias": "skip_layers",
-        "scale": "Net is not",
     }.items():
         assert treatment[name][0] == "plain", name
         assert why in treatment[name][1], name
@@ -58,12 +66,22 @@ def test_every_parameter_is_in_the_report_with_a_reason():
     assert "parameters preconditioned" in table
 
 
-def test_a_shared_weight_is_plain_and_says_with_whom():
+def test_a_shared_weight_is_one_block_and_its_biases_are_blocks_of_their_own():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     model[2].weight = model[0].weight
     routing = KFAC(model).routing()
+    assert routing["0.weight"].factors == "3x3, 3x3"
+    assert "one block for 2 uses" in routing["0.weight"].reason
+    assert routing["0.bias"].factors == routing["2.bias"].factors == "3x3"
+    assert routing["1.weight"].factors == "4x4, 3x3"
+
+
+def test_a_weight_that_two_kinds_of_layers_share_is_plain_and_says_so():
+    model = nn.Sequential(nn.Conv1d(3, 3, 1), nn.Linear(3, 3), nn.Conv1d(3, 3, 1, stride=2))
+    model[2].weight = model[0].weight
+    routing = KFAC(model).routing()
     assert routing["0.weight"].treatment == "plain"
-    assert "'2'" in routing["0.weight"].reason
+    assert "different kinds" in routing["0.weight"].reason
     assert routing["1.weight"].treatment == "kfac"
 
 
@@ -94,7 +112,7 @@ def test_a_subclass_with_its_own_forward_is_left_alone():
 
 def test_a_model_without_any_layer_is_an_error_that_says_why():
     with pytest.raises(ValueError, match="would precondition nothing") as caught:
-        KFAC(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), skip_layers=["Linear"])
+        KFAC(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), skip_layers=["Linear", "Norm"])
     assert "skip_layers" in str(caught.value)
 
 

@@ -53,6 +53,12 @@ def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return values, vectors
 
 
+@jax.jit
+def qr(x: jax.Array) -> jax.Array:
+    """The orthonormal factor of finite square matrices, by Householder reflections."""
+    return _over_stack(lambda m: lax.linalg.qr(m)[0], x)
+
+
 @functools.partial(jax.jit, static_argnames="upper")
 def solve_triangular(x: jax.Array, y: jax.Array, *, upper: bool) -> jax.Array:
     """The solution of x z = y for a stack of triangular matrices x."""

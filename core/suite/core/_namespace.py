@@ -27,9 +27,9 @@ def array_namespace(*arrays: Array) -> Namespace:
 
 
 def factorizations(xp: Namespace) -> Any:
-    """The module with `cholesky_inverse`, `eigh` and `solve_triangular` for a namespace.
+    """The module with `cholesky_inverse`, `eigh`, `qr` and `solve_triangular` for a namespace.
 
-    These three are all that the core needs beyond the standard: the standard's own raise on a bad
+    These four are all that the core needs beyond the standard: the standard's own raise on a bad
     matrix, wait for the device to find out, or (solve_triangular) do not exist.
     """
     name = xp.__name__

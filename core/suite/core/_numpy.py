@@ -52,6 +52,11 @@ def eigh(x: Array) -> tuple[Array, Array]:
     return values, vectors
 
 
+def qr(x: Array) -> Array:
+    """The orthonormal factor of finite square matrices, by Householder reflections."""
+    return _each(lambda m: (np.linalg.qr(m).Q,), x)[0]
+
+
 def solve_triangular(x: Array, y: Array, *, upper: bool) -> Array:
     """The solution of x z = y for a stack of triangular matrices x."""
     del upper  # a general solve finds the same solution

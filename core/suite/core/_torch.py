@@ -19,6 +19,7 @@ asarray = torch.asarray
 bool = torch.bool
 broadcast_to = torch.broadcast_to
 concat = torch.concat
+cos = torch.cos
 exp = torch.exp
 eye = torch.eye
 finfo = torch.finfo
@@ -42,8 +43,16 @@ zeros = torch.zeros
 zeros_like = torch.zeros_like
 
 
+def argsort(x: torch.Tensor, *, axis: int, stable: Any) -> torch.Tensor:
+    return torch.argsort(x, dim=axis, stable=stable)
+
+
 def astype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
+
+
+def cumulative_sum(x: torch.Tensor, *, axis: int) -> torch.Tensor:
+    return torch.cumsum(x, dim=axis)
 
 
 def expand_dims(x: torch.Tensor, *, axis: int) -> torch.Tensor:
@@ -74,6 +83,14 @@ def permute_dims(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
     return torch.permute(x, axes)
 
 
+def take(x: torch.Tensor, indices: torch.Tensor, *, axis: int) -> torch.Tensor:
+    return x.index_select(axis, indices)
+
+
+def take_along_axis(x: torch.Tensor, indices: torch.Tensor, *, axis: int) -> torch.Tensor:
+    return torch.take_along_dim(x, indices, dim=axis)
+
+
 def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
     """Inverse of positive definite matrices; NaN throughout a matrix that is not."""
     factor, info = torch.linalg.cholesky_ex(x)
@@ -95,6 +112,11 @@ def eigh(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = [eigh(matrix) for matrix in x]  # spare the rest of the stack
         values, vectors = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     return values, vectors.contiguous()  # as in `cholesky_inverse`
+
+
+def qr(x: torch.Tensor) -> torch.Tensor:
+    """The orthonormal factor of finite square matrices, by Householder reflections."""
+    return torch.linalg.qr(x).Q.contiguous()  # as in `cholesky_inverse`
 
 
 def solve_triangular(x: torch.Tensor, y: torch.Tensor, *, upper: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ References:
     Martens & Grosse 2015 (arXiv:1503.05671): the approximation, factored damping.
     Grosse & Martens 2016 (arXiv:1602.01407): convolutions.
     Pauloski et al. 2020 (arXiv:2007.00784): eigenbasis against inverse, running averages, KL clipping.
+    George et al. 2018 (arXiv:1806.03884): eigenvalues corrected in the eigenbasis (see `ekfac`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from suite.core import linalg, moments
-from suite.core._namespace import Array, Scalar, array_namespace, device_of, lift
-from suite.core.checks import check_choice
+from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
+from suite.core.checks import check_choice, check_integer
 from suite.core.damping import split_damping, tikhonov
 
-ComputeMethod = Literal["eigen", "inverse"]
+ComputeMethod = Literal["eigen", "inverse", "newton_schulz", "ekfac"]
 
 
 class Eigen(NamedTuple):
@@ -29,32 +30,61 @@ class Eigen(NamedTuple):
     values: Array  # (..., n), >= 0
 
 
-class KFACState(NamedTuple):
-    """One stack of layers with equal factor sizes. A diagonal factor is (..., n) for (..., n, n)."""
+class Factor(NamedTuple):
+    """One stack of factors of equal size. A diagonal factor is (..., n) for (..., n, n)."""
 
-    A: Array  # (..., d_in, d_in), running sum of the inputs' second moment
-    G: Array  # (..., d_out, d_out), running sum of the output gradients' second moment
-    weight: Array  # (...,), how much evidence A and G hold: divide by it
-    A_inverse: Eigen | Array  # Eigen, or the damped inverse like A
-    G_inverse: Eigen | Array
-    ready: Array  # (...,) bool: a refresh has succeeded; until then the direction is the gradient
-    failures: Array  # (...,) int32: refreshes that failed and kept the inverses before them
+    average: Array  # (..., n, n), running sum of a second moment
+    weight: Array  # (...,), how much evidence the sum holds: divide by it
+    inverse: Eigen | Array  # Eigen, or the damped inverse like `average`
+    ready: Array  # (...,) bool: a refresh has succeeded
+    failures: Array  # (...,) int32: refreshes that failed and kept the inverse before them
+
+
+class KFACState(NamedTuple):
+    """One stack of layers with equal factor sizes."""
+
+    A: Factor  # of side d_in: the inputs' second moment
+    G: Factor  # of side d_out: the output gradients' second moment
+
+    @property
+    def ready(self) -> Array:
+        """(...,) bool: both sides have an inverse; until then the direction is the gradient."""
+        return self.A.ready & self.G.ready
+
+    @property
+    def failures(self) -> Array:
+        """(...,) int32: failed refreshes of either side."""
+        return self.A.failures + self.G.failures
 
 
 @dataclass(frozen=True)
 class KFAC:
     """The rule: `init`, `update` with normalized factors, `refresh` now and then, `precondition`.
 
+    The four verbs serve stacks of layers; `init_factor`, `update_factor` and `refresh_factor` serve
+    factors by themselves, for callers whose layers share one.
+
     Args:
         compute_method: 'eigen' keeps eigenbases and damps the Kronecker product itself, exactly, with
             the damping of the moment; 'inverse' keeps inverses damped by the factored rule, at about a
-            quarter of the cost of a refresh and half that of a direction.
+            quarter of the cost of a refresh and half that of a direction; 'newton_schulz' is 'inverse'
+            by matrix products alone, for accelerators, started from the inverse before; 'ekfac' is
+            'eigen' with second moments measured in the eigenbasis (`ekfac`).
+        iterations: of Newton-Schulz.
     """
 
     compute_method: ComputeMethod = "eigen"
+    iterations: int = 30
 
     def __post_init__(self) -> None:
         check_choice("compute_method", self.compute_method, get_args(ComputeMethod))
+        check_integer("iterations", self.iterations, at_least=1)
+
+    @property
+    def keeps_eigenbases(self) -> bool:
+        return self.compute_method in ("eigen", "ekfac")
+
+    # ---- stacks of layers ----------------------------------------------------------------------
 
     def init(
         self,
@@ -73,32 +103,8 @@ class KFAC:
             diagonal: whether (A, G) keep their diagonal only.
             inverse_like: any array with the dtype of inverses and eigenbases; default `like`.
         """
-        xp = array_namespace(like)
-        inverse_like = like if inverse_like is None else inverse_like
-        device = device_of(like)
-
-        def factor(side: int, is_diagonal: bool) -> Array:
-            shape = (*batch, side) if is_diagonal else (*batch, side, side)
-            return xp.zeros(shape, dtype=like.dtype, device=device)
-
-        def inverse(side: int, is_diagonal: bool) -> Eigen | Array:
-            dtype = inverse_like.dtype
-            ones = xp.ones((*batch, side), dtype=dtype, device=device)
-            if is_diagonal:
-                return Eigen(None, ones) if self.compute_method == "eigen" else ones
-            eye = xp.zeros((*batch, side, side), dtype=dtype, device=device)
-            eye = eye + xp.eye(side, dtype=dtype, device=device)
-            return Eigen(eye, ones) if self.compute_method == "eigen" else eye
-
-        return KFACState(
-            A=factor(sizes[0], diagonal[0]),
-            G=factor(sizes[1], diagonal[1]),
-            weight=xp.zeros(batch, dtype=lift(like).dtype, device=device),
-            A_inverse=inverse(sizes[0], diagonal[0]),
-            G_inverse=inverse(sizes[1], diagonal[1]),
-            ready=xp.zeros(batch, dtype=xp.bool, device=device),
-            failures=xp.zeros(batch, dtype=xp.int32, device=device),
-        )
+        A = self.init_factor(like, batch, sizes[0], diagonal[0], inverse_like)
+        return KFACState(A, self.init_factor(like, batch, sizes[1], diagonal[1], inverse_like))
 
     def update(
         self, state: KFACState, A: Array, G: Array, seen: Array, factor_decay: Scalar
@@ -106,53 +112,32 @@ class KFAC:
         """Average new factors in.
 
         Args:
-            A, G: like the state's, normalized (`statistics.normalize`).
+            A, G: like the state's averages, normalized (`statistics.normalize`).
             seen: (...,) bool; a layer that saw no rows keeps its state.
             factor_decay: β of the running average, in [0, 1).
         """
-        xp = array_namespace(state.A)
-
-        def average(old: Array, new: Array) -> Array:
-            keep = xp.reshape(seen, (*seen.shape, *(1,) * (old.ndim - seen.ndim)))
-            return xp.where(keep, moments.update_average(old, new, factor_decay), old)
-
-        one = xp.zeros_like(state.weight) + 1
-        return state._replace(
-            A=average(state.A, A), G=average(state.G, G), weight=average(state.weight, one)
+        return KFACState(
+            self.update_factor(state.A, A, seen, factor_decay),
+            self.update_factor(state.G, G, seen, factor_decay),
         )
 
     def refresh(self, state: KFACState, damping: Scalar) -> KFACState:
         """Recompute inverses or eigenbases from the averages.
 
-        A layer whose factors are not finite, or whose factorization fails, keeps its old ones and its
-        `failures` count goes up; a layer without evidence is left alone.
+        A factor that is not finite, or whose factorization fails, keeps its old inverse and its
+        `failures` count goes up; one without evidence is left alone.
 
         Args:
-            damping: λ >= 0. It enters 'inverse' here and 'eigen' in `precondition`.
+            damping: λ >= 0. It enters inverses here and eigenbases in `precondition`.
         """
-        xp = array_namespace(state.A)
-        batch = state.weight.ndim
-        A = lift(moments.unbiased(state.A, state.weight))
-        G = lift(moments.unbiased(state.G, state.weight))
-        A_inverse: Eigen | Array
-        G_inverse: Eigen | Array
-        if self.compute_method == "eigen":
-            A_inverse, G_inverse = _eigen(A, batch), _eigen(G, batch)
-        else:
-            damping_A, damping_G = split_damping(
-                _mean_eigenvalue(A, batch), _mean_eigenvalue(G, batch), damping
-            )
-            A_inverse = _inverse(A, damping_A, batch)
-            G_inverse = _inverse(G, damping_G, batch)
-        seen = state.weight > 0
-        succeeded = _finite(A_inverse, batch) & _finite(G_inverse, batch)
-        replace = seen & succeeded
-        failed = xp.astype(seen & ~succeeded, xp.int32)
-        return state._replace(
-            A_inverse=_where(replace, A_inverse, state.A_inverse),
-            G_inverse=_where(replace, G_inverse, state.G_inverse),
-            ready=state.ready | replace,
-            failures=state.failures + failed,
+        damping_A, damping_G = self.split_damping(
+            mean_eigenvalue(state.A),
+            mean_eigenvalue(state.G),
+            damping,
+            (state.A.average.shape[-1], state.G.average.shape[-1]),
+        )
+        return KFACState(
+            self.refresh_factor(state.A, damping_A), self.refresh_factor(state.G, damping_G)
         )
 
     def precondition(self, state: KFACState, gradient: Array, damping: Scalar) -> Array:
@@ -163,25 +148,181 @@ class KFAC:
 
         Args:
             gradient: (..., d_out, d_in).
-            damping: λ >= 0, used by 'eigen'.
+            damping: λ >= 0, used by 'eigen' and 'ekfac'.
+        """
+        return self.apply(state.A.inverse, state.G.inverse, state.ready, gradient, damping)
+
+    # ---- stacks of factors ---------------------------------------------------------------------
+
+    def init_factor(
+        self,
+        like: Array,
+        batch: tuple[int, ...],
+        side: int,
+        diagonal: bool = False,
+        inverse_like: Array | None = None,
+        *,
+        identity_start: bool = False,
+    ) -> Factor:
+        """A stack of factors without evidence, or with the identity as if it had been seen for ever.
+
+        Args:
+            side: n.
+            identity_start: start the running average from I without bias correction, as Pauloski et
+                al. 2020 (arXiv:2007.00784) do.
+        """
+        xp = array_namespace(like)
+        inverse_like = like if inverse_like is None else inverse_like
+        device = device_of(like)
+
+        def identity(dtype: Any) -> Array:
+            if diagonal:
+                return xp.ones((*batch, side), dtype=dtype, device=device)
+            eye = xp.zeros((*batch, side, side), dtype=dtype, device=device)
+            return eye + xp.eye(side, dtype=dtype, device=device)
+
+        average = identity(like.dtype)
+        weight = xp.ones(batch, dtype=lift(like).dtype, device=device)
+        inverse: Eigen | Array = identity(inverse_like.dtype)
+        if self.keeps_eigenbases:
+            ones = xp.ones((*batch, side), dtype=inverse_like.dtype, device=device)
+            inverse = Eigen(None if diagonal else inverse, ones)
+        return Factor(
+            average=average if identity_start else xp.zeros_like(average),
+            weight=weight if identity_start else xp.zeros_like(weight),
+            inverse=inverse,
+            ready=xp.zeros(batch, dtype=xp.bool, device=device),
+            failures=xp.zeros(batch, dtype=xp.int32, device=device),
+        )
+
+    def update_factor(self, factor: Factor, new: Array, seen: Array, factor_decay: Scalar) -> Factor:
+        """Average new second moments in, where `seen`."""
+        xp = array_namespace(factor.average)
+
+        def average(old: Array, new: Array) -> Array:
+            keep = xp.reshape(seen, (*seen.shape, *(1,) * (old.ndim - seen.ndim)))
+            return xp.where(keep, moments.update_average(old, new, factor_decay), old)
+
+        one = xp.zeros_like(factor.weight) + 1
+        return factor._replace(average=average(factor.average, new), weight=average(factor.weight, one))
+
+    def split_damping(
+        self, mean_A: Array, mean_G: Array, damping: Scalar, sizes: tuple[int, int]
+    ) -> tuple[Array, Array]:
+        """What to add to the diagonals of A and G before inversion; zero for eigenbases.
+
+        Where one side is a number the damping goes to the other, (A + λ/g I) g = A g + λ I, exactly;
+        else it is shared out by `damping.split_damping`.
+
+        Args:
+            mean_A, mean_G: (...,), mean eigenvalues.
+            damping: λ >= 0.
+            sizes: (d_in, d_out).
+        """
+        xp = array_namespace(mean_A)
+        if self.keeps_eigenbases:
+            return xp.zeros_like(mean_A), xp.zeros_like(mean_G)
+        shared = split_damping(mean_A, mean_G, damping)
+        if 1 not in sizes:
+            return shared
+        number = mean_G if sizes[1] == 1 else mean_A
+        usable = number > 0
+        whole = as_scalar(damping, number) / xp.where(usable, number, xp.zeros_like(number) + 1)
+        none = xp.zeros_like(number)
+        exact = (whole, none) if sizes[1] == 1 else (none, whole)
+        return xp.where(usable, exact[0], shared[0]), xp.where(usable, exact[1], shared[1])
+
+    def refresh_factor(
+        self, factor: Factor, damping: Scalar, *, warm: bool = False, boost: float = 0.0
+    ) -> Factor:
+        """Recompute inverses or eigenbases; see `refresh`.
+
+        Args:
+            damping: a number or (...,), added to the diagonals before inversion.
+            warm: eigenbases start from the ones before, which must be `ready`, and improve by one
+                orthogonal iteration (`linalg.warm_eigh`): cheaper, exact in the limit.
+            boost: more damping, in units of each factor's mean eigenvalue: for another try at a
+                factor that failed.
+        """
+        xp = array_namespace(factor.average)
+        batch = factor.weight.ndim
+        average = lift(moments.unbiased(factor.average, factor.weight))
+        extra = boost * _mean(average, batch) if boost else 0.0
+        inverse: Eigen | Array
+        if self.keeps_eigenbases:
+            inverse = _eigen(average, factor.inverse, batch, extra, warm)
+        else:
+            inverse = self._inverse(average, factor.inverse, batch, damping + extra)
+        seen = factor.weight > 0
+        succeeded = _finite(inverse, batch)
+        replace = seen & succeeded
+        return factor._replace(
+            inverse=_where(replace, inverse, factor.inverse),
+            ready=factor.ready | replace,
+            failures=factor.failures + xp.astype(seen & ~succeeded, xp.int32),
+        )
+
+    def apply(
+        self,
+        A: Eigen | Array,
+        G: Eigen | Array,
+        ready: Array,
+        gradient: Array,
+        damping: Scalar,
+        products: Array | None = None,
+    ) -> Array:
+        """`precondition` from inverses or eigenbases as such.
+
+        Args:
+            A, G: of `Factor.inverse`.
+            ready: (...,) bool.
+            products: (..., d_out, d_in), eigenvalues of the Kronecker product in place of d_G d_Aᵀ.
         """
         xp = array_namespace(gradient)
-        if self.compute_method == "eigen":
-            A, G = state.A_inverse, state.G_inverse
+        if self.keeps_eigenbases:
             assert isinstance(A, Eigen)
             assert isinstance(G, Eigen)
             x = xp.astype(gradient, lift(A.values).dtype)
             x = _rotate(G.vectors, x, A.vectors, back=False)
-            products = lift(G.values)[..., :, None] * lift(A.values)[..., None, :]
-            x = x * tikhonov(products, damping)
+            if products is None:
+                products = eigenvalue_products(A, G)
+            x = x * tikhonov(lift(products), damping)
             x = _rotate(G.vectors, x, A.vectors, back=True)
         else:
-            A, G = lift(state.A_inverse), lift(state.G_inverse)
+            A, G = lift(A), lift(G)
             x = xp.astype(gradient, A.dtype)
-            batch = state.weight.ndim
+            batch = gradient.ndim - 2
             x = G[..., :, None] * x if G.ndim == batch + 1 else xp.matmul(G, x)
             x = x * A[..., None, :] if A.ndim == batch + 1 else xp.matmul(x, A)
-        return xp.where(state.ready[..., None, None], xp.astype(x, gradient.dtype), gradient)
+        return xp.where(ready[..., None, None], xp.astype(x, gradient.dtype), gradient)
+
+    def _inverse(self, average: Array, old: Array, batch: int, damping: Scalar) -> Array:
+        if average.ndim == batch + 1:
+            xp = array_namespace(average)
+            damping = as_scalar(damping, average)
+            damped = average + (damping if isinstance(damping, float) else damping[..., None])
+            # A zero entry without damping has no inverse: NaN makes this refresh a failure.
+            return xp.where(damped > 0, 1 / xp.where(damped > 0, damped, damped * 0 + 1), float("nan"))
+        if self.compute_method == "newton_schulz":
+            return linalg.newton_schulz_inverse(average, damping, lift(old), self.iterations)
+        return linalg.damped_inverse(average, damping)
+
+
+def mean_eigenvalue(factor: Factor) -> Array:
+    """tr F / n of the unbiased averages: (...,), 0 without evidence."""
+    average = lift(moments.unbiased(factor.average, factor.weight))
+    return _mean(average, factor.weight.ndim)
+
+
+def eigenvalue_products(A: Eigen, G: Eigen) -> Array:
+    """d_G d_Aᵀ, the eigenvalues of A ⊗ G: (..., d_out, d_in)."""
+    return lift(G.values)[..., :, None] * lift(A.values)[..., None, :]
+
+
+def _mean(average: Array, batch: int) -> Array:
+    if average.ndim == batch + 1:
+        return array_namespace(average).mean(average, axis=-1)
+    return linalg.trace(average) / average.shape[-1]
 
 
 def _rotate(left: Array | None, x: Array, right: Array | None, *, back: bool) -> Array:
@@ -196,27 +337,17 @@ def _rotate(left: Array | None, x: Array, right: Array | None, *, back: bool) ->
     return x
 
 
-def _eigen(factor: Array, batch: int) -> Eigen:
-    xp = array_namespace(factor)
-    if factor.ndim == batch + 1:
-        return Eigen(None, xp.maximum(factor, xp.zeros_like(factor)))
-    values, vectors = linalg.eigh(factor)
+def _eigen(average: Array, old: Any, batch: int, extra: Scalar, warm: bool) -> Eigen:
+    xp = array_namespace(average)
+    if average.ndim == batch + 1:
+        return Eigen(None, xp.maximum(average, xp.zeros_like(average)))
+    if not isinstance(extra, float):
+        average = linalg.add_diagonal(average, extra)
+    if warm:
+        values, vectors = linalg.warm_eigh(average, lift(old.vectors))
+    else:
+        values, vectors = linalg.eigh(average)
     return Eigen(vectors, values)
-
-
-def _inverse(factor: Array, damping: Array, batch: int) -> Array:
-    if factor.ndim == batch + 1:
-        xp = array_namespace(factor)
-        damped = factor + xp.asarray(damping, dtype=factor.dtype)[..., None]
-        # A zero entry without damping has no inverse: NaN makes this refresh a failure.
-        return xp.where(damped > 0, 1 / xp.where(damped > 0, damped, damped * 0 + 1), float("nan"))
-    return linalg.damped_inverse(factor, damping)
-
-
-def _mean_eigenvalue(factor: Array, batch: int) -> Array:
-    if factor.ndim == batch + 1:
-        return array_namespace(factor).mean(factor, axis=-1)
-    return linalg.trace(factor) / factor.shape[-1]
 
 
 def _finite(inverse: Eigen | Array, batch: int) -> Array:

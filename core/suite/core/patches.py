@@ -66,6 +66,50 @@ def patches(
     return xp.reshape(rows, (groups, n * math.prod(out), width * len(slices)))
 
 
+def patches_at(
+    x: Array,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    dilation: Sequence[int],
+    groups: int,
+    chosen: Array,
+) -> Array:
+    """The rows of `patches` with the indices `chosen`, without making the others.
+
+    Args:
+        chosen: (rows,), integers in [0, n * places).
+
+    Returns:
+        (groups, rows, channels / groups * kernel places).
+    """
+    xp = array_namespace(x)
+    channels = x.shape[1]
+    out = [
+        output_size(*sides) for sides in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
+    ]
+    x = _pad(x, padding)
+    sizes = x.shape[2:]
+    # The flat position of each row's first kernel place, and from there of all others.
+    place, first, scale = chosen, chosen * 0, 1
+    for size, visited, s in reversed(list(zip(sizes, out, stride, strict=True))):
+        first = first + (place % visited) * (s * scale)
+        place, scale = place // visited, scale * size
+    volume = scale  # what is left of `place` is the example
+    offsets = []
+    for offset in itertools.product(*(range(k) for k in kernel)):
+        flat = 0
+        for start, d, size in zip(offset, dilation, sizes, strict=True):
+            flat = flat * size + start * d
+        offsets.append(flat)
+    # (n * volume, channels): one row of memory per position, channels together.
+    rows = xp.reshape(xp.moveaxis(x, 1, -1), (-1, channels))
+    base = place * volume + first
+    taken = [xp.take(rows, base + flat, axis=0) for flat in offsets]
+    stacked = xp.reshape(xp.stack(taken, axis=-1), (chosen.shape[0], groups, -1))
+    return xp.moveaxis(stacked, 1, 0)
+
+
 def output_rows(y: Array, groups: int = 1) -> Array:
     """(n, channels, *sizes) -> (groups, n * places, channels / groups), rows as in `patches`."""
     xp = array_namespace(y)

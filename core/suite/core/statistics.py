@@ -19,9 +19,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from suite.core import linalg
 from suite.core._namespace import Array, array_namespace, device_of, lift
 
 LossReduction = Literal["mean", "sum"]
+FactorScaling = Literal["fisher", "kfac_pytorch"]
 
 
 class LayerStatistics(NamedTuple):
@@ -59,8 +61,32 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
     return xp.concat([xp.concat([products, sums[:, None, :]], axis=-2), right], axis=-1)
 
 
+def unit_second_moment_sum(scales: Array, shifts: Array, both: bool) -> Array:
+    """Σ z zᵀ for every channel of a layer that scales and shifts each channel by itself.
+
+    Source: Amari et al. 2019 (arXiv:1808.07172), unit-wise Fisher; Osawa et al. 2019
+    (arXiv:1811.12019), section 4.2, for normalization layers.
+
+    Args:
+        scales: (rows, channels), each row's gradient by the scale.
+        shifts: (rows, channels), each row's gradient by the shift.
+        both: (channels, 2, 2) of z = (scale, shift); else the diagonal (1, channels) of the scales.
+    """
+    xp = array_namespace(scales)
+    scales, shifts = lift(scales), lift(shifts)
+    squares = xp.sum(scales * scales, axis=0)
+    if not both:
+        return squares[None, :]
+    cross, shifted = xp.sum(scales * shifts, axis=0), xp.sum(shifts * shifts, axis=0)
+    return xp.reshape(xp.stack([squares, cross, cross, shifted], axis=-1), (-1, 2, 2))
+
+
 def normalize(
-    statistics: LayerStatistics, terms: Array, loss_reduction: LossReduction
+    statistics: LayerStatistics,
+    terms: Array,
+    loss_reduction: LossReduction,
+    factor_scaling: FactorScaling = "fisher",
+    places: int = 1,
 ) -> tuple[Array, Array]:
     """Curvature factors (A, G) from raw sums: see the module's equation.
 
@@ -68,10 +94,69 @@ def normalize(
         statistics: sums of one layer; where `rows` is 0 the result is 0.
         terms: (), N, how many terms the loss averages or sums.
         loss_reduction: 'mean' or 'sum', what the loss does over its terms.
+        factor_scaling: 'kfac_pytorch' gives A = Σ a aᵀ / (R T²) and G = Σ g gᵀ / (R T²) instead, T the
+            positions of a convolution's output: what kfac-pytorch 0.4 computes, for its users' settings.
+        places: T.
     """
     xp = array_namespace(statistics.A)
     rows = xp.maximum(statistics.rows, xp.zeros_like(statistics.rows) + 1e-30)
+    if factor_scaling == "kfac_pytorch":
+        rows = rows * float(places) ** 2
+        G = statistics.G / xp.astype(rows, statistics.G.dtype)
+        return statistics.A / xp.astype(rows, statistics.A.dtype), G
     A = statistics.A / xp.astype(rows, statistics.A.dtype)
     if loss_reduction == "sum":
         return A, statistics.G
     return A, statistics.G * xp.astype(terms, statistics.G.dtype)
+
+
+def normalize_products(products: Array, terms: Array, loss_reduction: LossReduction) -> Array:
+    """Σ (Q_Gᵀ g)² ((Q_Aᵀ a)²)ᵀ in the units of A ⊗ G.
+
+    A is a mean over rows and G a sum; a sum over rows of their products needs no division.
+
+    Args:
+        products: (..., d_out, d_in), `ekfac.second_moment_in_basis`.
+        terms: (), N, how many terms the loss averages or sums.
+        loss_reduction: see `normalize`.
+    """
+    if loss_reduction == "sum":
+        return products
+    return products * array_namespace(products).astype(terms, products.dtype)
+
+
+def add_transposed(A: Array, G: Array, transposed_A: Array, transposed_G: Array) -> tuple[Array, Array]:
+    """One Kronecker product for a weight that is used both as W and as Wᵀ (a tied embedding).
+
+    The sum of two products is not a product. Each side becomes the mean of both uses' factors, scaled
+    to mean eigenvalue 1 and weighted by the use's share of the trace; the trace is kept.
+
+    Args:
+        A, G: (blocks, n, n) and (blocks, m, m), or their diagonals, of the use as W.
+        transposed_A, transposed_G: like G and like A, of the use as Wᵀ.
+    """
+    xp = array_namespace(A)
+    means = [_mean_diagonal(x) for x in (A, G, transposed_A, transposed_G)]
+    first, second = means[0] * means[1], means[2] * means[3]
+    share = first / _or_one(first + second)
+
+    def joined(one: Array, mean: Array, other: Array, other_mean: Array) -> Array:
+        shape = (-1, *(1,) * (one.ndim - 1))
+        left = xp.reshape(share / _or_one(mean), shape)
+        right = xp.reshape((1 - share) / _or_one(other_mean), shape)
+        return one * left + other * right
+
+    new_A = joined(A, means[0], transposed_G, means[3])
+    new_G = joined(G, means[1], transposed_A, means[2])
+    return new_A, new_G * xp.reshape(first + second, (-1, *(1,) * (new_G.ndim - 1)))
+
+
+def _mean_diagonal(x: Array) -> Array:
+    """(blocks, n, n) or (blocks, n) -> (blocks,)."""
+    xp = array_namespace(x)
+    return xp.mean(x, axis=-1) if x.ndim == 2 else linalg.trace(x) / x.shape[-1]
+
+
+def _or_one(x: Array) -> Array:
+    xp = array_namespace(x)
+    return xp.where(x > 0, x, xp.zeros_like(x) + 1)

@@ -142,8 +142,8 @@ def scale_by_kfac(
         new = []
         for old, of_layers in zip(olds, sums, strict=True):
             pairs = [_normalize(one, terms, loss_reduction) for one in of_layers]
-            A = jnp.concatenate([A.astype(old.A.dtype) for A, _ in pairs])
-            G = jnp.concatenate([G.astype(old.G.dtype) for _, G in pairs])
+            A = jnp.concatenate([A.astype(old.A.average.dtype) for A, _ in pairs])
+            G = jnp.concatenate([G.astype(old.G.average.dtype) for _, G in pairs])
             seen = jnp.concatenate([jnp.full(one.A.shape[0], one.rows > 0) for one in of_layers])
             new.append(rule.update(old, A, G, seen, factor_decay))
         return tuple(new)

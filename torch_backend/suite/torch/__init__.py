@@ -8,8 +8,23 @@ except ImportError as error:
         "or install this package with its extra `torch`"
     ) from error
 
+from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.schedules import precond_update_prob_schedule
 from suite.torch.kfac import KFAC, ComputeMethod, KFACPreconditioner
 from suite.torch.kron import Kron
+from suite.torch.recurrent import GRU, LSTM, RNN, replace_recurrent
 
-__all__ = ["KFAC", "ComputeMethod", "KFACPreconditioner", "Kron", "precond_update_prob_schedule"]
+__all__ = [
+    "GRU",
+    "KFAC",
+    "LSTM",
+    "RNN",
+    "Bernoulli",
+    "Categorical",
+    "ComputeMethod",
+    "Gaussian",
+    "KFACPreconditioner",
+    "Kron",
+    "precond_update_prob_schedule",
+    "replace_recurrent",
+]

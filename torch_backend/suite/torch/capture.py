@@ -1,21 +1,33 @@
 """K-FAC's statistics out of a model's forward and backward pass.
 
 A forward hook puts an identity behind a layer's output. Its backward rule passes the output's gradient
-on and returns Σ a aᵀ, Σ g gᵀ and the row count as the gradients of three inputs that nothing else uses
-(*slots*). Autograd adds them up like any other gradient: over micro-batches, over repeated uses of a
-layer, once under activation checkpointing, never in a forward pass without a backward one.
+on and returns Σ a aᵀ, Σ g gᵀ and counts as the gradients of inputs that nothing else uses (*slots*).
+Autograd adds them up like any other gradient: over micro-batches, over repeated uses of a layer, once
+under activation checkpointing, never in a forward pass without a backward one.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from suite.core.statistics import LayerStatistics, second_moment_sum
-from suite.torch.layers import Layer, LayerSpec, input_rows, output_rows
+from suite.core.noise import unit_noise
+from suite.core.statistics import LayerStatistics
+from suite.torch.free import FreeParameters, Watched
+from suite.torch.layers import Layer, Site
+from suite.torch.rows import Bases, LayerSpec, bag_second_moments, sums
+
+
+class Captured(NamedTuple):
+    """What one layer saw since it was last asked."""
+
+    main: LayerStatistics
+    transposed: LayerStatistics | None  # of uses as the transpose
+    positions: torch.Tensor  # (): of the layer's output
+    products: torch.Tensor | None  # (blocks, d_out, d_in), second moments in the eigenbasis
 
 
 class _Probe(torch.autograd.Function):
@@ -24,42 +36,54 @@ class _Probe(torch.autograd.Function):
         ctx: Any,
         y: torch.Tensor,
         x: torch.Tensor,
-        A: torch.Tensor,
+        A: torch.Tensor | None,
         G: torch.Tensor,
-        rows: torch.Tensor,
+        counts: torch.Tensor,
+        products: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        noise: torch.Tensor | None,
+        vectors_A: torch.Tensor | None,
+        vectors_G: torch.Tensor | None,
         spec: LayerSpec,
+        clock: CaptureClock | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        ctx.clock = clock
+        ctx.save_for_backward(x, scale, noise, vectors_A, vectors_G)
         ctx.spec = spec
-        ctx.dtype = A.dtype
+        ctx.dtype = G.dtype
         # An alias, not a view: an output that is a view of an input breaks in-place ops after it.
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        spec = ctx.spec
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            inputs = input_rows(x.to(ctx.dtype), spec)
-            A = second_moment_sum(inputs, diagonal=spec.diagonal[0], bias=spec.bias)
-            outputs = output_rows(gradient.to(ctx.dtype), spec)
-            G = second_moment_sum(outputs, diagonal=spec.diagonal[1])
-            rows = torch.full((), inputs.shape[1], dtype=torch.float32, device=x.device)
-        return gradient, None, A, G, rows, None
+        wanted = ctx.needs_input_grad
+        if not wanted[3] or (ctx.clock is not None and not ctx.clock.sampling):
+            return (gradient, *(None,) * 11)
+        x, scale, noise, vectors_A, vectors_G = ctx.saved_tensors
+        bases: Bases | None = (vectors_A, vectors_G) if wanted[5] else None
+        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+            g = gradient.to(ctx.dtype)
+            if scale is not None:
+                g = g * scale
+            if x.is_floating_point():
+                x = x.to(ctx.dtype)
+            A, G, counts, products = sums(ctx.spec, x, g, noise=noise, want_A=wanted[2], bases=bases)
+        return gradient, None, A, G, counts, products, *(None,) * 6
 
 
 class _Hook:
-    """The forward hook of one layer. A copy of the model gets an inert one."""
+    """A forward hook that belongs to one module. A copy of the model gets an inert one."""
 
-    def __init__(self, capture: LayerCapture, module: nn.Module) -> None:
+    def __init__(self, capture: Any, module: nn.Module, site: int = 0) -> None:
         self.capture = weakref.ref(capture)
         self.module = weakref.ref(module)
+        self.site = site
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         capture = self.capture()
         if capture is None or self.module() is not module:
             return None
-        return capture.observe(args[0] if args else kwargs.get("input"), output)
+        return capture.observe(self.site, args, kwargs, output)
 
     def __deepcopy__(self, memo: Any) -> _InertHook:
         return _InertHook()
@@ -74,54 +98,262 @@ class _InertHook:
 
 
 class LayerCapture:
-    """One layer's slots and hook."""
+    """One layer's slots and hooks."""
 
-    def __init__(self, layer: Layer, dtype: torch.dtype, clock: CaptureClock) -> None:
-        attached = [h for h in layer.module._forward_hooks.values() if isinstance(h, _Hook)]
-        if any(hook.capture() is not None for hook in attached):
-            raise ValueError(
-                f"layer {layer.name!r} already has a K-FAC attached: detach() that one first"
-            )
+    def __init__(self, layer: Layer, dtype: torch.dtype, clock: CaptureClock, stream: int) -> None:
         self.layer = layer
         self.clock = clock
-        blocks, device = layer.spec.groups, layer.weight.device
+        self.stream = stream  # of the noise that chooses rows
+        self.bases: Bases | None = None  # set to sum second moments in
+        self.input_of: LayerCapture | None = None  # whose A is this layer's, too
+        self.inputs: list[int] = []  # tokens of the inputs of this step's calls
+        self.last_input: Any = lambda: None
+        self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
+        self.dtype = dtype
+        self.A, self.G, self.counts = self._slots(layer.sizes, layer.diagonal)
+        self.transposed: tuple[torch.Tensor, ...] = ()
+        if any(site.transposed for site in layer.sites):
+            sizes, diagonal = layer.sizes[::-1], layer.diagonal[::-1]
+            self.transposed = self._slots(sizes, diagonal)
+        self.products = self._slot(layer.blocks, layer.sizes[1], layer.sizes[0])
+        self.sampled: dict[int, torch.Tensor] = {}  # by slot: of passes of our own
+        self.handles = []
+        if layer.spec.kind != "free":
+            for i, site in enumerate(layer.sites):
+                hook = _Hook(self, site.module, i)
+                handle = site.module.register_forward_hook(hook, with_kwargs=True)
+                self.handles.append(handle)
 
-        def slot(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            # Expanded from one number: only gradients take memory.
-            return torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
+    def _slot(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        # Expanded from one number: only gradients take memory.
+        zero = torch.zeros((), dtype=dtype or self.dtype, device=self.layer.device)
+        return zero.expand(shape).requires_grad_()
 
-        def factor_slot(side: int, diagonal: bool) -> torch.Tensor:
-            return slot(blocks, side) if diagonal else slot(blocks, side, side)
+    def _slots(
+        self, sizes: tuple[int, int], diagonal: tuple[bool, bool]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        blocks = self.layer.blocks
+        factors = [
+            self._slot(blocks, side) if d else self._slot(blocks, side, side)
+            for side, d in zip(sizes, diagonal, strict=True)
+        ]
+        return factors[0], factors[1], self._slot(2, dtype=torch.float32)
 
-        self.A = factor_slot(layer.sizes[0], layer.spec.diagonal[0])
-        self.G = factor_slot(layer.sizes[1], layer.spec.diagonal[1])
-        self.rows = slot(dtype=torch.float32)
-        hook = _Hook(self, layer.module)
-        self.handle = layer.module.register_forward_hook(hook, with_kwargs=True)
+    def slots(self) -> list[torch.Tensor]:
+        """All slots, in a fixed order."""
+        return [self.A, self.G, self.counts, *self.transposed, self.products]
 
-    def observe(self, x: Any, y: Any) -> Any:
+    def counted_slots(self) -> list[torch.Tensor]:
+        """The slots that grow with every backward pass, whatever its gradients."""
+        return [self.A, self.counts, *self.transposed[::2]]
+
+    def wanted(self, site: Site) -> bool:
+        return self.clock.wanted and site.owner.training and torch.is_grad_enabled()
+
+    def observe(self, index: int, args: Any, kwargs: Any, y: Any) -> Any:
         """Probe a call of the layer, if it is part of training and this step wants statistics."""
-        wanted = self.clock.wanted and self.layer.module.training
-        if not wanted or not isinstance(x, torch.Tensor) or not y.requires_grad:
+        site = self.layer.sites[index]
+        x = args[0] if args else kwargs.get("input")
+        if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.requires_grad:
             return None
+        spec = site.spec
         again = _in_backward()
-        self.clock.ran(self.layer, y, again)
-        if not again and not torch.compiler.is_compiling():
-            self._forget_what_was_discarded()
-        return _Probe.apply(y, x, self.A, self.G, self.rows, self.layer.spec)
+        with torch.no_grad():
+            x, scale = _prepared(site, x, y, args, kwargs)
+        self._note(site, x, y, again)
+        slots = self.transposed if site.transposed else (self.A, self.G, self.counts)
+        shared = self.input_of is not None and not site.transposed and self._has_input_of(x)
+        bases = None if site.transposed else self.bases
+        return _Probe.apply(
+            y,
+            x,
+            None if shared else slots[0],
+            slots[1],
+            slots[2],
+            None if bases is None else self.products,
+            scale,
+            self._noise(spec, y.device),
+            *(bases or (None, None)),
+            spec,
+            self.clock if self.clock.sampled else None,
+        )
+
+    def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
+        spec = site.spec
+        channels = self.layer.sizes[0 if site.transposed else 1] * spec.groups
+        if spec.kind == "transposed":
+            channels = y.shape[-1 - len(spec.kernel)]
+        elif spec.kind in ("norm", "bias"):
+            channels = y.shape[-1 if spec.channels_last else 1]
+        elif spec.kind in ("embedding", "bag"):
+            channels = y.shape[-1]
+        positions = y.numel() // channels
+        self.clock.ran(self.layer, positions, again)
+        if spec.kernel and y.ndim > 2:
+            self.shape_of_places = y[0, 0].numel() if y.ndim == len(spec.kernel) + 2 else y[0].numel()
+        if again or torch.compiler.is_compiling():
+            return
+        if self.clock.discovering:
+            self.inputs.append(self.clock.token(x))
+        self.last_input = weakref.ref(x)
+        self._forget_what_was_discarded()
+
+    def _has_input_of(self, x: torch.Tensor) -> bool:
+        """Whether this call's input is that of the layer whose A this layer shares."""
+        assert self.input_of is not None
+        if torch.compiler.is_compiling() or self.input_of.last_input() is x:
+            return not torch.compiler.is_compiling()
+        self.clock.strangers.add(self.layer.name)
+        return False
+
+    def _noise(self, spec: LayerSpec, device: torch.device) -> torch.Tensor | None:
+        """Uniform numbers that choose rows: from the step count, not from torch's generator."""
+        if not spec.max_rows:
+            return None
+        streams = torch.tensor([self.stream], dtype=torch.int32, device=device)
+        noise = unit_noise(streams, self.clock.count.to(device), (spec.max_rows,), torch.float32)
+        return (noise[0] / (2 * 3**0.5) + 0.5).clamp(0, 1 - 2**-24)
 
     def _forget_what_was_discarded(self) -> None:
         """Clearing the model's gradients, with whatever `zero_grad`, clears its statistics."""
-        if self.A.grad is not None and self.layer.weight.grad is None:
-            self.A.grad = self.G.grad = self.rows.grad = None
+        if self._sum(self.G) is not None and self.layer.weight.parameter.grad is None:
+            self.clear()
 
-    def take(self) -> LayerStatistics | None:
+    def clear(self) -> None:
+        self.sampled.clear()
+        for slot in self.slots():
+            slot.grad = None
+
+    def _sum(self, slot: torch.Tensor) -> torch.Tensor | None:
+        return self.sampled.get(id(slot)) if self.clock.sampled else slot.grad
+
+    def take(self) -> Captured | None:
         """What was summed since the last `take`; None if no backward pass went through the layer."""
-        A, G, rows = self.A.grad, self.G.grad, self.rows.grad
-        self.A.grad = self.G.grad = self.rows.grad = None
-        if A is None or G is None or rows is None:
-            return None
-        return LayerStatistics(A, G, rows)
+        A, G, counts = (self._sum(slot) for slot in (self.A, self.G, self.counts))
+        transposed = None
+        sums = [self._sum(slot) for slot in self.transposed]
+        if sums and sums[0] is not None and sums[1] is not None and sums[2] is not None:
+            transposed = LayerStatistics(sums[0], sums[1], sums[2][0])
+        products = self._sum(self.products)
+        self.clear()
+        if counts is None or G is None:
+            if transposed is None:
+                return None
+            counts, G = torch.zeros_like(self.counts), torch.zeros_like(self.G)
+        if A is None:
+            A = torch.zeros_like(self.A)
+        return Captured(LayerStatistics(A, G, counts[0]), transposed, counts[1], products)
+
+
+def _prepared(
+    site: Site, x: torch.Tensor, y: torch.Tensor, args: Any, kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What stands for the input in the sums, and what the output's gradient is multiplied with."""
+    module: Any = site.module
+    if site.spec.kind == "bag":
+        names = ("input", "offsets", "per_sample_weights")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return _bag(module, given["input"], given.get("offsets"), given.get("per_sample_weights")), None
+    if not site.scaling:
+        return x, None
+    channels_first = not isinstance(module, nn.Linear)
+    if site.scaling == "magnitude":
+        # y - b is the magnitude times what it scales.
+        magnitude = (
+            module.weight_g if hasattr(module, "weight_g") else module.parametrizations.weight.original0
+        )
+        shape = (-1, *(1,) * (y.ndim - 2)) if channels_first else (-1,)
+        shifted = y if module.bias is None else y - module.bias.reshape(shape)
+        return shifted / magnitude.reshape(shape), None
+    if site.scaling == "spectral_norm":
+        stack = module.parametrizations.weight
+        matrix = (
+            stack.original.flatten(1)
+            if stack[0].dim == 0
+            else stack.original.movedim(stack[0].dim, 0).flatten(1)
+        )
+        vector = stack[0]
+        if matrix.ndim > 1 and hasattr(vector, "_u"):
+            return x, 1 / torch.vdot(vector._u, torch.mv(matrix, vector._v))
+        return x, 1 / torch.linalg.vector_norm(matrix)
+    if site.scaling == "old_weight_norm":
+        magnitude, direction = module.weight_g, module.weight_v
+    else:
+        magnitude = module.parametrizations.weight.original0
+        direction = module.parametrizations.weight.original1
+    scale = (
+        magnitude / torch.linalg.vector_norm(direction.flatten(1), dim=1).reshape(magnitude.shape)
+    ).reshape(-1)
+    if channels_first:
+        scale = scale.reshape(-1, *(1,) * (y.ndim - 2))
+    return x, scale
+
+
+def _bag(
+    module: nn.EmbeddingBag, indices: torch.Tensor, offsets: Any, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """The second moments of a bag's input, see `rows.bag_second_moments`."""
+    flat = indices.reshape(-1)
+    if indices.ndim == 2:
+        count = indices.shape[0]
+        bags = torch.arange(count, device=flat.device).repeat_interleave(indices.shape[1])
+    else:
+        ends = offsets[1:] if not module.include_last_offset else offsets[1:-1]
+        count = len(ends) + 1
+        bags = torch.bucketize(torch.arange(len(flat), device=flat.device), ends, right=True)
+    dtype = torch.promote_types(module.weight.dtype, torch.float32)
+    share = torch.ones_like(flat, dtype=dtype) if weights is None else weights.reshape(-1).to(dtype)
+    if module.padding_idx is not None:
+        share = share * (flat != module.padding_idx)
+    if module.mode == "mean":
+        real = (
+            torch.ones_like(share)
+            if module.padding_idx is None
+            else (flat != module.padding_idx).to(dtype)
+        )
+        sizes = torch.zeros(count, dtype=dtype, device=flat.device).index_add_(0, bags, real)
+        share = share / sizes.clamp_(min=1)[bags]
+    return bag_second_moments(flat, bags, share, module.num_embeddings)
+
+
+class FreeCapture:
+    """Enters `FreeParameters` around the forward of a module with parameters of its own."""
+
+    def __init__(self, module: nn.Module, captures: list[LayerCapture]) -> None:
+        self.module = module
+        self.captures = captures
+        self.modes: list[FreeParameters | None] = []
+        self.handles = [
+            module.register_forward_pre_hook(_Enter(self, module)),
+            module.register_forward_hook(_Hook(self, module), with_kwargs=True, always_call=True),
+        ]
+
+    def enter(self) -> None:
+        mode = None
+        if self.captures[0].wanted(self.captures[0].layer.sites[0]):
+            mode = FreeParameters([self._watched(capture) for capture in self.captures])
+            mode.__enter__()
+        self.modes.append(mode)
+
+    def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
+        mode = self.modes.pop() if self.modes else None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+
+    def _watched(self, capture: LayerCapture) -> Watched:
+        parameter = capture.layer.weight.parameter
+        if not torch.compiler.is_compiling() and not _in_backward():
+            capture._forget_what_was_discarded()
+        slot = capture.A.reshape(parameter.shape)
+        clock = capture.clock if capture.clock.sampled else None
+        return Watched(parameter, slot, capture.G, capture.counts, clock)
+
+
+class _Enter(_Hook):
+    def __call__(self, module: nn.Module, args: Any) -> None:  # type: ignore[override]
+        capture = self.capture()
+        if capture is not None and self.module() is module:
+            capture.enter()
 
 
 class OutputWatch:
@@ -129,7 +361,7 @@ class OutputWatch:
 
     def __init__(self, module: nn.Module, channels: int, clock: CaptureClock) -> None:
         self.module, self.channels, self.clock = weakref.ref(module), channels, weakref.ref(clock)
-        self.handle = module.register_forward_hook(self)
+        self.handles = [module.register_forward_hook(self)]
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         clock = self.clock()
@@ -137,7 +369,7 @@ class OutputWatch:
             return
         wanted = clock.wanted and module.training and output.requires_grad
         if wanted and not _in_backward():
-            clock.last, clock.last_rows = None, output.numel() // self.channels
+            clock.last, clock.last_positions = None, output.numel() // self.channels
 
     def __deepcopy__(self, memo: Any) -> _InertHook:
         return _InertHook()
@@ -147,20 +379,39 @@ class OutputWatch:
 
 
 class CaptureClock:
-    """Shared by all layers of a model: whether statistics are wanted, and which layer ran last."""
+    """Shared by all layers of a model: whether statistics are wanted, and what ran."""
 
     def __init__(self) -> None:
         self.wanted = True
+        self.sampled = False  # statistics come from passes of our own (`fisher`) ...
+        self.sampling = False  # ... one of which is running
+        self.count = torch.zeros((), dtype=torch.int32)  # steps, for the noise that chooses rows
         self.last: str | None = None  # None: a layer that is not covered
-        self.last_rows = 0  # in its last call
-        self.rows: dict[str, int] = {}  # of covered layers, in their last call
+        self.last_positions = 0  # in its last call
+        self.positions: dict[str, int] = {}  # of covered layers, in their last call
+        self.discovering = True  # which layers read the same inputs
+        self.strangers: set[str] = set()  # layers that turned out not to
+        self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        self._next = 0
 
-    def ran(self, layer: Layer, output: torch.Tensor, again: bool) -> None:
+    def ran(self, layer: Layer, positions: int, again: bool) -> None:
         """A covered layer produced an output, possibly one that was made before."""
-        rows = output.numel() // (layer.sizes[1] * layer.spec.groups)
-        self.rows[layer.name] = rows
-        if not again:
-            self.last, self.last_rows = layer.name, rows
+        self.positions[layer.name] = positions
+        if not again and layer.layout not in ("unit", "vector", "bias"):
+            self.last, self.last_positions = layer.name, positions
+
+    def token(self, x: torch.Tensor) -> int:
+        """A number that is the same for the same tensor with the same content."""
+        known = self._tokens.get(id(x))
+        if known is not None and known[0]() is x and known[1] == x._version:
+            return known[2]
+        self._next += 1
+        self._tokens[id(x)] = (weakref.ref(x), x._version, self._next)
+        return self._next
+
+    def forget(self) -> None:
+        """Drop what `token` remembers."""
+        self._tokens.clear()
 
 
 def _in_backward() -> bool:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
 from torch import nn
 
+from suite.core import kfac as core_kfac
 from suite.core.checks import check_choice, check_integer, check_number
+from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.routing import Routing
 from suite.torch.checks import check_dtype
+from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.kfac_engine import KFACEngine
+from suite.torch.layers import FoundLayers
 
 Schedule: TypeAlias = float | Callable[[int], float]
 
 
 class ComputeMethod(enum.Enum):
-    """How the preconditioner is applied; the strings 'eigen' and 'inverse' do as well."""
+    """How the preconditioner is applied; the strings do as well."""
 
     EIGEN = "eigen"
     INVERSE = "inverse"
+    NEWTON_SCHULZ = "newton_schulz"
+    EKFAC = "ekfac"
 
 
 class KFAC(torch.optim.Optimizer):
@@ -38,10 +44,12 @@ class KFAC(torch.optim.Optimizer):
         >>> kfac.step()
         >>> kfac.zero_grad()
 
-    Linear and Conv1d-3d layers are preconditioned (`print(kfac.routing())`); every other parameter
-    keeps its gradient. Statistics are taken from forward passes in training mode with gradients, on
-    steps t with t % factor_update_steps == 0. A step whose gradients or statistics are not all finite
-    changes nothing: gradients are set to None, `skipped_steps` goes up, and a RuntimeWarning says so.
+    Linear, convolution (transposed too), embedding and normalization layers, nn.MultiheadAttention,
+    `suite.torch`'s recurrent layers and parameters that modules use by themselves are preconditioned;
+    `print(kfac.routing())` says how, and which keep their gradient and why. Statistics are taken from
+    forward passes in training mode with gradients, on steps t with t % factor_update_steps == 0. A step
+    whose gradients or statistics are not all finite changes nothing: gradients are set to None,
+    `skipped_steps` goes up, and a RuntimeWarning says so.
 
     Args:
         model: the model; its layers get forward hooks until `detach()`.
@@ -53,7 +61,26 @@ class KFAC(torch.optim.Optimizer):
         kl_clip: bound of lr² Σ⟨direction, gradient⟩; None switches clipping off.
         lr: the learning rate in that bound. Default: the optimizer's for each parameter, or 0.1
             without one.
-        compute_method: 'eigen' or 'inverse', see `suite.core.kfac.KFAC`.
+        compute_method: 'eigen', 'inverse', 'newton_schulz' or 'ekfac', see `suite.core.kfac.KFAC`.
+        compute_eigenvalue_outer_product: of 'eigen': keep d_G d_Aᵀ between refreshes, of the size of the
+            gradient, and save an outer product a step. Damping is added at every step, so a schedule
+            takes effect at once.
+        warm_start: of eigenbases: start from the last one, a QR instead of a full eigendecomposition.
+        fisher: 'empirical': of the gradients of the loss; 'mc': of targets drawn from the model's
+            predictive distribution; 'type-2': exactly that distribution's, by one backward pass for
+            each output coordinate. The last two run backward passes of their own, for statistics only.
+        likelihood: what the outputs mean, for 'mc' and 'type-2': a `Categorical`, `Bernoulli` or
+            `Gaussian`, or such a name in lower case.
+        output_of: picks the tensor that `likelihood` is about from what the model returns.
+        fisher_samples: how many targets 'mc' draws.
+        seed: of the noise behind 'mc' and `max_rows`.
+        weight_sharing: 'expand' takes every position (token, pixel) as a row, 'reduce' every example,
+            with averaged inputs and summed gradients (Eschenhagen et al. 2023, arXiv:2311.00636); or a
+            dict from class names, such as {'Conv2d': 'reduce'}.
+        max_rows: statistics of linear and convolution layers from a random subset of at most so many
+            rows of each call, scaled to be unbiased; None: all rows.
+        factor_scaling: 'fisher', or 'kfac_pytorch' for that package's numbers: its layers (Linear and
+            Conv2d), its scaling, its running averages started at the identity, its undivided damping.
         skip_layers: regular expressions; layers whose name or class name one of them matches (by
             `re.search`), and all inside them, are left alone.
         factor_dtype: dtype of the running averages; default: the parameter's, at least float32.
@@ -63,6 +90,9 @@ class KFAC(torch.optim.Optimizer):
         grad_scaler: the GradScaler of mixed-precision training, or a function that returns the scale of
             the loss: statistics are taken of scaled gradients and have to be unscaled. Gradients must be
             unscaled before `step()`: `scaler.unscale_(optimizer)`, or `scaler.step(kfac)`.
+        symmetry_aware, update_factors_in_hook, compute_factor_in_hook, accumulation_steps: of
+            kfac-pytorch, without effect in one process: factors are always averaged in `step()` from
+            everything since the last one, however many backward passes that was.
 
     The first six and lr take a number or a function of the step count.
 
@@ -86,12 +116,26 @@ class KFAC(torch.optim.Optimizer):
         kl_clip: Schedule | None = 0.001,
         lr: Schedule | None = None,
         compute_method: ComputeMethod | str = ComputeMethod.EIGEN,
+        compute_eigenvalue_outer_product: bool = False,
+        warm_start: bool = False,
+        fisher: str = "empirical",
+        likelihood: Likelihood | str | None = None,
+        output_of: Callable[[Any], torch.Tensor] | None = None,
+        fisher_samples: int = 1,
+        seed: int = 0,
+        weight_sharing: str | Mapping[str, str] = "expand",
+        max_rows: int | None = None,
+        factor_scaling: str = "fisher",
         skip_layers: Sequence[str] | None = None,
         factor_dtype: torch.dtype | None = None,
         inv_dtype: torch.dtype | None = None,
         max_factor_size: int = 8192,
         loss_reduction: str = "mean",
         grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
+        symmetry_aware: bool = False,
+        update_factors_in_hook: bool = True,
+        compute_factor_in_hook: bool = True,
+        accumulation_steps: int = 1,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -103,10 +147,33 @@ class KFAC(torch.optim.Optimizer):
         if isinstance(compute_method, ComputeMethod):
             method = compute_method.value
         else:
-            check_choice("compute_method", compute_method, ("eigen", "inverse", "EIGEN", "INVERSE"))
+            names = tuple(member.value for member in ComputeMethod)
+            check_choice("compute_method", compute_method, (*names, *map(str.upper, names)))
             method = compute_method.lower()
         check_integer("max_factor_size", max_factor_size, at_least=1)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        check_choice("fisher", fisher, ("empirical", "mc", "type-2"))
+        check_choice("factor_scaling", factor_scaling, ("fisher", "kfac_pytorch"))
+        check_integer("fisher_samples", fisher_samples, at_least=1)
+        check_integer("seed", seed, at_least=0)
+        check_integer("accumulation_steps", accumulation_steps, at_least=1)
+        if max_rows is not None:
+            check_integer("max_rows", max_rows, at_least=1)
+        kinds = weight_sharing if isinstance(weight_sharing, Mapping) else {"": weight_sharing}
+        for kind, value in kinds.items():
+            check_choice(f"weight_sharing[{kind!r}]" if kind else "weight_sharing", value, _SHARINGS)
+        for name, flag in (
+            ("compute_eigenvalue_outer_product", compute_eigenvalue_outer_product),
+            ("warm_start", warm_start),
+            ("symmetry_aware", symmetry_aware),
+            ("update_factors_in_hook", update_factors_in_hook),
+            ("compute_factor_in_hook", compute_factor_in_hook),
+        ):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be True or False, got {flag!r}")
+        likelihood = _likelihood(likelihood, fisher)
+        if factor_scaling == "kfac_pytorch" and method == "ekfac":
+            raise ValueError("compute_method must not be 'ekfac' with factor_scaling='kfac_pytorch'")
         check_dtype("factor_dtype", factor_dtype)
         check_dtype("inv_dtype", inv_dtype)
         if grad_scaler is not None and not (
@@ -127,19 +194,60 @@ class KFAC(torch.optim.Optimizer):
             if not callable(value):
                 _check(name, value)
         self._base: torch.optim.Optimizer | None = None
+        found = FoundLayers(
+            model,
+            skip_layers=list(skip_layers or ()),
+            max_factor_size=max_factor_size,
+            weight_sharing=weight_sharing,
+            max_rows=max_rows or 0,
+            only=(nn.Linear, nn.Conv2d) if factor_scaling == "kfac_pytorch" else None,
+        )
         self._engine = KFACEngine(
             model,
-            compute_method=method,  # type: ignore[arg-type]
-            skip_layers=list(skip_layers or ()),
+            rule=core_kfac.KFAC(method),  # type: ignore[arg-type]
+            found=found,
             factor_dtype=factor_dtype,
             inv_dtype=inv_dtype,
-            max_factor_size=max_factor_size,
             loss_reduction=loss_reduction,  # type: ignore[arg-type]
+            factor_scaling=factor_scaling,  # type: ignore[arg-type]
+            outer_product=compute_eigenvalue_outer_product,
+            warm_start=warm_start,
+            seed=seed,
         )
-        covered = [
-            p for layer in self._engine.layers for p in (layer.weight, layer.bias) if p is not None
-        ]
-        super().__init__(covered, {})
+        self._sampler: FisherSampler | None = None
+        if likelihood is not None:
+            self._sampler = FisherSampler(
+                model,
+                self._engine,
+                fisher=fisher,  # type: ignore[arg-type]
+                likelihood=likelihood,
+                output_of=output_of or _itself,
+                samples=fisher_samples,
+                seed=seed,
+                loss_scale=self._loss_scale,
+            )
+        self._settings = {
+            "compute_method": method,
+            "compute_eigenvalue_outer_product": compute_eigenvalue_outer_product,
+            "warm_start": warm_start,
+            "fisher": fisher,
+            "likelihood": likelihood,
+            "output_of": output_of,
+            "fisher_samples": fisher_samples,
+            "seed": seed,
+            "weight_sharing": weight_sharing,
+            "max_rows": max_rows,
+            "factor_scaling": factor_scaling,
+            "skip_layers": skip_layers,
+            "factor_dtype": factor_dtype,
+            "inv_dtype": inv_dtype,
+            "max_factor_size": max_factor_size,
+            "loss_reduction": loss_reduction,
+            "grad_scaler": grad_scaler,
+            **self._hyperparameters,
+        }
+        covered = {id(p): p for layer in self._engine.layers for p in layer.parameters()}
+        super().__init__(list(covered.values()), {})
         self._base = optimizer
         self._steps = 0
         self._skipped_steps = 0
@@ -189,6 +297,20 @@ class KFAC(torch.optim.Optimizer):
             _check(name, value)
         return value
 
+    def set_hyperparameter(self, name: str, value: Any) -> None:
+        """Give a hyperparameter a new value, from the next step on.
+
+        Raises:
+            ValueError: an unknown name, a value out of range, or a hyperparameter that was given as a
+                function of the step count, which would overrule the value.
+        """
+        check_choice("name", name, tuple(self._hyperparameters))
+        if callable(self._hyperparameters[name]):
+            raise ValueError(f"{name} was given as a function of the step count and cannot be set")
+        _check(name, value)
+        self._hyperparameters[name] = value
+        self._set_clock()
+
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -215,12 +337,14 @@ class KFAC(torch.optim.Optimizer):
         kl_clip = self.hyperparameter("kl_clip")
         lr_of = self._lr_of()
         taken = self._engine.take_statistics(self._loss_scale())
+        if self._sampler is not None:
+            self._sampler.forget()
         parameters = self._parameters()
         if self._engine.finite(parameters, taken):
             if self._steps % factor_update_steps == 0:
                 self._engine.update(taken, factor_decay)
             if self._steps % inv_update_steps == 0:
-                self._engine.refresh(damping)
+                self._engine.refresh(damping, self._steps)
             self._engine.precondition(damping, kl_clip, lr_of)
             if self._base is not None:
                 self._base.step()
@@ -235,8 +359,13 @@ class KFAC(torch.optim.Optimizer):
                 RuntimeWarning,
                 stacklevel=3,
             )
-        self._engine.clock.wanted = self._steps % self.hyperparameter("factor_update_steps") == 0
+        self._set_clock()
         return loss
+
+    def _set_clock(self) -> None:
+        """Whether the coming step wants statistics, and its number for the noise."""
+        self._engine.clock.wanted = self._steps % self.hyperparameter("factor_update_steps") == 0
+        self._engine.clock.count.fill_(self._steps)
 
     def _parameters(self) -> list[torch.Tensor]:
         """The model's parameters as they are now, and whatever else the base optimizer moves."""
@@ -244,11 +373,10 @@ class KFAC(torch.optim.Optimizer):
         own = [*self._engine.model.parameters(), *(p for group in groups for p in group["params"])]
         return list({id(p): p for p in own}.values())
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a KFAC cannot be copied or pickled, its model's hooks belong to it: make a new one on the "
-            "copied model and load this one's state_dict()"
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy is a new KFAC on the copied model, whose hooks do not come along.
+        state = self.state_dict()["kfac"]
+        return _rebuilt, (type(self), self._engine.model, self._base, self._settings, state)
 
     def _loss_scale(self) -> float:
         if self._grad_scaler is None:
@@ -273,33 +401,72 @@ class KFAC(torch.optim.Optimizer):
         """What happens to every parameter of the model and why; prints as a table."""
         return self._engine.current_routing()
 
+    def memory_plan(self) -> dict[str, int]:
+        """Bytes that K-FAC's own state will take: {'factors': ..., 'inverses': ...}.
+
+        Nothing is allocated before the first step. Layers that turn out to read the same input then
+        share a factor, and take less than planned.
+        """
+        return self._engine.memory_plan()
+
     def memory_usage(self) -> dict[str, int]:
         """Bytes of K-FAC's own state: {'factors': ..., 'inverses': ...}."""
         return self._engine.memory_usage()
 
+    @torch.no_grad()
+    def metrics(self) -> dict[str, Any]:
+        """Plain numbers about the last step for any logger. Computed when asked, which takes a while.
+
+        Keys: 'steps', 'skipped_steps', 'damping', 'kl_clip_coefficient', 'steps_since_refresh' (how
+        stale the inverses are), 'retries' (factorizations that another try saved), and 'layers', by name:
+        'condition_A', 'condition_G', 'failures_A', 'failures_G', 'ready', and 'update_to_weight', the
+        norm of what is in the gradient now (after `step`: the direction) over the weight's.
+        """
+        engine = self._engine.metrics(self.hyperparameter("damping"), self._steps)
+        return {"steps": self._steps, "skipped_steps": self._skipped_steps, **engine}
+
     def detach(self) -> None:
         """Take all hooks off the model. The factors stay; no further statistics arrive."""
         self._engine.detach()
+        if self._sampler is not None:
+            self._sampler.detach()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(
+        self, *, include_factors: bool = True, include_inverses: bool = True
+    ) -> dict[str, Any]:
         """Everything a resumed run needs: plain numbers and tensors, by layer name under 'kfac'.
 
         With a base optimizer its 'state' and 'param_groups' are there as well.
+
+        Args:
+            include_factors: the running averages.
+            include_inverses: what was computed from them. Without it a resumed run computes inverses
+                from the averages as saved, which is the same run only where they were due.
         """
         numbers = {k: v for k, v in self._hyperparameters.items() if not callable(v)}
         kfac = {
-            "version": 1,
+            "version": 2,
             "compute_method": self._engine.rule.compute_method,
             "steps": self._steps,
             "skipped_steps": self._skipped_steps,
+            "refreshed_at": self._engine.refreshed_at,
+            "draws": 0 if self._sampler is None else self._sampler.draws,
             "hyperparameters": numbers,
-            "layers": self._engine.state_dict(),
+            "layers": self._engine.state_dict(
+                include_factors=include_factors, include_inverses=include_inverses
+            ),
+            "inputs": self._engine.sharing(),
         }
         base = self._base.state_dict() if self._base is not None else {}
         return {**base, "kfac": kfac}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any], compute_inverses: bool = True) -> None:
         """Take over a `state_dict()`.
+
+        Args:
+            state_dict: from `state_dict()`.
+            compute_inverses: where it has factors without inverses, compute them now.
 
         Raises:
             ValueError: layers that do not fit, by name; nothing has changed then.
@@ -307,26 +474,34 @@ class KFAC(torch.optim.Optimizer):
         if "kfac" not in state_dict:
             raise ValueError(f"state_dict must have a 'kfac' entry, got keys {sorted(state_dict)}")
         kfac = state_dict["kfac"]
-        if kfac["version"] != 1:
-            raise ValueError(f"state_dict version must be 1, got {kfac['version']!r}")
+        if kfac["version"] != 2:
+            raise ValueError(f"state_dict version must be 2, got {kfac['version']!r}")
         if kfac["compute_method"] != self._engine.rule.compute_method:
             raise ValueError(
                 f"compute_method of the state_dict must be {self._engine.rule.compute_method!r}, "
                 f"got {kfac['compute_method']!r}"
             )
-        before = list(self._engine.states)
-        self._engine.load_state_dict(kfac["layers"])
+        before = self._engine.snapshot()
+        self._engine.load_state_dict(kfac["layers"], kfac["inputs"])
         if self._base is not None:
             try:
                 self._base.load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
             except Exception:
-                self._engine.states = before
+                self._engine.rewind(before)
                 raise
+        self._load_counts(kfac)
+        if compute_inverses and not self._engine.has_inverses(kfac["layers"]):
+            self._engine.refresh(self.hyperparameter("damping"), self._steps)
+
+    def _load_counts(self, kfac: dict[str, Any]) -> None:
         for name, value in kfac["hyperparameters"].items():
             if not callable(self._hyperparameters[name]):
                 self._hyperparameters[name] = value
         self._steps, self._skipped_steps = kfac["steps"], kfac["skipped_steps"]
-        self._engine.clock.wanted = self._steps % self.hyperparameter("factor_update_steps") == 0
+        self._engine.refreshed_at = kfac["refreshed_at"]
+        if self._sampler is not None:
+            self._sampler.draws = kfac["draws"]
+        self._set_clock()
 
     def __repr__(self) -> str:
         settings = {
@@ -341,6 +516,34 @@ class KFAC(torch.optim.Optimizer):
 
 
 KFACPreconditioner = KFAC
+
+
+def _rebuilt(kind: type[KFAC], model: Any, base: Any, settings: Any, state: Any) -> KFAC:
+    made = kind(model, base, **settings)
+    made._engine.load_state_dict(state["layers"], state["inputs"])
+    made._load_counts(state)
+    return made
+
+
+def _itself(output: Any) -> Any:
+    return output
+
+
+_SHARINGS = ("expand", "reduce")
+_LIKELIHOODS = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
+
+
+def _likelihood(given: Likelihood | str | None, fisher: str) -> Likelihood | None:
+    """The likelihood of a Fisher that needs one, else None."""
+    if given is not None and not isinstance(given, (Categorical, Bernoulli, Gaussian)):
+        check_choice("likelihood", given, tuple(_LIKELIHOODS))
+        given = _LIKELIHOODS[given]()
+    if fisher == "empirical":
+        if given is not None:
+            raise ValueError("likelihood must be None with fisher='empirical', which has no use for it")
+    elif given is None:
+        raise ValueError(f"likelihood must be given with fisher={fisher!r}, got None")
+    return given
 
 
 def _check(name: str, value: Any) -> None:

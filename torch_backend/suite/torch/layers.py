@@ -1,197 +1,617 @@
-"""Which layers K-FAC preconditions, and how each becomes rows and a gradient matrix."""
+"""Which parameters K-FAC preconditions, in which blocks, and where each block's products can be seen."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from suite.core import patches
 from suite.core.routing import Route, Routing, describe_factors
+from suite.torch.attention import Attention
+from suite.torch.recurrent import GRU, LSTM, RNN, Product
+from suite.torch.rows import LayerSpec
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_BATCH_NORMS, *_INSTANCE_NORMS)
+_KINDS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED, nn.Embedding, nn.EmbeddingBag, *_NORMS)
+_RECURRENT = (RNN, LSTM, GRU)
+_HIDDEN = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.SyncBatchNorm)
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
+_WRAPPERS = re.compile(
+    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)"
+)
+
+Layout = Literal["matrix", "transposed", "table", "unit", "vector", "bias"]
 
 
-class LayerSpec(NamedTuple):
-    """What turns a layer's tensors into rows: plain values, so that `torch.compile` can trace it."""
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A parameter, or some rows of it."""
 
-    groups: int
-    bias: bool  # whether inputs get a coordinate 1 for the bias
-    diagonal: tuple[bool, bool]  # of (A, G)
-    kernel: tuple[int, ...]  # () for a dense layer
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    padding_mode: str
+    parameter: nn.Parameter
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.stop is None:
+            return tuple(self.parameter.shape)
+        return (self.stop - self.start, *self.parameter.shape[1:])
+
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of these rows, in its own storage."""
+        gradient = self.parameter.grad
+        if gradient is None or self.stop is None:
+            return gradient
+        return gradient[self.start : self.stop]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A module whose forward calls show a layer's input and output."""
+
+    module: nn.Module
+    owner: nn.Module  # its `training` says whether the call is part of training
+    spec: LayerSpec
+    transposed: bool = False  # the weight is used as its transpose
+    scaling: str = ""  # how a parametrized weight depends on the layer's: 'weight_norm', ...
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
-    """One preconditioned layer: `spec.groups` blocks with factors of sides (d_in, d_out)."""
+    """`blocks` blocks with factors of sides (d_in, d_out), over one weight and perhaps its bias."""
 
     name: str
-    module: nn.Module
-    weight: nn.Parameter
-    bias: nn.Parameter | None  # None when it has none or it is frozen
+    weight: Piece
+    bias: Piece | None
+    layout: Layout
+    blocks: int
     sizes: tuple[int, int]
-    spec: LayerSpec
+    diagonal: tuple[bool, bool]
+    sites: tuple[Site, ...]
+
+    @property
+    def spec(self) -> LayerSpec:
+        return self.sites[0].spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.parameter.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.parameter.device
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [piece.parameter for piece in (self.weight, self.bias) if piece is not None]
 
     def gradient_matrix(self) -> torch.Tensor:
-        """(groups, d_out, d_in): the weight's gradient, the bias's as its last column."""
-        assert self.weight.grad is not None
-        groups = self.spec.groups
-        matrix = self.weight.grad.reshape(groups, self.sizes[1], -1)
-        if self.bias is not None and self.bias.grad is not None:
-            column = self.bias.grad.reshape(groups, self.sizes[1], 1)
+        """(blocks, d_out, d_in): the weight's gradient, the bias's as its last column."""
+        weight = self.weight.grad()
+        assert weight is not None
+        bias = self.bias.grad() if self.bias is not None else None
+        if self.layout == "unit":
+            second = torch.zeros_like(weight) if bias is None else bias.to(weight.dtype)
+            return torch.stack([weight.reshape(-1), second.reshape(-1)], dim=-1)[:, None, :]
+        if self.layout == "vector":
+            return weight.reshape(1, 1, -1)
+        if self.layout == "bias":
+            return weight.reshape(1, -1, 1)
+        if self.layout == "table":
+            return weight.mT[None]
+        if self.layout == "transposed":
+            return weight.reshape(self.blocks, self.sizes[0], self.sizes[1]).mT
+        matrix = weight.reshape(self.blocks, self.sizes[1], -1)
+        if bias is not None:
+            column = bias.reshape(self.blocks, self.sizes[1], 1)
             matrix = torch.cat([matrix, column.to(matrix.dtype)], dim=-1)
-        elif self.spec.bias:
+        elif matrix.shape[-1] < self.sizes[0]:
             matrix = torch.cat([matrix, torch.zeros_like(matrix[..., :1])], dim=-1)
         return matrix
 
     def write_gradient(self, matrix: torch.Tensor) -> None:
-        """Put (groups, d_out, d_in) into the gradients' own storage."""
-        assert self.weight.grad is not None
-        width = matrix.shape[-1] - self.spec.bias
-        self.weight.grad.copy_(matrix[..., :width].reshape(self.weight.shape))
-        if self.bias is not None and self.bias.grad is not None:
-            self.bias.grad.copy_(matrix[..., -1].reshape(self.bias.shape))
+        """Put (blocks, d_out, d_in) into the gradients' own storage."""
+        weight = self.weight.grad()
+        assert weight is not None
+        bias = self.bias.grad() if self.bias is not None else None
+        if self.layout == "unit":
+            weight.copy_(matrix[:, 0, 0].reshape(weight.shape))
+            if bias is not None:
+                bias.copy_(matrix[:, 0, 1].reshape(bias.shape))
+            return
+        if self.layout in ("table", "transposed"):
+            weight.copy_(matrix.mT.reshape(weight.shape))
+            return
+        width = weight.numel() // (self.blocks * self.sizes[1]) if self.layout == "matrix" else None
+        weight.copy_(matrix[..., :width].reshape(weight.shape))
+        if bias is not None:
+            bias.copy_(matrix[..., -1].reshape(bias.shape))
 
 
-def input_rows(x: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
-    """(groups, rows, d_in without bias) of a layer's input."""
-    if not spec.kernel:
-        return x.reshape(1, -1, x.shape[-1])
-    if x.ndim == len(spec.kernel) + 1:  # no batch axis
-        x = x[None]
-    padding = spec.padding
-    if spec.padding_mode != "zeros":
-        # functional.pad takes the last axis first
-        flat = [side for pair in reversed(padding) for side in pair]
-        x = nn.functional.pad(x, flat, mode=spec.padding_mode)
-        padding = ((0, 0),) * len(padding)
-    return patches.patches(x, spec.kernel, spec.stride, padding, spec.dilation, spec.groups)
+def plain_name(name: str) -> str:
+    """A module's or parameter's name without the parts that wrappers put into it."""
+    return _WRAPPERS.sub("", name).lstrip(".")
 
 
-def output_rows(gradient: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
-    """(groups, rows, d_out) of the gradient of a layer's output."""
-    if not spec.kernel:
-        return gradient.reshape(1, -1, gradient.shape[-1])
-    if gradient.ndim == len(spec.kernel) + 1:
-        gradient = gradient[None]
-    return patches.output_rows(gradient, spec.groups)
+class FoundLayers:
+    """All blocks of a model that K-FAC covers, and the treatment of every parameter.
 
+    Args:
+        skip_layers: regular expressions for names and class names.
+        weight_sharing: 'expand' or 'reduce', or which of them for which class name.
+        only: the kinds of modules to cover; default: all known ones, and free parameters.
+    """
 
-def find_layers(
-    model: nn.Module, skip_layers: Sequence[str], max_factor_size: int
-) -> tuple[list[Layer], Routing]:
-    """All layers of `model` that K-FAC covers, and the treatment of every parameter."""
-    patterns = [re.compile(pattern) for pattern in skip_layers]
-    owners: dict[int, list[str]] = {}
-    for module_name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(module_name)
-    layers: list[Layer] = []
-    routes: dict[int, Route] = {}
-    skipped: set[str] = set()
-    attention: set[str] = set()
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        if isinstance(module, nn.MultiheadAttention) or (name and parent in attention):
-            attention.add(name)
-        if (name and parent in skipped) or any(
-            p.search(name) or p.search(type(module).__name__) for p in patterns
-        ):
-            skipped.add(name)
-        own = dict(module.named_parameters(recurse=False))
-        if not own:
-            continue
-        reason = _why_not(name, module, own, owners, skipped, attention)
-        shared = "bias" in own and len(owners[id(own["bias"])]) > 1
-        layer = None if reason else _make_layer(name, module, max_factor_size, shared)
-        if layer is not None:
-            layers.append(layer)
-        for key, parameter in own.items():
-            if id(parameter) in routes:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        skip_layers: Sequence[str] = (),
+        max_factor_size: int = 8192,
+        weight_sharing: str | Mapping[str, str] = "expand",
+        max_rows: int = 0,
+        only: tuple[type[nn.Module], ...] | None = None,
+    ) -> None:
+        self.layers: list[Layer] = []
+        self.attentions: list[Attention] = []
+        self.free: dict[nn.Module, list[Layer]] = {}  # by the module whose forward uses them
+        self._patterns = [re.compile(pattern) for pattern in skip_layers]
+        self._max_factor_size = max_factor_size
+        self._weight_sharing = weight_sharing
+        self._max_rows = max_rows
+        self._only = only
+        self._reasons: dict[int, str] = {}
+        self._by_weight: dict[int, int] = {}  # parameter -> its layer's place in `layers`
+        self._names: dict[int, str] = {}
+        self._owners: dict[int, list[str]] = {}
+        strip = model.named_parameters(remove_duplicate=False)
+        for full, parameter in strip:
+            self._names.setdefault(id(parameter), plain_name(full))
+            self._owners.setdefault(id(parameter), []).append(plain_name(full).rpartition(".")[0])
+        self._walk(model)
+        self.routing = self._routes(model)
+
+    # ---- the walk ------------------------------------------------------------------------------
+
+    def _walk(self, model: nn.Module) -> None:
+        skipped: set[str] = set()
+        claimed: set[nn.Module] = set()  # by a module around them that runs them itself
+        parents: dict[str, nn.Module] = {}
+        for raw, module in model.named_modules():
+            name = plain_name(raw)
+            parent = raw.rpartition(".")[0]
+            around = parents.get(parent)
+            parents[raw] = around if isinstance(module, _CONTAINERS) and around is not None else module
+            if raw and parent in skipped or self._is_skipped(name, module):
+                skipped.add(raw)
+                self._say(module, "named by skip_layers")
                 continue
-            full = f"{name}.{key}" if name else key
-            shape = tuple(parameter.shape)
-            if layer is not None and (parameter is layer.weight or parameter is layer.bias):
-                factors = describe_factors(layer.sizes, layer.spec.diagonal)
-                if layer.spec.groups > 1:
-                    factors = f"{layer.spec.groups} x ({factors})"
-                large = any(layer.spec.diagonal)
-                why = type(module).__name__
-                why += f"; a side above max_factor_size={max_factor_size} is diagonal" if large else ""
-                routes[id(parameter)] = Route(full, shape, "kfac", factors, why)
-            elif not parameter.requires_grad:
-                routes[id(parameter)] = Route(full, shape, "frozen", "", "requires_grad is False")
-            else:
-                why = reason or "its layer's weight is preconditioned without it"
-                routes[id(parameter)] = Route(full, shape, "plain", "", why)
-    return layers, Routing(tuple(routes.values()))
+            if module in claimed:
+                continue
+            if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+                raise ValueError(
+                    f"layer {name!r} is lazy and has no shape yet: run one forward pass before "
+                    "attaching K-FAC"
+                )
+            own = {k: p for k, p in module.named_parameters(recurse=False)}
+            if self._only is not None and own and type(module) not in self._only:
+                kind = type(module).__name__
+                self._say(module, f"{kind} is not a kind of layer that kfac-pytorch covers")
+            elif isinstance(module, nn.MultiheadAttention):
+                self._attention(name, module)
+                claimed.add(module.out_proj)
+            elif isinstance(module, _RECURRENT):
+                self._recurrent(name, module)
+            elif nn.utils.parametrize.is_parametrized(module) or hasattr(module, "weight_v"):
+                self._parametrized(name, module, own)
+                claimed |= (
+                    set(module.parametrizations.modules())
+                    if hasattr(module, "parametrizations")
+                    else set()
+                )  # type: ignore[union-attr]
+            elif isinstance(module, _KINDS):
+                self._module(name, module, own)
+            elif isinstance(module, _HIDDEN):
+                self._say(module, _why_hidden(module))
+            elif own:
+                self._free_parameters(name, parents[raw], own)
 
+    def _is_skipped(self, name: str, module: nn.Module) -> bool:
+        kind = type(module).__name__
+        return any(p.search(name) or p.search(kind) for p in self._patterns)
 
-def _why_not(
-    name: str,
-    module: nn.Module,
-    own: dict[str, nn.Parameter],
-    owners: dict[int, list[str]],
-    skipped: set[str],
-    attention: set[str],
-) -> str:
-    """Why a module with parameters keeps its plain gradient; '' if K-FAC covers it."""
-    kind = next((k for k in (nn.Linear, *_CONVOLUTIONS) if isinstance(module, k)), None)
-    if name in skipped:
-        return "named by skip_layers"
-    if kind is None:
-        return f"{type(module).__name__} is not a kind of layer K-FAC covers here"
-    if name in attention:
-        return "nn.MultiheadAttention reads this weight without calling the layer"
-    if type(module).forward is not kind.forward:
-        return f"{type(module).__name__} has a forward of its own"
-    if "weight" not in own:
-        return f"the weight of this {kind.__name__} is computed (parametrized), not a parameter"
-    weight = own["weight"]
-    if isinstance(weight, nn.parameter.UninitializedParameter):
-        raise ValueError(
-            f"layer {name!r} is lazy and has no shape yet: run one forward pass before attaching K-FAC"
+    def _module(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
+        """One module of a known kind."""
+        kind = next(k for k in _KINDS if isinstance(module, k))
+        if type(module).forward is not kind.forward:
+            self._say(module, f"{type(module).__name__} has a forward of its own")
+            return
+        weight, bias = own.get("weight"), own.get("bias")
+        if weight is None:
+            return
+        reason = _why_not(weight)
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            reason = reason or _why_not_embedding(name, module)
+        if reason:
+            self._say(module, reason)
+            if bias is not None and not _why_not(bias):
+                self._bias(name, module, bias, isinstance(module, (nn.Linear, nn.LayerNorm)))
+            return
+        spec = self._spec(module, weight, bias)
+        shared = bias is not None and len(set(self._owners[id(bias)])) > 1
+        with_bias = bias is not None and bias.requires_grad and not shared and not _why_not(bias)
+        if isinstance(module, _TRANSPOSED):
+            self._add(name, Piece(weight), None, "transposed", Site(module, module, spec))
+            if with_bias:
+                assert bias is not None
+                self._bias(name, module, bias, channels_last=False)
+            return
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            self._add(name, Piece(weight), None, "table", Site(module, module, spec))
+            return
+        spec = spec._replace(bias=with_bias)
+        layout: Layout = "matrix"
+        if isinstance(module, _NORMS):
+            layout = "unit" if with_bias else "vector"
+        piece = Piece(bias) if with_bias and bias is not None else None
+        self._add(name, Piece(weight), piece, layout, Site(module, module, spec))
+        if bias is not None and not with_bias and not shared and not _why_not(bias):
+            self._bias(name, module, bias, isinstance(module, (nn.Linear, nn.LayerNorm)))
+
+    def _spec(self, module: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None) -> LayerSpec:
+        reduce = self._reduces(module)
+        if isinstance(module, nn.Linear):
+            return LayerSpec("dense", reduce=reduce, max_rows=self._max_rows)
+        if isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED)):
+            return LayerSpec(
+                "transposed" if isinstance(module, _TRANSPOSED) else "convolution",
+                groups=module.groups,
+                kernel=tuple(module.kernel_size),
+                stride=tuple(module.stride),
+                padding=_padding(module),
+                dilation=tuple(module.dilation),
+                padding_mode=module.padding_mode,
+                reduce=reduce,
+                max_rows=self._max_rows,
+            )
+        if isinstance(module, nn.Embedding):
+            padding = -1 if module.padding_idx is None else module.padding_idx
+            rows = module.num_embeddings
+            return LayerSpec("embedding", padding_index=padding, norm_size=rows)
+        if isinstance(module, nn.EmbeddingBag):
+            return LayerSpec("bag", norm_size=module.num_embeddings)
+        return _norm_spec(module, reduce)
+
+    def _reduces(self, module: nn.Module) -> bool:
+        if isinstance(self._weight_sharing, str):
+            return self._weight_sharing == "reduce"
+        return self._weight_sharing.get(type(module).__name__, "expand") == "reduce"
+
+    def _bias(self, name: str, module: nn.Module, bias: nn.Parameter, channels_last: bool) -> None:
+        spec = LayerSpec("bias", channels_last=channels_last, reduce=self._reduces(module))
+        if id(bias) not in self._by_weight:
+            self._add(_join(name, "bias"), Piece(bias), None, "bias", Site(module, module, spec))
+
+    def _attention(self, name: str, module: nn.MultiheadAttention) -> None:
+        """The four products of nn.MultiheadAttention, which its own forward does not show."""
+        if type(
+            module
+        ).forward is not nn.MultiheadAttention.forward or nn.utils.parametrize.is_parametrized(module):
+            self._say(module, f"{type(module).__name__} has a forward of its own")
+            return
+        attention = Attention(module)
+        self.attentions.append(attention)
+        for key, weight, bias, start, stop in attention.products():
+            pieces = weight, bias
+            if weight is None or _why_not(weight):
+                continue
+            piece = Piece(weight, start, stop)
+            bias_piece = None
+            if bias is not None and bias.requires_grad:
+                out = piece.shape[0]
+                at = {"q": 0, "k": out, "v": 2 * out}.get(key) if key != "out" else None
+                bias_piece = Piece(bias) if at is None else Piece(bias, at, at + out)
+            del pieces
+            spec = LayerSpec(
+                "dense",
+                bias=bias_piece is not None,
+                max_rows=self._max_rows,
+                reduce=self._reduces(module),
+            )
+            inner = "out_proj" if key == "out" else f"in_proj.{key}"
+            site = Site(attention.product(key), module, spec)
+            self._add(_join(name, inner), piece, bias_piece, "matrix", site)
+        for key in ("bias_k", "bias_v"):
+            parameter = getattr(module, key)
+            if parameter is not None:
+                self._free_parameters(name, module, {key: parameter})
+
+    def _recurrent(self, name: str, module: nn.Module) -> None:
+        """The products of a recurrent module that is written out."""
+        for product in module.modules():
+            if not isinstance(product, Product):
+                continue
+            weight = module.get_parameter(product.weight_name)
+            bias = module.get_parameter(product.bias_name) if product.bias_name else None
+            if _why_not(weight):
+                continue
+            with_bias = bias is not None and bias.requires_grad
+            spec = LayerSpec("dense", bias=with_bias, max_rows=self._max_rows)
+            piece = Piece(bias) if bias is not None and with_bias else None
+            site = Site(product, module, spec)
+            self._add(_join(name, product.weight_name), Piece(weight), piece, "matrix", site)
+
+    def _parametrized(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
+        """weight_norm and spectral_norm of a known layer: see `Site.scaling`."""
+        direction, magnitude, scaling = _parametrization(module)
+        reason = "its weight is computed by a parametrization that K-FAC does not know"
+        if not isinstance(module, (nn.Linear, *_CONVOLUTIONS)) or direction is None:
+            self._say(module, reason, recurse=True)
+            return
+        bias = own.get("bias")
+        spec = self._spec(module, direction, bias)
+        with_bias = bias is not None and bias.requires_grad
+        spec = spec._replace(bias=with_bias)
+        if not _why_not(direction):
+            piece = Piece(bias) if bias is not None and with_bias else None
+            site = Site(module, module, spec, scaling=scaling)
+            self._add(name, Piece(direction), piece, "matrix", site)
+        if magnitude is not None and not _why_not(magnitude):
+            last = isinstance(module, nn.Linear)
+            spec = LayerSpec("norm", channels_last=last, diagonal=(True, False))
+            site = Site(module, module, spec, scaling="magnitude")
+            self._add(_join(name, "magnitude"), Piece(magnitude), None, "vector", site)
+
+    def _free_parameters(self, name: str, user: nn.Module, own: dict[str, nn.Parameter]) -> None:
+        """Parameters that a module's own forward uses: seen through `free.FreeParameters`."""
+        for key, parameter in own.items():
+            reason = _why_not(parameter)
+            if reason or any(p.search(_join(name, key)) for p in self._patterns):
+                self._reasons.setdefault(id(parameter), reason or "named by skip_layers")
+                continue
+            if id(parameter) in self._by_weight:
+                continue
+            spec = LayerSpec("free", diagonal=(True, False))
+            site = Site(user, user, spec)
+            self._add(_join(name, key), Piece(parameter), None, "vector", site)
+            self.free.setdefault(user, []).append(self.layers[-1])
+
+    # ---- blocks --------------------------------------------------------------------------------
+
+    def _add(self, name: str, weight: Piece, bias: Piece | None, layout: Layout, site: Site) -> None:
+        """A new block, or another use of the weight of one."""
+        place = self._by_weight.get(id(weight.parameter))
+        if place is not None and weight.stop is None:
+            self._tie(place, name, bias, layout, site)
+            return
+        spec = site.spec
+        shape = weight.shape
+        count = math.prod(shape)
+        blocks, sizes = 1, (count, 1)
+        if layout == "matrix":
+            blocks = spec.groups
+            sizes = (count // shape[0] + spec.bias, shape[0] // blocks)
+        elif layout == "transposed":
+            blocks = spec.groups
+            sizes = (shape[0] // blocks, count // shape[0])
+        elif layout == "table":
+            sizes = shape  # type: ignore[assignment]
+        elif layout == "unit":
+            blocks, sizes = count, (2, 1)
+        elif layout == "bias":
+            sizes = (1, count)
+        limit = self._max_factor_size
+        diagonal = (
+            sizes[0] > limit or layout in ("table", "vector"),
+            sizes[1] > limit,
         )
-    if not weight.requires_grad:
-        return "the layer's weight is frozen"
-    if weight.numel() == 0:
+        site = replace(site, spec=spec._replace(diagonal=diagonal))
+        layer = Layer(name, weight, bias, layout, blocks, sizes, diagonal, (site,))
+        self._by_weight.setdefault(id(weight.parameter), len(self.layers))
+        self.layers.append(layer)
+
+    def _tie(self, place: int, name: str, bias: Piece | None, layout: Layout, site: Site) -> None:
+        """A weight in a second place: one block, whose statistics add up."""
+        layer = self.layers[place]
+        spec = site.spec._replace(diagonal=(), bias=False)
+        alike = layout == layer.layout and spec == layer.spec._replace(diagonal=(), bias=False)
+        if not alike and {layout, layer.layout} != {"matrix", "table"}:
+            self._reasons[id(layer.weight.parameter)] = "its weight is used by layers of different kinds"
+            return
+        same = bias is not None and layer.bias is not None and bias.parameter is layer.bias.parameter
+        if not same and layer.layout != "unit":
+            # A bias that is not all uses' has a block of its own.
+            self._split_bias(place)
+            layer = self.layers[place]
+            site = replace(site, spec=site.spec._replace(bias=False))
+            if bias is not None:
+                self._bias(name, site.module, bias.parameter, isinstance(site.module, nn.Linear))
+        if alike:
+            site = replace(site, spec=layer.spec)
+            self.layers[place] = replace(layer, sites=(*layer.sites, site))
+        else:
+            self._tie_table(place, layout, site)
+
+    def _split_bias(self, place: int) -> None:
+        layer = self.layers[place]
+        if layer.bias is None:
+            return
+        self.layers[place] = replace(
+            layer,
+            bias=None,
+            sizes=(layer.sizes[0] - 1, layer.sizes[1]),
+            sites=tuple(replace(s, spec=s.spec._replace(bias=False)) for s in layer.sites),
+        )
+        module = layer.sites[0].module
+        self._bias(layer.name, module, layer.bias.parameter, isinstance(module, nn.Linear))
+
+    def _tie_table(self, place: int, layout: Layout, site: Site) -> None:
+        """An embedding whose table is a linear layer's weight: the block is the linear layer's."""
+        layer = self.layers[place]
+        dense = site if layout == "matrix" else next(s for s in layer.sites if s.spec.kind == "dense")
+        rows, width = layer.weight.parameter.shape
+        wide = width > self._max_factor_size
+        # The side of the table's rows is diagonal, because the lookups' is.
+        known = [s for s in (*layer.sites, site) if s is not dense]
+        dense = replace(dense, spec=dense.spec._replace(diagonal=(wide, True), bias=False))
+        others = [
+            replace(s, spec=dense.spec)
+            if s.spec.kind == "dense"
+            else replace(s, spec=s.spec._replace(diagonal=(True, wide)), transposed=True)
+            for s in known
+        ]
+        self.layers[place] = Layer(
+            layer.name,
+            layer.weight,
+            None,
+            "matrix",
+            1,
+            (width, rows),
+            (wide, True),
+            (dense, *others),
+        )
+
+    # ---- the report ----------------------------------------------------------------------------
+
+    def _say(self, module: nn.Module, reason: str, *, recurse: bool = False) -> None:
+        for parameter in module.parameters(recurse=recurse):
+            self._reasons.setdefault(id(parameter), reason)
+
+    def _routes(self, model: nn.Module) -> Routing:
+        used: dict[int, list[Layer]] = {}
+        self.layers = [
+            layer
+            for layer in self.layers
+            if self._reasons.get(id(layer.weight.parameter)) is None or layer.weight.stop is not None
+        ]
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                used.setdefault(id(parameter), []).append(layer)
+        routes = []
+        for full, parameter in model.named_parameters():
+            name, shape = plain_name(full), tuple(parameter.shape)
+            layers = used.get(id(parameter))
+            if layers:
+                routes.append(Route(name, shape, "kfac", _factors(layers), self._why(layers)))
+            elif not parameter.requires_grad:
+                routes.append(Route(name, shape, "frozen", "", "requires_grad is False"))
+            else:
+                reason = self._reasons.get(
+                    id(parameter), "its layer's weight is preconditioned without it"
+                )
+                routes.append(Route(name, shape, "plain", "", reason))
+        return Routing(tuple(routes))
+
+    def _why(self, layers: list[Layer]) -> str:
+        layer = layers[0]
+        site = layer.sites[0]
+        kind = "free parameter" if site.spec.kind == "free" else type(site.owner).__name__
+        words = [kind]
+        if layer.layout == "unit":
+            words.append("a 2x2 block for each unit")
+        elif layer.layout == "vector":
+            words.append("diagonal")
+        if len(layer.sites) > 1:
+            words.append(f"one block for {len(layer.sites)} uses")
+        if site.spec.reduce:
+            words.append("one row an example (reduce)")
+        if site.scaling:
+            words.append(site.scaling.replace("_", " "))
+        large = max(layer.sizes) > self._max_factor_size and layer.layout in ("matrix", "transposed")
+        if large:
+            words.append(f"a side above max_factor_size={self._max_factor_size} is diagonal")
+        return "; ".join(words)
+
+
+def _norm_spec(module: nn.Module, reduce: bool) -> LayerSpec:
+    """The spec of a normalization layer."""
+    eps = module.eps
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        norm = "layer" if isinstance(module, nn.LayerNorm) else "rms"
+        size = len(module.normalized_shape)
+        return LayerSpec("norm", norm=norm, norm_size=size, eps=eps, reduce=reduce)
+    if isinstance(module, nn.GroupNorm):
+        groups = module.num_groups
+        return LayerSpec(
+            "norm", norm="group", norm_size=groups, eps=eps, channels_last=False, reduce=reduce
+        )
+    norm = "batch" if isinstance(module, _BATCH_NORMS) else "instance"
+    return LayerSpec("norm", norm=norm, eps=eps, channels_last=False, reduce=reduce)
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def _why_not(parameter: nn.Parameter) -> str:
+    """Why a parameter cannot be preconditioned; '' if it can."""
+    if not parameter.requires_grad:
+        return "frozen"
+    if parameter.numel() == 0:
         return "empty"
-    if weight.is_complex():
+    if parameter.is_complex():
         return "complex parameters are not covered"
-    others = [owner for owner in owners[id(weight)] if owner != name]
-    if others:
-        return f"its weight is shared with {', '.join(repr(o) for o in others)}"
     return ""
 
 
-def _make_layer(name: str, module: nn.Module, max_factor_size: int, bias_is_shared: bool) -> Layer:
-    weight = module.get_parameter("weight")
-    bias = module._parameters.get("bias")
-    bias = bias if bias is not None and bias.requires_grad and not bias_is_shared else None
-    groups = 1
-    kernel: tuple[int, ...] = ()
-    stride: tuple[int, ...] = ()
-    dilation: tuple[int, ...] = ()
-    padding: tuple[tuple[int, int], ...] = ()
-    mode = "zeros"
-    if isinstance(module, _CONVOLUTIONS):
-        groups, mode = module.groups, module.padding_mode
-        kernel, stride = tuple(module.kernel_size), tuple(module.stride)
-        dilation = tuple(module.dilation)
-        padding = _padding(module)
-    d_out = weight.shape[0] // groups
-    d_in = weight.numel() // weight.shape[0] + (bias is not None)
-    diagonal = (d_in > max_factor_size, d_out > max_factor_size)
-    spec = LayerSpec(groups, bias is not None, diagonal, kernel, stride, padding, dilation, mode)
-    return Layer(name, module, weight, bias, (d_in, d_out), spec)
+def _why_not_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> str:
+    if module.sparse:
+        raise ValueError(
+            f"layer {name!r} has sparse gradients (sparse=True), which K-FAC cannot precondition: "
+            "use sparse=False, or name it in skip_layers"
+        )
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq makes its gradient another loss's"
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        return "a maximum over a bag is no product"
+    return ""
+
+
+def _why_hidden(module: nn.Module) -> str:
+    if isinstance(module, nn.RNNBase):
+        kind = type(module).__name__
+        return f"nn.{kind} hides its steps: use suite.torch.{kind}, or replace_recurrent(model)"
+    return f"{type(module).__name__} is not a kind of layer K-FAC covers"
+
+
+def _parametrization(
+    module: nn.Module,
+) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
+    """(what has the weight's shape, the magnitudes, how they scale) of a known parametrization."""
+    if hasattr(module, "weight_v") and hasattr(module, "weight_g"):  # nn.utils.weight_norm
+        return module.weight_v, module.weight_g, "old_weight_norm"  # type: ignore[return-value]
+    parametrizations: Any = getattr(module, "parametrizations", None)
+    if parametrizations is None or set(parametrizations) != {"weight"}:
+        return None, None, ""
+    stack = parametrizations["weight"]
+    kind = type(stack[0]).__name__ if len(stack) == 1 else ""
+    if kind == "_WeightNorm":
+        return stack.original1, stack.original0, "weight_norm"
+    if kind == "_SpectralNorm":
+        return stack.original, None, "spectral_norm"
+    return None, None, ""
+
+
+def _factors(layers: list[Layer]) -> str:
+    described = []
+    for layer in layers:
+        text = describe_factors(layer.sizes, layer.diagonal)
+        if layer.layout in ("vector", "bias"):
+            text = describe_factors((max(layer.sizes),), (any(layer.diagonal),))
+        elif layer.layout == "unit":
+            text = "2x2"
+        described.append(f"{layer.blocks} x ({text})" if layer.blocks > 1 else text)
+    if len(described) > 1 and len(set(described)) == 1:
+        return f"{len(described)} x ({described[0]})"
+    return "; ".join(described)
 
 
 def _padding(module: nn.Module) -> tuple[tuple[int, int], ...]:

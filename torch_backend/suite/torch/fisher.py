@@ -1,0 +1,129 @@
+"""Statistics of the model's own predictive distribution: Monte Carlo and exact Fisher.
+
+When the loss's backward pass reaches the model's output, a pass of our own goes first: gradients of sampled (or of
+all) log-likelihoods by the output, back to the slots of `capture` alone. Weight gradients are not
+computed in it, and the loss's own gradients leave no statistics.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
+from suite.core.noise import unit_noise
+from suite.torch.capture import _Hook, _in_backward
+from suite.torch.kfac_engine import KFACEngine
+
+FisherType = Literal["empirical", "mc", "type-2"]
+Likelihood = Categorical | Bernoulli | Gaussian
+
+
+class FisherSampler:
+    """Runs statistics-only backward passes from the model's output."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: KFACEngine,
+        *,
+        fisher: FisherType,
+        likelihood: Likelihood,
+        output_of: Callable[[Any], torch.Tensor],
+        samples: int,
+        seed: int,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.captures, self.clock = engine.captures, engine.clock
+        self.fisher, self.likelihood, self.output_of = fisher, likelihood, output_of
+        self.samples, self.seed, self.loss_scale = samples, seed, loss_scale
+        self.mean = engine.loss_reduction == "mean"
+        # Held here and not by their hooks: an output whose hook holds it is never freed.
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._forwards = 0
+        self.draws = 0  # so far: the noise's step count, part of a checkpoint
+        self.clock.sampled = True
+        hook = _Hook(self, model)
+        self.handles = [model.register_forward_hook(hook, with_kwargs=True)]
+
+    def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
+        """Wait for the gradient of this forward pass's output."""
+        model = self.model()
+        wanted = self.clock.wanted and torch.is_grad_enabled()
+        if model is None or not model.training or not wanted or _in_backward():
+            return
+        f = self.output_of(output)
+        if not isinstance(f, torch.Tensor):
+            kind = type(f).__name__
+            raise TypeError(
+                f"the model's output must be a tensor for fisher={self.fisher!r}, got {kind}: "
+                "give output_of=, a function that picks the tensor the likelihood is about"
+            )
+        if f.requires_grad:
+            number = self._forwards
+            self._forwards += 1
+            self._waiting[number] = f
+            f.register_hook(lambda gradient: self._sample(number))
+
+    def forget(self) -> None:
+        """Give up on forward passes whose loss was never differentiated."""
+        self._waiting.clear()
+
+    def detach(self) -> None:
+        """Take the hook off the model."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _sample(self, number: int) -> None:
+        f = self._waiting.pop(number, None)
+        if f is None or not self.clock.wanted or self.clock.sampling:
+            return
+        slots = [slot for capture in self.captures for slot in capture.slots()]
+        columns = self.likelihood.columns(tuple(f.shape))
+        count = self.samples if self.fisher == "mc" else columns
+        outputs = f.detach()
+        terms = outputs.numel() / columns
+        scale = self.loss_scale() / (terms if self.mean else 1.0)
+        self.clock.sampling = True
+        try:
+            for i in range(count):
+                gradient = self._gradient(outputs, i) * scale
+                found = torch.autograd.grad(
+                    [f], slots, [gradient.to(f.dtype)], retain_graph=True, allow_unused=True
+                )
+                self._add(found, count)
+        finally:
+            self.clock.sampling = False
+
+    def _gradient(self, outputs: torch.Tensor, index: int) -> torch.Tensor:
+        if self.fisher == "type-2":
+            column: torch.Tensor = self.likelihood.square_root(outputs, index)
+            return column
+        shape = self.likelihood.noise_shape(tuple(outputs.shape))
+        stream = torch.tensor([self.seed], dtype=torch.int32, device=outputs.device)
+        dtype = torch.promote_types(outputs.dtype, torch.float32)
+        noise = unit_noise(stream, self.draws, shape, dtype)[0]
+        self.draws += 1
+        uniform = (noise / (2 * 3**0.5) + 0.5).clamp(0, 1 - 2**-24)
+        sampled: torch.Tensor = self.likelihood.sample_gradient(outputs, uniform)
+        return sampled
+
+    def _add(self, found: tuple[torch.Tensor | None, ...], count: int) -> None:
+        """Sums of one pass of `count`: means over samples, sums over columns."""
+        at = 0
+        for capture in self.captures:
+            slots = capture.slots()
+            outer = 1.0 / count if self.fisher == "mc" else 1.0
+            for slot, gradient in zip(slots, found[at : at + len(slots)], strict=True):
+                if gradient is None:
+                    continue
+                counted = any(slot is s for s in capture.counted_slots())
+                gradient = gradient * (1.0 / count if counted else outer)
+                known = capture.sampled.get(id(slot))
+                capture.sampled[id(slot)] = gradient if known is None else known + gradient
+            at += len(slots)

@@ -1,0 +1,138 @@
+"""Parameters that a module uses in its own forward: scales, shifts, tokens, positions, matrices.
+
+No layer computes with them, so no hook sees their products. While such a module runs, a torch function
+mode watches for the operations below with one of its parameters, or a view of one, as an operand and
+puts a probe behind each. What is summed are the squares of every row's gradient by the parameter: the
+diagonal of its Fisher block. The sums arrive as the gradient of a *slot* of the parameter's shape; what
+the module does to view the parameter is done to the slot, so that autograd takes them home.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+T = torch.Tensor
+
+_SUM = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__, torch.sub, T.sub, T.__sub__,
+        T.__rsub__, torch.rsub, T.sub_, T.__isub__}  # fmt: skip
+_PRODUCT = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
+_COPY = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
+_MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
+_CAST = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T.clone}
+_VIEW = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
+         torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
+         torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
+
+
+class Watched(NamedTuple):
+    """A parameter, or a view of one, and where its sums go."""
+
+    tensor: T  # kept alive: it is known by its identity
+    slot: T  # of the same shape
+    ones: T  # (1, 1, 1), the slot of G
+    counts: T  # (2,), the slot of the counts
+    clock: Any = None  # says when statistics are taken, where not in every backward pass
+
+
+class FreeParameters(TorchFunctionMode):
+    """Puts a probe behind every use of the watched parameters that is understood."""
+
+    def __init__(self, watched: list[Watched]) -> None:
+        super().__init__()
+        self.watched = {id(one.tensor): one for one in watched}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = function(*args, **kwargs)
+        if not isinstance(output, T) or not output.requires_grad:
+            return output
+        for place, operand in enumerate(args[:3]):
+            watched = self.watched.get(id(operand)) if isinstance(operand, T) else None
+            if watched is None:
+                continue
+            if function in _VIEW and place == 0:
+                slot = function(watched.slot, *args[1:], **kwargs)
+                self.watched[id(output)] = watched._replace(tensor=output, slot=slot)
+            elif function in _CAST and place == 0:
+                self.watched[id(output)] = watched._replace(tensor=output)
+            elif not kwargs:
+                output = _probed(function, output, args, place, watched)
+        return output
+
+
+def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -> T:
+    """`output`, with a probe behind it if this use is understood."""
+    others = [x for i, x in enumerate(args[:2]) if i != place and isinstance(x, T)]
+    shape = watched.slot.shape
+    kind, other = "", None
+    if function in _SUM or (function in _COPY and place == 0 and _broadcasts(shape, output.shape)):
+        kind = "sum"
+    elif function in _PRODUCT and len(others) == 1:
+        kind, other = "product", others[0]
+    elif function is F.linear and place == 1 and len(shape) == 2:
+        kind, other = "linear", args[0]
+    elif function is F.linear and place == 2:
+        kind = "sum"
+    elif function in _MATRIX and len(others) == 1 and min(len(shape), others[0].ndim) >= 2:
+        kind, other = ("right" if place == 1 else "left"), others[0]
+        if function is T.__rmatmul__:
+            kind = "left" if place == 1 else "right"
+    if not kind:
+        return output
+    slots = watched.slot, watched.ones, watched.counts
+    return _FreeProbe.apply(output, other, *slots, kind, watched.clock)
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    """Whether only axes of length 1, or new ones in front, grew."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return all(mine in (1, theirs) for mine, theirs in pairs)
+
+
+class _FreeProbe(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y: T, other: T | None, slot: T, ones: T, counts: T, kind: str, clock: Any
+    ) -> T:
+        ctx.save_for_backward(other)
+        ctx.kind, ctx.shape, ctx.dtype, ctx.clock = kind, slot.shape, slot.dtype, clock
+        return y.detach()  # an alias, see capture._Probe
+
+    @staticmethod
+    def backward(ctx: Any, gradient: T) -> Any:
+        if not ctx.needs_input_grad[2] or (ctx.clock is not None and not ctx.clock.sampling):
+            return gradient, *(None,) * 6
+        (other,) = ctx.saved_tensors
+        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+            g = gradient.to(ctx.dtype)
+            other = None if other is None else other.detach().to(ctx.dtype)
+            squares = squared_gradients(g, other, ctx.kind, ctx.shape)
+        one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
+        counts = torch.tensor([1.0, 0.0], device=gradient.device)
+        return gradient, None, squares, one, counts, None, None
+
+
+def squared_gradients(gradient: T, other: T | None, kind: str, shape: Any) -> T:
+    """Of the parameter's `shape`: Σ over the rows that share an element of its gradient's square.
+
+    Args:
+        gradient: of the loss by the operation's output.
+        other: what the parameter was multiplied with.
+        kind: 'sum', 'product', 'linear' (other Wᵀ), 'right' (other W) or 'left' (W other).
+        shape: of the parameter, which was broadcast to the output's.
+    """
+    if other is None:
+        return gradient.square().sum_to_size(shape)
+    if kind == "product":
+        return (gradient * other).square().sum_to_size(shape)
+    squares, others = gradient.square(), other.square()
+    if kind == "left":
+        return (squares @ others.mT).sum_to_size(shape)
+    if len(shape) == 2:
+        squares, others = squares.reshape(-1, squares.shape[-1]), others.reshape(-1, others.shape[-1])
+    product = others.mT @ squares
+    return product.mT if kind == "linear" else product.sum_to_size(shape)

@@ -1,0 +1,246 @@
+"""What each kind of layer saw, as raw sums: from its input and its output's gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from suite.core import patches
+from suite.core.ekfac import second_moment_in_basis
+from suite.core.statistics import second_moment_sum, unit_second_moment_sum
+
+Bases = tuple[torch.Tensor | None, torch.Tensor | None]  # eigenvectors of (A, G)
+
+
+class LayerSpec(NamedTuple):
+    """How a layer's tensors become sums: plain values, so that `torch.compile` can trace it."""
+
+    # 'dense', 'convolution', 'transposed', 'embedding', 'bag', 'norm' (scale and shift of a
+    # normalized input), 'bias' (added to the last axis or to channels)
+    kind: str
+    diagonal: tuple[bool, bool] = (False, False)  # of (A, G)
+    bias: bool = False  # whether inputs get a coordinate 1 for the bias
+    groups: int = 1
+    kernel: tuple[int, ...] = ()  # of a convolution
+    stride: tuple[int, ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
+    dilation: tuple[int, ...] = ()
+    padding_mode: str = "zeros"
+    norm: str = ""  # 'layer', 'rms', 'group', 'batch', 'instance'; '': the input is what is scaled
+    norm_size: int = 1  # trailing axes of 'layer' and 'rms', groups of 'group'
+    eps: float = 0.0
+    channels_last: bool = True  # of 'norm' and 'bias': else channels are axis 1
+    padding_index: int = -1  # of 'embedding'
+    reduce: bool = False  # one row an example (K-FAC-reduce), not one a position (K-FAC-expand)
+    max_rows: int = 0  # statistics from a random subset of at most so many rows; 0: from all
+
+
+class Sums(NamedTuple):
+    """The gradients of a layer's slots."""
+
+    A: torch.Tensor | None
+    G: torch.Tensor
+    counts: torch.Tensor  # (2,): rows summed, and positions of the output
+    products: torch.Tensor | None  # (blocks, d_out, d_in): Σ (g in its basis)² (a in its basis)²ᵀ
+
+
+def sums(
+    spec: LayerSpec,
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    noise: torch.Tensor | None,
+    want_A: bool = True,
+    bases: Bases | None = None,
+) -> Sums:
+    """Σ a aᵀ, Σ g gᵀ and counts of one call of a layer.
+
+    Args:
+        x: the layer's input; of a bag, its second moments (`bag_second_moments`).
+        gradient: of the loss by the layer's output.
+        noise: (max_rows,), uniform on (0, 1), for a subset of rows.
+        want_A: whether Σ a aᵀ is to be computed; another layer with the same input may have it.
+        bases: eigenvectors of A and G, to sum second moments in; None: do not.
+    """
+    d_out = gradient.shape[-1]
+    if spec.kind == "convolution":
+        d_out = gradient.shape[-1 - len(spec.kernel)]
+    elif spec.kind == "transposed":
+        d_out = gradient.shape[-1 - len(spec.kernel)]
+    elif not spec.channels_last:
+        d_out = gradient.shape[1]
+    positions = gradient.numel() // d_out
+    if spec.kind == "norm":
+        return _norm_sums(spec, x, gradient, positions)
+    if spec.kind == "bias":
+        rows = _channel_rows(gradient, spec)
+        A = gradient.new_full((1, 1, 1), rows.shape[1])
+        G = second_moment_sum(rows, diagonal=spec.diagonal[1])
+        return Sums(A, G, _counts(gradient, rows.shape[1], positions), None)
+    if spec.kind in ("embedding", "bag"):
+        return _embedding_sums(spec, x, gradient, positions)
+    total = _row_count(spec, x)
+    chosen, share = None, 1.0
+    if noise is not None and 0 < spec.max_rows < total and not spec.reduce:
+        chosen = stratified(noise, total)
+        share = total / spec.max_rows
+    inputs, outputs = _rows(spec, x, gradient, chosen)
+    A = None
+    if want_A:
+        A = second_moment_sum(inputs, diagonal=spec.diagonal[0], bias=spec.bias) * share
+    G = second_moment_sum(outputs, diagonal=spec.diagonal[1]) * share
+    products = None
+    if bases is not None:
+        products = second_moment_in_basis(inputs, outputs, *bases, bias=spec.bias) * share
+    return Sums(A, G, _counts(gradient, round(inputs.shape[1] * share), positions), products)
+
+
+def stratified(noise: torch.Tensor, total: int) -> torch.Tensor:
+    """One index from each of `noise.numel()` equal parts of range(`total`): every index as likely."""
+    count = noise.numel()
+    position = (torch.arange(count, device=noise.device) + noise.double()) * (total / count)
+    return position.long().clamp_(max=total - 1)
+
+
+def bag_second_moments(
+    indices: torch.Tensor,
+    bags: torch.Tensor,
+    weights: torch.Tensor,
+    rows: int,
+) -> torch.Tensor:
+    """(rows,): Σ over bags of (the summed weight of each row of the table in that bag)².
+
+    Args:
+        indices, bags, weights: (n,): which row, in which bag, with which weight.
+        rows: how many rows the table has.
+    """
+    keys, order = torch.sort(bags * rows + indices)
+    first = torch.ones_like(keys, dtype=torch.bool)
+    first[1:] = keys[1:] != keys[:-1]
+    segment = first.cumsum(0) - 1
+    totals = torch.zeros_like(weights).index_add_(0, segment, weights[order])
+    row = torch.zeros_like(indices).scatter_(0, segment, indices[order])
+    return weights.new_zeros(rows).index_add_(0, row, totals.square())
+
+
+def _rows(
+    spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, chosen: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(blocks, rows, d_in without bias) and (blocks, rows, d_out)."""
+    if spec.kind == "dense":
+        if spec.reduce and x.ndim > 2:
+            inner = tuple(range(1, x.ndim - 1))
+            return x.mean(inner)[None], gradient.sum(inner)[None]
+        inputs, outputs = x.reshape(1, -1, x.shape[-1]), gradient.reshape(1, -1, gradient.shape[-1])
+        if chosen is not None:
+            return inputs[:, chosen], outputs[:, chosen]
+        return inputs, outputs
+    x, gradient = _batched(x, spec), _batched(gradient, spec)
+    padding = spec.padding
+    if spec.padding_mode != "zeros":
+        # functional.pad takes the last axis first
+        flat = [side for pair in reversed(padding) for side in pair]
+        x = F.pad(x, flat, mode=spec.padding_mode)
+        padding = ((0, 0),) * len(padding)
+    if spec.kind == "transposed":
+        # The input is what a convolution of the output's gradient would meet: the roles change.
+        # Output padding asks for more positions after the last input's, or for fewer than none.
+        sides = zip(x.shape[2:], gradient.shape[2:], *spec[4:8], strict=True)
+        after = [(n - 1) * s + d * (k - 1) + 1 - out - p[0] for n, out, k, s, p, d in sides]
+        for axis, extra in enumerate(after, start=2):
+            gradient = gradient.narrow(axis, 0, gradient.shape[axis] + min(extra, 0))
+        padding = tuple((p[0], max(a, 0)) for p, a in zip(padding, after, strict=True))
+        outputs = patches.patches(
+            gradient, spec.kernel, spec.stride, padding, spec.dilation, spec.groups
+        )
+        inputs = patches.output_rows(x, spec.groups)
+        if chosen is not None:
+            inputs, outputs = inputs[:, chosen], outputs[:, chosen]
+    elif chosen is not None:
+        inputs = patches.patches_at(
+            x, spec.kernel, spec.stride, padding, spec.dilation, spec.groups, chosen
+        )
+        outputs = patches.output_rows(gradient, spec.groups)[:, chosen]
+    else:
+        inputs = patches.patches(x, spec.kernel, spec.stride, padding, spec.dilation, spec.groups)
+        outputs = patches.output_rows(gradient, spec.groups)
+    if spec.reduce:
+        examples = x.shape[0]
+        inputs = inputs.unflatten(1, (examples, -1)).mean(2)
+        outputs = outputs.unflatten(1, (examples, -1)).sum(2)
+    return inputs, outputs
+
+
+def _row_count(spec: LayerSpec, x: torch.Tensor) -> int:
+    if spec.kind == "dense":
+        return x.numel() // x.shape[-1]
+    x = _batched(x, spec)
+    if spec.kind == "transposed":
+        return x.shape[0] * math.prod(x.shape[2:])
+    sides = zip(x.shape[2:], spec.kernel, spec.stride, spec.padding, spec.dilation, strict=True)
+    return x.shape[0] * math.prod(patches.output_size(*side) for side in sides)
+
+
+def _batched(x: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+    """With the batch axis that a convolution lets you leave out."""
+    return x[None] if x.ndim == len(spec.kernel) + 1 else x
+
+
+def _norm_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positions: int) -> Sums:
+    if spec.norm in ("layer", "rms"):
+        shape = x.shape[-spec.norm_size :]
+        if spec.norm == "layer":
+            x = F.layer_norm(x, shape, eps=spec.eps)
+        else:
+            x = F.rms_norm(x, shape, eps=spec.eps)
+        width = math.prod(shape)
+        x, gradient = (t.reshape(*t.shape[: t.ndim - len(shape)], width) for t in (x, gradient))
+        positions = gradient.numel() // width
+    elif spec.norm == "group":
+        x = F.group_norm(x, spec.norm_size, eps=spec.eps)
+    elif spec.norm == "batch":
+        x = F.batch_norm(x, None, None, training=True, eps=spec.eps)
+    elif spec.norm == "instance":
+        x = F.instance_norm(x, eps=spec.eps)
+    if not spec.channels_last:
+        x, gradient = x.movedim(1, -1), gradient.movedim(1, -1)
+    shifts = gradient
+    scales = gradient * x
+    if spec.reduce and x.ndim > 2:
+        inner = tuple(range(1, x.ndim - 1))
+        scales, shifts = scales.sum(inner), shifts.sum(inner)
+    channels = x.shape[-1]
+    A = unit_second_moment_sum(scales.reshape(-1, channels), shifts.reshape(-1, channels), spec.bias)
+    rows = scales.numel() // channels
+    ones = gradient.new_full((A.shape[0], 1, 1), rows)
+    return Sums(A, ones, _counts(gradient, rows, positions), None)
+
+
+def _embedding_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positions: int) -> Sums:
+    outputs = gradient.reshape(1, -1, gradient.shape[-1])
+    if spec.kind == "bag":
+        A = x[None].to(gradient.dtype)
+    else:
+        used = (x != spec.padding_index).reshape(-1).to(gradient.dtype)
+        outputs = outputs * used[:, None]
+        A = gradient.new_zeros(spec.norm_size).index_add_(0, x.reshape(-1), used)[None]
+    G = second_moment_sum(outputs, diagonal=spec.diagonal[1])
+    return Sums(A, G, _counts(gradient, outputs.shape[1], positions), None)
+
+
+def _channel_rows(gradient: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+    if not spec.channels_last:
+        gradient = gradient.movedim(1, -1)
+    if spec.reduce and gradient.ndim > 2:
+        gradient = gradient.sum(tuple(range(1, gradient.ndim - 1)))
+    return gradient.reshape(1, -1, gradient.shape[-1])
+
+
+def _counts(like: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
+    return torch.stack(
+        [torch.full((), float(n), dtype=torch.float32, device=like.device) for n in (rows, positions)]
+    )
