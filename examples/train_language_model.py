@@ -30,8 +30,8 @@ SETTINGS: dict[str, dict[str, float]] = {
         "factor_update_steps": 5,
         "inv_update_steps": 20,
     },
-    "kron": {"lr": 1e-3, "b1": 0.9, "weight_decay": 0.1},
-    "adamw": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1},
+    "kron": {"lr": 3e-3, "b1": 0.9, "weight_decay": 0.1},
+    "adamw": {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1},
     "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
 }
 

@@ -28,8 +28,8 @@ SETTINGS: dict[str, dict[str, float]] = {
         "factor_update_steps": 5,
         "inv_update_steps": 50,
     },
-    "kron": {"lr": 1e-3, "b1": 0.9, "weight_decay": 0.05},
-    "adamw": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.05},
+    "kron": {"lr": 3e-3, "b1": 0.9, "weight_decay": 0.05},
+    "adamw": {"lr": 3e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.05},
     "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4},
 }
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}

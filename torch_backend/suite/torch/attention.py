@@ -1,8 +1,8 @@
 """nn.MultiheadAttention with its four products in the open.
 
-The module's own forward calls no layer: weights go into one function, where no hook sees a product. While
-K-FAC is attached, forward passes in training run the same mathematics written out here, each product
-in a module of its own; all others run torch's forward.
+The module's own forward calls no layer: weights go into one function, where no hook sees a product.
+While K-FAC is attached, forward passes in training run the same mathematics written out here, each
+product in a module of its own; all others run torch's forward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Attention:
 
     def products(
         self,
-    ) -> Iterator[tuple[str, nn.Parameter, nn.Parameter | None, int, int | None]]:
+    ) -> Iterator[tuple[str, Any, Any, int, int | None]]:
         """(key, weight, bias, first row, last row) of each product."""
         module = self.module
         size = module.embed_dim
@@ -55,7 +55,7 @@ class Attention:
                 "an nn.MultiheadAttention of this model has a forward of its own on the instance"
             )
         # In the instance's __dict__: taking it out restores the class's.
-        self.module.forward = self  # type: ignore[assignment,method-assign]
+        self.module.forward = self  # type: ignore[method-assign]
 
     def detach(self) -> None:
         if self.module.__dict__.get("forward") is self:
@@ -137,7 +137,7 @@ class Attention:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
             extra += 1
         heads, width = module.num_heads, module.head_dim
-        q, k, v = (t.unflatten(-1, (heads, width)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.reshape(batch, -1, heads, width).transpose(1, 2) for t in (q, k, v))
         mask = _mask(attn_mask, key_padding_mask, batch, heads, extra, q.dtype)
         dropout = module.dropout if module.training else 0.0
         if not need_weights:

@@ -18,7 +18,7 @@ from suite.core.noise import unit_noise
 from suite.core.statistics import LayerStatistics
 from suite.torch.free import FreeParameters, Watched
 from suite.torch.layers import Layer, Site
-from suite.torch.rows import Bases, LayerSpec, bag_second_moments, sums
+from suite.torch.rows import Bases, LayerSpec, bag_second_moments, output_positions, sums
 
 
 class Captured(NamedTuple):
@@ -111,6 +111,8 @@ class LayerCapture:
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
         self.dtype = dtype
         self.A, self.G, self.counts = self._slots(layer.sizes, layer.diagonal)
+        if layer.spec.kind == "free":
+            self.A = self._slot(*layer.weight.shape)
         self.transposed: tuple[torch.Tensor, ...] = ()
         if any(site.transposed for site in layer.sites):
             sizes, diagonal = layer.sizes[::-1], layer.diagonal[::-1]
@@ -180,14 +182,7 @@ class LayerCapture:
 
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
         spec = site.spec
-        channels = self.layer.sizes[0 if site.transposed else 1] * spec.groups
-        if spec.kind == "transposed":
-            channels = y.shape[-1 - len(spec.kernel)]
-        elif spec.kind in ("norm", "bias"):
-            channels = y.shape[-1 if spec.channels_last else 1]
-        elif spec.kind in ("embedding", "bag"):
-            channels = y.shape[-1]
-        positions = y.numel() // channels
+        positions = output_positions(spec, y)
         self.clock.ran(self.layer, positions, again)
         if spec.kernel and y.ndim > 2:
             self.shape_of_places = y[0, 0].numel() if y.ndim == len(spec.kernel) + 2 else y[0].numel()
@@ -242,6 +237,8 @@ class LayerCapture:
             counts, G = torch.zeros_like(self.counts), torch.zeros_like(self.G)
         if A is None:
             A = torch.zeros_like(self.A)
+        if self.layer.spec.kind == "free":
+            A = A.reshape(1, -1)
         return Captured(LayerStatistics(A, G, counts[0]), transposed, counts[1], products)
 
 
@@ -253,40 +250,37 @@ def _prepared(
     if site.spec.kind == "bag":
         names = ("input", "offsets", "per_sample_weights")
         given = dict(zip(names, args, strict=False)) | kwargs
-        return _bag(module, given["input"], given.get("offsets"), given.get("per_sample_weights")), None
+        moments = _bag(module, given["input"], given.get("offsets"), given.get("per_sample_weights"))
+        return moments, None
     if not site.scaling:
         return x, None
-    channels_first = not isinstance(module, nn.Linear)
+    shape = (-1,) if isinstance(module, nn.Linear) else (-1, *(1,) * (y.ndim - 2))
     if site.scaling == "magnitude":
-        # y - b is the magnitude times what it scales.
-        magnitude = (
-            module.weight_g if hasattr(module, "weight_g") else module.parametrizations.weight.original0
-        )
-        shape = (-1, *(1,) * (y.ndim - 2)) if channels_first else (-1,)
+        # What the magnitude scales: the output without its bias, divided by it.
         shifted = y if module.bias is None else y - module.bias.reshape(shape)
-        return shifted / magnitude.reshape(shape), None
+        return shifted / _weight_norm(module)[0].reshape(shape), None
     if site.scaling == "spectral_norm":
         stack = module.parametrizations.weight
-        matrix = (
-            stack.original.flatten(1)
-            if stack[0].dim == 0
-            else stack.original.movedim(stack[0].dim, 0).flatten(1)
-        )
-        vector = stack[0]
-        if matrix.ndim > 1 and hasattr(vector, "_u"):
-            return x, 1 / torch.vdot(vector._u, torch.mv(matrix, vector._v))
-        return x, 1 / torch.linalg.vector_norm(matrix)
-    if site.scaling == "old_weight_norm":
-        magnitude, direction = module.weight_g, module.weight_v
-    else:
-        magnitude = module.parametrizations.weight.original0
-        direction = module.parametrizations.weight.original1
-    scale = (
-        magnitude / torch.linalg.vector_norm(direction.flatten(1), dim=1).reshape(magnitude.shape)
-    ).reshape(-1)
-    if channels_first:
-        scale = scale.reshape(-1, *(1,) * (y.ndim - 2))
-    return x, scale
+        return x, 1 / _spectral_norm(stack[0], stack.original)
+    magnitude, direction = _weight_norm(module)
+    lengths = torch.linalg.vector_norm(direction.flatten(1), dim=1)
+    return x, (magnitude.reshape(-1) / lengths).reshape(shape)
+
+
+def _weight_norm(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(magnitudes, directions) of torch's old or new weight_norm."""
+    if hasattr(module, "weight_g"):
+        return module.weight_g, module.weight_v
+    stack = module.parametrizations.weight
+    return stack.original0, stack.original1
+
+
+def _spectral_norm(parametrization: Any, weight: torch.Tensor) -> torch.Tensor:
+    """σ as torch's parametrization has it; asking the module would run another power iteration."""
+    if weight.ndim == 1:
+        return torch.linalg.vector_norm(weight)
+    matrix = weight.movedim(parametrization.dim, 0).flatten(1)
+    return torch.vdot(parametrization._u, torch.mv(matrix, parametrization._v))
 
 
 def _bag(
@@ -344,9 +338,8 @@ class FreeCapture:
         parameter = capture.layer.weight.parameter
         if not torch.compiler.is_compiling() and not _in_backward():
             capture._forget_what_was_discarded()
-        slot = capture.A.reshape(parameter.shape)
         clock = capture.clock if capture.clock.sampled else None
-        return Watched(parameter, slot, capture.G, capture.counts, clock)
+        return Watched(parameter, capture.A, capture.G, capture.counts, clock)
 
 
 class _Enter(_Hook):

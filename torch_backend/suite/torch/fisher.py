@@ -1,8 +1,8 @@
 """Statistics of the model's own predictive distribution: Monte Carlo and exact Fisher.
 
-When the loss's backward pass reaches the model's output, a pass of our own goes first: gradients of sampled (or of
-all) log-likelihoods by the output, back to the slots of `capture` alone. Weight gradients are not
-computed in it, and the loss's own gradients leave no statistics.
+When the loss's backward pass reaches the model's output, a pass of our own goes first: gradients of
+sampled (or of all) log-likelihoods by the output, back to the slots of `capture` alone. Weight gradients
+are not computed in it, and the loss's own gradients leave no statistics.
 """
 
 from __future__ import annotations

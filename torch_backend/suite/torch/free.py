@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-T = torch.Tensor
+T: Any = torch.Tensor
 
 _SUM = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__, torch.sub, T.sub, T.__sub__,
         T.__rsub__, torch.rsub, T.sub_, T.__isub__}  # fmt: skip
@@ -43,7 +43,7 @@ class FreeParameters(TorchFunctionMode):
 
     def __init__(self, watched: list[Watched]) -> None:
         super().__init__()
-        self.watched = {id(one.tensor): one for one in watched}
+        self.watched = list(watched)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -51,17 +51,23 @@ class FreeParameters(TorchFunctionMode):
         if not isinstance(output, T) or not output.requires_grad:
             return output
         for place, operand in enumerate(args[:3]):
-            watched = self.watched.get(id(operand)) if isinstance(operand, T) else None
+            watched = self._known(operand)
             if watched is None:
                 continue
             if function in _VIEW and place == 0:
                 slot = function(watched.slot, *args[1:], **kwargs)
-                self.watched[id(output)] = watched._replace(tensor=output, slot=slot)
+                self.watched.append(watched._replace(tensor=output, slot=slot))
             elif function in _CAST and place == 0:
-                self.watched[id(output)] = watched._replace(tensor=output)
+                self.watched.append(watched._replace(tensor=output))
             elif not kwargs:
                 output = _probed(function, output, args, place, watched)
         return output
+
+    def _known(self, operand: Any) -> Watched | None:
+        for watched in self.watched:
+            if watched.tensor is operand:
+                return watched
+        return None
 
 
 def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -> T:
@@ -89,8 +95,11 @@ def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     """Whether only axes of length 1, or new ones in front, grew."""
-    pairs = zip(reversed(shape), reversed(target), strict=False)
-    return all(mine in (1, theirs) for mine, theirs in pairs)
+    # A loop, because torch.compile does not see through a generator here.
+    for i in range(1, len(shape) + 1):
+        if shape[-i] not in (1, target[-i]):
+            return False
+    return True
 
 
 class _FreeProbe(torch.autograd.Function):

@@ -418,7 +418,7 @@ class KFAC(torch.optim.Optimizer):
         """Plain numbers about the last step for any logger. Computed when asked, which takes a while.
 
         Keys: 'steps', 'skipped_steps', 'damping', 'kl_clip_coefficient', 'steps_since_refresh' (how
-        stale the inverses are), 'retries' (factorizations that another try saved), and 'layers', by name:
+        stale the inverses are), 'retries' (factorizations saved by another try), and 'layers', by name:
         'condition_A', 'condition_G', 'failures_A', 'failures_G', 'ready', and 'update_to_weight', the
         norm of what is in the gradient now (after `step`: the direction) over the weight's.
         """
@@ -530,12 +530,16 @@ def _itself(output: Any) -> Any:
 
 
 _SHARINGS = ("expand", "reduce")
-_LIKELIHOODS = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
+_LIKELIHOODS: dict[str, Callable[[], Likelihood]] = {
+    "categorical": Categorical,
+    "bernoulli": Bernoulli,
+    "gaussian": Gaussian,
+}
 
 
 def _likelihood(given: Likelihood | str | None, fisher: str) -> Likelihood | None:
     """The likelihood of a Fisher that needs one, else None."""
-    if given is not None and not isinstance(given, (Categorical, Bernoulli, Gaussian)):
+    if given is not None and not isinstance(given, Categorical | Bernoulli | Gaussian):
         check_choice("likelihood", given, tuple(_LIKELIHOODS))
         given = _LIKELIHOODS[given]()
     if fisher == "empirical":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ from suite.core.routing import Route, Routing
 from suite.core.step_size import inner_product, kl_clip_coefficient
 from suite.torch.attention import Attention
 from suite.torch.capture import (
-    Captured,
     CaptureClock,
+    Captured,
     FreeCapture,
     LayerCapture,
     OutputWatch,
@@ -546,7 +547,7 @@ class KFACEngine:
         places = [self.places[m.index, side] for m in self.buckets[number].members]
         factor = self.factors[places[0].bucket]
         index: Any = slice(places[0].start, places[-1].stop)
-        if any(a.stop != b.start for a, b in zip(places, places[1:], strict=False)):
+        if any(a.stop != b.start for a, b in itertools.pairwise(places)):
             rows = [row for place in places for row in range(place.start, place.stop)]
             index = torch.tensor(rows, device=factor.weight.device)
         inverse = factor.inverse

@@ -190,7 +190,7 @@ class FoundLayers:
             parent = raw.rpartition(".")[0]
             around = parents.get(parent)
             parents[raw] = around if isinstance(module, _CONTAINERS) and around is not None else module
-            if raw and parent in skipped or self._is_skipped(name, module):
+            if (raw and parent in skipped) or self._is_skipped(name, module):
                 skipped.add(raw)
                 self._say(module, "named by skip_layers")
                 continue
@@ -201,7 +201,7 @@ class FoundLayers:
                     f"layer {name!r} is lazy and has no shape yet: run one forward pass before "
                     "attaching K-FAC"
                 )
-            own = {k: p for k, p in module.named_parameters(recurse=False)}
+            own = dict(module.named_parameters(recurse=False))
             if self._only is not None and own and type(module) not in self._only:
                 kind = type(module).__name__
                 self._say(module, f"{kind} is not a kind of layer that kfac-pytorch covers")
@@ -216,7 +216,7 @@ class FoundLayers:
                     set(module.parametrizations.modules())
                     if hasattr(module, "parametrizations")
                     else set()
-                )  # type: ignore[union-attr]
+                )
             elif isinstance(module, _KINDS):
                 self._module(name, module, own)
             elif isinstance(module, _HIDDEN):
@@ -421,8 +421,10 @@ class FoundLayers:
     def _tie(self, place: int, name: str, bias: Piece | None, layout: Layout, site: Site) -> None:
         """A weight in a second place: one block, whose statistics add up."""
         layer = self.layers[place]
-        spec = site.spec._replace(diagonal=(), bias=False)
-        alike = layout == layer.layout and spec == layer.spec._replace(diagonal=(), bias=False)
+        neither = (False, False)
+        spec = site.spec._replace(diagonal=neither, bias=False)
+        known = layer.spec._replace(diagonal=neither, bias=False)
+        alike = layout == layer.layout and spec == known
         if not alike and {layout, layer.layout} != {"matrix", "table"}:
             self._reasons[id(layer.weight.parameter)] = "its weight is used by layers of different kinds"
             return
@@ -533,7 +535,7 @@ class FoundLayers:
 
 def _norm_spec(module: nn.Module, reduce: bool) -> LayerSpec:
     """The spec of a normalization layer."""
-    eps = module.eps
+    eps: Any = module.eps
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         norm = "layer" if isinstance(module, nn.LayerNorm) else "rms"
         size = len(module.normalized_shape)

@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from suite.core import patches
@@ -32,7 +31,7 @@ class LayerSpec(NamedTuple):
     padding_mode: str = "zeros"
     norm: str = ""  # 'layer', 'rms', 'group', 'batch', 'instance'; '': the input is what is scaled
     norm_size: int = 1  # trailing axes of 'layer' and 'rms', groups of 'group'
-    eps: float = 0.0
+    eps: float | None = 0.0
     channels_last: bool = True  # of 'norm' and 'bias': else channels are axis 1
     padding_index: int = -1  # of 'embedding'
     reduce: bool = False  # one row an example (K-FAC-reduce), not one a position (K-FAC-expand)
@@ -66,21 +65,14 @@ def sums(
         want_A: whether Σ a aᵀ is to be computed; another layer with the same input may have it.
         bases: eigenvectors of A and G, to sum second moments in; None: do not.
     """
-    d_out = gradient.shape[-1]
-    if spec.kind == "convolution":
-        d_out = gradient.shape[-1 - len(spec.kernel)]
-    elif spec.kind == "transposed":
-        d_out = gradient.shape[-1 - len(spec.kernel)]
-    elif not spec.channels_last:
-        d_out = gradient.shape[1]
-    positions = gradient.numel() // d_out
+    positions = output_positions(spec, gradient)
     if spec.kind == "norm":
         return _norm_sums(spec, x, gradient, positions)
     if spec.kind == "bias":
         rows = _channel_rows(gradient, spec)
-        A = gradient.new_full((1, 1, 1), rows.shape[1])
+        one = gradient.new_full((1, 1, 1), rows.shape[1])
         G = second_moment_sum(rows, diagonal=spec.diagonal[1])
-        return Sums(A, G, _counts(gradient, rows.shape[1], positions), None)
+        return Sums(one, G, _counts(gradient, rows.shape[1], positions), None)
     if spec.kind in ("embedding", "bag"):
         return _embedding_sums(spec, x, gradient, positions)
     total = _row_count(spec, x)
@@ -89,7 +81,7 @@ def sums(
         chosen = stratified(noise, total)
         share = total / spec.max_rows
     inputs, outputs = _rows(spec, x, gradient, chosen)
-    A = None
+    A: torch.Tensor | None = None
     if want_A:
         A = second_moment_sum(inputs, diagonal=spec.diagonal[0], bias=spec.bias) * share
     G = second_moment_sum(outputs, diagonal=spec.diagonal[1]) * share
@@ -97,6 +89,16 @@ def sums(
     if bases is not None:
         products = second_moment_in_basis(inputs, outputs, *bases, bias=spec.bias) * share
     return Sums(A, G, _counts(gradient, round(inputs.shape[1] * share), positions), products)
+
+
+def output_positions(spec: LayerSpec, y: torch.Tensor) -> int:
+    """How many positions a layer's output has: examples, tokens, pixels."""
+    axis = -1
+    if spec.kind in ("convolution", "transposed"):
+        axis = -1 - len(spec.kernel)
+    elif not spec.channels_last:
+        axis = 1
+    return y.numel() // y.shape[axis]
 
 
 def stratified(noise: torch.Tensor, total: int) -> torch.Tensor:
@@ -182,7 +184,7 @@ def _row_count(spec: LayerSpec, x: torch.Tensor) -> int:
     if spec.kind == "transposed":
         return x.shape[0] * math.prod(x.shape[2:])
     sides = zip(x.shape[2:], spec.kernel, spec.stride, spec.padding, spec.dilation, strict=True)
-    return x.shape[0] * math.prod(patches.output_size(*side) for side in sides)
+    return x.shape[0] * math.prod([patches.output_size(*side) for side in sides])
 
 
 def _batched(x: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
@@ -191,21 +193,22 @@ def _batched(x: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
 
 
 def _norm_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positions: int) -> Sums:
+    eps = spec.eps or 0.0
     if spec.norm in ("layer", "rms"):
         shape = x.shape[-spec.norm_size :]
         if spec.norm == "layer":
-            x = F.layer_norm(x, shape, eps=spec.eps)
+            x = F.layer_norm(x, shape, eps=eps)
         else:
-            x = F.rms_norm(x, shape, eps=spec.eps)
+            x = F.rms_norm(x, shape, eps=spec.eps)  # None: that of the dtype
         width = math.prod(shape)
         x, gradient = (t.reshape(*t.shape[: t.ndim - len(shape)], width) for t in (x, gradient))
         positions = gradient.numel() // width
     elif spec.norm == "group":
-        x = F.group_norm(x, spec.norm_size, eps=spec.eps)
+        x = F.group_norm(x, spec.norm_size, eps=eps)
     elif spec.norm == "batch":
-        x = F.batch_norm(x, None, None, training=True, eps=spec.eps)
+        x = F.batch_norm(x, None, None, training=True, eps=eps)
     elif spec.norm == "instance":
-        x = F.instance_norm(x, eps=spec.eps)
+        x = F.instance_norm(x, eps=eps)
     if not spec.channels_last:
         x, gradient = x.movedim(1, -1), gradient.movedim(1, -1)
     shifts = gradient

@@ -1,0 +1,700 @@
+"""What K-FAC holds after a step, against dense Fisher matrices and sums over rows written out as loops."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from conftest import assert_close
+from oracles import convolution_rows
+from suite.torch import GRU, KFAC, LSTM, RNN
+from suite.torch.rows import stratified
+
+Tensor = torch.Tensor
+REDUCTIONS = ("mean", "sum")
+both_reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
+
+
+def numbers(*shape, seed=0):
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def tokens(*shape, below):
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(0))
+
+
+def double(make):
+    torch.manual_seed(0)
+    return make().double()
+
+
+class Net(nn.Module):
+    """A layer, tanh, the mean over positions and a linear head: the loss has a term an example."""
+
+    def __init__(self, layer, channels, channels_last=True):
+        super().__init__()
+        self.layer, self.head, self.channels_last = layer, nn.Linear(channels, 3), channels_last
+
+    def forward(self, *inputs):
+        return self.after(self.layer(*inputs))
+
+    def after(self, y):
+        y = torch.tanh(y if self.channels_last else y.movedim(1, -1))
+        return self.head(y.flatten(1, -2).mean(1) if y.ndim > 2 else y)
+
+
+def loss_of(f, reduction="mean"):
+    """One term for each row of f, none like another."""
+    terms = (f.sin() * torch.linspace(1, 2, f.shape[-1], dtype=f.dtype)).sum(-1)
+    return terms.mean() if reduction == "mean" else terms.sum()
+
+
+def watched(model, *inputs, reduction="mean"):
+    """The model without K-FAC after a backward pass, and the calls of its modules: {name: [(args, y)]}."""
+    model, calls = copy.deepcopy(model), {}
+
+    def watch(name):
+        def hook(module, args, y):
+            if isinstance(y, Tensor) and y.requires_grad:
+                y.retain_grad()
+                calls.setdefault(name, []).append((args, y))
+
+        return hook
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(watch(name))
+    loss_of(model(*inputs), reduction).backward()
+    return model, calls
+
+
+def stepped(model, *inputs, reduction="mean", steps=1, **options):
+    """K-FAC on the model after `steps` equal steps."""
+    kfac = KFAC(model, kl_clip=None, loss_reduction=reduction, **options)
+    for _ in range(steps):
+        model.zero_grad()
+        loss_of(model(*inputs), reduction).backward()
+        kfac.step()
+    return kfac
+
+
+def held(kfac):
+    """{layer: (A, G)}, the running averages; (blocks, n, n), or (blocks, n) of diagonal ones."""
+    state = kfac.state_dict()["kfac"]
+    found = {}
+    for name, record in state["layers"].items():
+        source = state["layers"][state["inputs"].get(name, name)]
+        pairs = (source["A"], source["A_weight"]), (record["G"], record["G_weight"])
+        found[name] = [x / w.reshape(-1, *(1,) * (x.ndim - 1)) for x, w in pairs]
+    return found
+
+
+def assert_sums(factors, a, g, terms):
+    """A = Σ a aᵀ / R and G = terms Σ g gᵀ, for rows (blocks, R, d)."""
+    for factor, rows, scale in ((factors[0], a, 1 / a.shape[1]), (factors[1], g, terms)):
+        expected = scale * sum(torch.einsum("bi,bj->bij", row, row) for row in rows.unbind(1))
+        if factor.ndim == 2:
+            expected = expected.diagonal(dim1=-2, dim2=-1)
+        assert_close(factor, expected)
+
+
+def dense(factor):
+    return torch.diag(factor) if factor.ndim == 1 else factor
+
+
+def blocks_of(factors):
+    """The dense Fisher blocks A ⊗ G over matrices (d_out, d_in) that are vectorised row by row."""
+    return [torch.kron(dense(g), dense(a)) for a, g in zip(*factors, strict=True)]
+
+
+def with_one(rows):
+    return torch.cat([rows, torch.ones_like(rows[..., :1])], -1)
+
+
+# ---- one row: A ⊗ G is the outer product of the gradient ----------------------------------------
+
+
+def matrices(name, module):
+    """Gradients by block: {layer: (blocks, d_out, d_in)}, as their products are written."""
+    w = module.weight.grad
+    b = module.bias.grad if getattr(module, "bias", None) is not None else None
+    inner = f"{name}." if name else ""
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        groups = module.groups
+        return {name: w.reshape(groups, w.shape[0] // groups, -1).mT, f"{inner}bias": b[None, :, None]}
+    if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+        groups = getattr(module, "groups", 1)
+        matrix = w.reshape(groups, w.shape[0] // groups, -1)
+        column = [] if b is None else [b.reshape(groups, -1, 1)]
+        return {name: torch.cat([matrix, *column], -1)}
+    if isinstance(module, nn.Embedding):
+        return {name: w.T[None]}
+    if b is None:
+        return {name: w.reshape(1, 1, -1)}
+    return {name: torch.stack([w.flatten(), b.flatten()], -1)[:, None]}
+
+
+ONE_ROW = {
+    "linear": (lambda: nn.Linear(4, 3), lambda: numbers(1, 4)),
+    "linear without bias": (lambda: nn.Linear(4, 3, bias=False), lambda: numbers(1, 4)),
+    "conv1d": (lambda: nn.Conv1d(2, 3, 4), lambda: numbers(1, 2, 4)),
+    "conv2d": (lambda: nn.Conv2d(2, 3, (2, 3)), lambda: numbers(1, 2, 2, 3)),
+    "conv2d groups": (lambda: nn.Conv2d(4, 6, 2, groups=2), lambda: numbers(1, 4, 2, 2)),
+    "conv3d": (lambda: nn.Conv3d(2, 2, (1, 2, 2)), lambda: numbers(1, 2, 1, 2, 2)),
+    "transposed1d": (lambda: nn.ConvTranspose1d(3, 2, 1), lambda: numbers(1, 3, 1)),
+    "transposed2d": (lambda: nn.ConvTranspose2d(3, 2, 1), lambda: numbers(1, 3, 1, 1)),
+    "transposed2d groups": (lambda: nn.ConvTranspose2d(4, 2, 1, groups=2), lambda: numbers(1, 4, 1, 1)),
+    "embedding": (lambda: nn.Embedding(5, 3), lambda: torch.tensor([2])),
+    "layer norm": (lambda: nn.LayerNorm(4), lambda: numbers(1, 4)),
+    "rms norm": (lambda: nn.RMSNorm(4), lambda: numbers(1, 4)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), lambda: numbers(1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_one_row_has_the_exact_fisher_and_natural_gradient(name):
+    make, inputs = ONE_ROW[name]
+    model, x = double(make), inputs()
+    reference, _ = watched(model, x, reduction="sum")
+    kfac = stepped(model, x, reduction="sum", damping=0.3)
+    expected, after, factors = matrices("", reference), matrices("", model), held(kfac)
+    assert expected.keys() == factors.keys()
+    for layer, gradient in expected.items():
+        for block, matrix, direction in zip(
+            blocks_of(factors[layer]), gradient, after[layer], strict=True
+        ):
+            vector = matrix.reshape(-1)
+            fisher = torch.outer(vector, vector)
+            if factors[layer][0].ndim == 2 and isinstance(model, nn.RMSNorm):
+                fisher = torch.diag(fisher.diagonal())  # all that a vector of scales keeps
+            assert_close(block, fisher)
+            damped = fisher + 0.3 * torch.eye(len(vector), dtype=torch.float64)
+            assert_close(direction.reshape(-1), torch.linalg.solve(damped, vector))
+
+
+# ---- many rows: sums by loops -------------------------------------------------------------------
+
+
+def linear_rows(layer, args, y):
+    a = args[0].reshape(1, -1, args[0].shape[-1])
+    return with_one(a) if layer.bias is not None else a, y.grad.reshape(1, -1, y.shape[-1])
+
+
+def padded(layer, x):
+    """What the kernel runs over, as numpy array."""
+    pads = [(p, p) for p in layer.padding] if layer.padding != "same" else None
+    if pads is None:
+        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        pads = [(total // 2, total - total // 2) for total in totals]
+    mode = {"zeros": "constant", "replicate": "edge", "circular": "wrap"}
+    return np.pad(x.numpy(), [(0, 0), (0, 0), *pads], mode=mode.get(layer.padding_mode, "reflect"))
+
+
+def conv_rows(layer, args, y):
+    none = [(0, 0)] * len(layer.kernel_size)
+    x = padded(layer, args[0])
+    rows = convolution_rows(x, layer.kernel_size, layer.stride, none, layer.dilation, layer.groups)
+    a = torch.tensor(np.stack(rows))
+    width = y.shape[1] // layer.groups
+    g = [
+        [y.grad[(n, slice(i * width, (i + 1) * width), *place)] for n, place in every_place(y)]
+        for i in range(layer.groups)
+    ]
+    return with_one(a) if layer.bias is not None else a, torch.stack([torch.stack(r) for r in g])
+
+
+def transposed_rows(layer, args, y):
+    """The input's positions are the rows; g is what the kernel at that position can reach."""
+    (x,), groups = args, layer.groups
+    a, g = [], []
+    wide, width = x.shape[1] // groups, y.shape[1] // groups
+    for group in range(groups):
+        for n, place in every_place(x):
+            a.append(x[(n, slice(group * wide, (group + 1) * wide), *place)])
+            row = []
+            for channel in range(group * width, (group + 1) * width):
+                for offset in itertools.product(*map(range, layer.kernel_size)):
+                    geometry = zip(
+                        place, offset, layer.stride, layer.padding, layer.dilation, strict=True
+                    )
+                    at = [p * s - pad + o * d for p, o, s, pad, d in geometry]
+                    inside = all(0 <= i < size for i, size in zip(at, y.shape[2:], strict=True))
+                    row.append(y.grad[(n, channel, *at)] if inside else y.new_zeros(()))
+            g.append(torch.stack(row))
+    return torch.stack(a).unflatten(0, (groups, -1)), torch.stack(g).unflatten(0, (groups, -1))
+
+
+def every_place(y):
+    return itertools.product(range(len(y)), itertools.product(*map(range, y.shape[2:])))
+
+
+ROWS = {
+    "linear": (lambda: nn.Linear(4, 3), (5, 4), linear_rows),
+    "linear on sequences": (lambda: nn.Linear(4, 3, bias=False), (3, 2, 4), linear_rows),
+    "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1, dilation=2), (3, 2, 8), conv_rows),
+    "conv1d groups": (lambda: nn.Conv1d(4, 6, 2, groups=2, bias=False), (3, 4, 5), conv_rows),
+    "conv2d": (
+        lambda: nn.Conv2d(2, 3, (3, 2), stride=(1, 2), padding=(2, 1)),
+        (2, 2, 4, 5),
+        conv_rows,
+    ),
+    "conv2d same": (lambda: nn.Conv2d(2, 3, 3, padding="same", dilation=2), (2, 2, 4, 5), conv_rows),
+    "conv2d reflect": (
+        lambda: nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="reflect"),
+        (2, 2, 4, 5),
+        conv_rows,
+    ),
+    "conv2d replicate": (
+        lambda: nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="replicate"),
+        (2, 2, 4, 5),
+        conv_rows,
+    ),
+    "conv2d circular": (
+        lambda: nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="circular"),
+        (2, 2, 4, 5),
+        conv_rows,
+    ),
+    "conv2d depthwise": (lambda: nn.Conv2d(3, 3, 2, groups=3), (2, 3, 4, 3), conv_rows),
+    "conv3d": (
+        lambda: nn.Conv3d(2, 2, 2, stride=(1, 2, 1), padding=(0, 1, 0), groups=2),
+        (2, 2, 3, 3, 2),
+        conv_rows,
+    ),
+    "transposed1d": (
+        lambda: nn.ConvTranspose1d(3, 2, 3, stride=2, padding=1, output_padding=1, dilation=2),
+        (2, 3, 4),
+        transposed_rows,
+    ),
+    "transposed1d short": (lambda: nn.ConvTranspose1d(3, 2, 3, padding=3), (2, 3, 6), transposed_rows),
+    "transposed2d": (
+        lambda: nn.ConvTranspose2d(4, 6, (3, 2), stride=(3, 2), output_padding=(2, 1), groups=2),
+        (2, 4, 2, 3),
+        transposed_rows,
+    ),
+    "transposed3d": (
+        lambda: nn.ConvTranspose3d(2, 2, (2, 1, 2), stride=(1, 2, 1), padding=(1, 0, 0)),
+        (2, 2, 2, 2, 2),
+        transposed_rows,
+    ),
+}
+
+
+@both_reductions
+@pytest.mark.parametrize("name", ROWS)
+def test_statistics_are_sums_over_rows(name, reduction):
+    make, shape, rows_of = ROWS[name]
+    layer, x = double(make), numbers(*shape)
+    last = isinstance(layer, nn.Linear)
+    model = Net(layer, getattr(layer, "out_channels", 3), last).double()
+    reference, calls = watched(model, x, reduction=reduction)
+    factors = held(stepped(model, x, reduction=reduction))
+    terms = len(x) if reduction == "mean" else 1
+    for name in ("layer", "head"):
+        module = getattr(reference, name)
+        a, g = (rows_of if name == "layer" else linear_rows)(module, *calls[name][0])
+        assert_close(torch.einsum("bri,brj->bij", g, a), matrices("", module)[""])  # the loops are right
+        assert_sums(factors[name], a, g, terms)
+    if "layer.bias" in factors:
+        y = calls["layer"][0][1]
+        g = torch.stack([y.grad[(n, slice(None), *place)] for n, place in every_place(y)])
+        assert_sums(factors["layer.bias"], torch.ones(1, 1, 1, dtype=x.dtype), g[None], terms)
+
+
+# ---- embeddings ---------------------------------------------------------------------------------
+
+
+@both_reductions
+@pytest.mark.parametrize("padding_idx", [None, 2, -1])
+def test_embedding_statistics_are_sums_over_looked_up_rows(padding_idx, reduction):
+    table = double(lambda: nn.Embedding(6, 4, padding_idx=padding_idx))
+    model, x = Net(table, 4).double(), torch.tensor([[2, 0, 5], [2, 2, 3]])
+    _, calls = watched(model, x, reduction=reduction)
+    g = calls["layer"][0][1].grad
+    padding = None if padding_idx is None else padding_idx % 6
+    rows = [(n, t) for n in range(2) for t in range(3) if int(x[n, t]) != padding]
+    a = torch.stack([F.one_hot(x[at], 6).double() for at in rows])
+    factors = held(stepped(model, x, reduction=reduction))
+    assert factors["layer"][0].shape == (1, 6)
+    terms = 2 if reduction == "mean" else 1
+    assert_sums(factors["layer"], a[None], torch.stack([g[at] for at in rows])[None], terms)
+
+
+INDICES = torch.tensor([1, 1, 4, 0, 2, 1, 5, 5, 5, 3])
+OFFSETS = torch.tensor([0, 3, 3, 7])  # the second bag is empty
+WEIGHTS = numbers(10, seed=3)
+BAGS = {
+    "sum": ({"mode": "sum"}, (INDICES, OFFSETS)),
+    "mean": ({"mode": "mean"}, (INDICES, OFFSETS)),
+    "weighted": ({"mode": "sum"}, (INDICES, OFFSETS, WEIGHTS)),
+    "padding sum": ({"mode": "sum", "padding_idx": 1}, (INDICES, OFFSETS)),
+    "padding mean": ({"mode": "mean", "padding_idx": 5}, (INDICES, OFFSETS)),
+    "last offset": (
+        {"mode": "mean", "include_last_offset": True},
+        (INDICES, torch.tensor([0, 3, 3, 7, 10])),
+    ),
+    "matrix": ({"mode": "mean"}, (INDICES.reshape(5, 2),)),
+    "weighted matrix": ({"mode": "sum"}, (INDICES.reshape(5, 2), None, WEIGHTS.reshape(5, 2))),
+}
+
+
+@pytest.mark.parametrize("name", BAGS)
+def test_bag_statistics_are_sums_over_bags(name):
+    options, inputs = BAGS[name]
+    model = Net(double(lambda: nn.EmbeddingBag(6, 4, **options)), 4).double()
+    reference, calls = watched(model, *inputs)
+    weights = WEIGHTS if "weighted" in name else torch.ones(10, dtype=torch.float64)
+    ends = [0, 3, 3, 7, 10] if "matrix" not in name else [0, 2, 4, 6, 8, 10]
+    a = []
+    for first, end in itertools.pairwise(ends):
+        row, entries = torch.zeros(6, dtype=torch.float64), 0
+        for i in range(first, end):
+            if int(INDICES[i]) != options.get("padding_idx"):
+                row[INDICES[i]] += weights[i]
+                entries += 1
+        a.append(row / max(entries, 1) if options["mode"] == "mean" else row)
+    a, g = torch.stack(a)[None], calls["layer"][0][1].grad[None]
+    assert_close(torch.einsum("bri,brj->ij", a, g), reference.layer.weight.grad)
+    assert_sums(held(stepped(model, *inputs))["layer"], a, g, len(a[0]))
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+E, H, L, S, N = 4, 2, 3, 5, 2
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
+LATE = torch.zeros(N, S, dtype=torch.bool)
+LATE[1, -2:] = True
+ATTENTION = {
+    "self": ({}, {}),
+    "self without bias": ({"bias": False}, {"need_weights": False}),
+    "self causal": ({}, {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False}),
+    "self causal with weights": ({}, {"attn_mask": CAUSAL, "is_causal": True}),
+    "self causal and padded": (
+        {},
+        {
+            "attn_mask": CAUSAL,
+            "is_causal": True,
+            "key_padding_mask": torch.where(LATE[:, 2:], -math.inf, 0.0).double(),
+            "need_weights": False,
+        },
+    ),
+    "cross": ({}, {"need_weights": False}),
+    "cross masked": ({}, {"attn_mask": numbers(L, S, seed=4) > 0.8}),
+    "cross masked by head": ({}, {"attn_mask": numbers(N * H, L, S), "need_weights": False}),
+    "cross padded": ({}, {"key_padding_mask": LATE, "average_attn_weights": False}),
+    "cross padded and masked": (
+        {},
+        {"key_padding_mask": LATE, "attn_mask": numbers(L, S, seed=4) > 0.8, "need_weights": False},
+    ),
+    "kdim vdim": ({"kdim": 3, "vdim": 6}, {}),
+    "kdim vdim without bias": ({"kdim": 3, "vdim": 6, "bias": False}, {"need_weights": False}),
+    "bias_kv": ({"add_bias_kv": True}, {"key_padding_mask": LATE}),
+    "zero": ({"add_zero_attn": True}, {"key_padding_mask": LATE, "need_weights": False}),
+    "bias_kv and zero": (
+        {"add_bias_kv": True, "add_zero_attn": True},
+        {"attn_mask": numbers(L, S, seed=5), "key_padding_mask": LATE},
+    ),
+    "self causal bias_kv": (
+        {"add_bias_kv": True},
+        {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False},
+    ),
+    "unbatched": ({}, {"attn_mask": numbers(H, L, S, seed=6), "key_padding_mask": LATE[1]}),
+}
+
+
+class Attends(nn.Module):
+    """Attention, and a head on what it gives for each query; the loss has N L terms."""
+
+    def __init__(self, options, call, batch_first):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(E, H, batch_first=batch_first, **options)
+        self.head, self.call = nn.Linear(E, 3), call
+
+    def forward(self, query, key, value):
+        out, weights = self.attention(query, key, value, **self.call)
+        self.weights = weights
+        return self.head(torch.tanh(out))
+
+
+def attention_inputs(name, options, batch_first):
+    shapes = [(L, N, E), (S, N, options.get("kdim", E)), (S, N, options.get("vdim", E))]
+    if name == "unbatched":
+        shapes = [(shape[0], shape[2]) for shape in shapes]
+    elif batch_first:
+        shapes = [(n, length, d) for length, n, d in shapes]
+    query, key, value = (numbers(*shape, seed=i) for i, shape in enumerate(shapes))
+    return (query, query, query) if name.startswith("self") else (query, key, value)
+
+
+def attention_products(model, query, key, value):
+    """(input, product) of q, k, v and out, by torch's own attention on projections taken before."""
+    module, call = model.attention, dict(model.call)
+    separate = not module._qkv_same_embed_dim
+    weights = (
+        (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        if separate
+        else module.in_proj_weight.chunk(3)
+    )
+    biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    inputs = [query, key, value]
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+    swapped = module.batch_first and query.ndim == 3
+    eye = torch.eye(E, dtype=torch.float64)
+    call.pop("average_attn_weights", None)
+    attended, _ = F.multi_head_attention_forward(
+        *((x.transpose(0, 1) if swapped else x) for x in (q, k, v)),
+        E, H, torch.cat([eye] * 3), None, module.bias_k, module.bias_v, module.add_zero_attn,
+        0.0, eye, None, **call,
+    )  # fmt: skip
+    attended = attended.transpose(0, 1) if swapped else attended
+    out = F.linear(attended, module.out_proj.weight, module.out_proj.bias)
+    for y in (q, k, v, out):
+        y.retain_grad()
+    loss_of(model.head(torch.tanh(out))).backward()
+    return list(zip((*inputs, attended.detach()), (q, k, v, out), strict=True))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_computes_what_it_did_and_its_products_are_sums_over_rows(name, batch_first):
+    options, call = ATTENTION[name]
+    model = double(lambda: Attends(options, call, batch_first))
+    with torch.no_grad():
+        for p in model.parameters():  # biases start at zero
+            p += 0.1 * numbers(*p.shape, seed=7)
+    inputs = [x.requires_grad_() for x in attention_inputs(name, options, batch_first)]
+    reference, by_hand = copy.deepcopy(model), copy.deepcopy(model)
+
+    def passes(model):
+        f = model(*inputs)
+        wanted = [*model.parameters(), *dict.fromkeys(inputs)]
+        grads = torch.autograd.grad(loss_of(f), wanted, retain_graph=True)
+        return f, model.weights, grads
+
+    expected = passes(reference)
+    kfac = KFAC(model, kl_clip=None)
+    torch.testing.assert_close(passes(model), expected, rtol=1e-12, atol=1e-12)
+    kfac.zero_grad()
+    inputs = [x.detach() for x in inputs]
+    inputs = [inputs[0]] * 3 if name.startswith("self") else inputs
+    loss_of(model(*inputs)).backward()
+    products = attention_products(by_hand, *inputs)
+    kfac.step()
+    factors, bias = held(kfac), model.attention.in_proj_bias is not None
+    rows = L if name == "unbatched" else L * N
+    for key, (x, y) in zip(("in_proj.q", "in_proj.k", "in_proj.v", "out_proj"), products, strict=True):
+        a, g = x.reshape(1, -1, x.shape[-1]), y.grad.reshape(1, -1, E)
+        assert_sums(factors[f"attention.{key}"], with_one(a) if bias else a, g, rows)
+
+
+def test_attention_biases_of_keys_and_values_are_diagonal_sums_over_examples():
+    model = double(lambda: Attends({"add_bias_kv": True}, {}, True))
+    inputs = attention_inputs("cross", {}, True)
+    squares = {"bias_k": 0.0, "bias_v": 0.0}
+    for n in range(N):
+        alone = copy.deepcopy(model)
+        loss_of(alone(*(x[n : n + 1] for x in inputs)), "sum").backward()
+        for name in squares:
+            squares[name] = squares[name] + getattr(alone.attention, name).grad.flatten().square()
+    factors = held(stepped(model, *inputs))
+    for name, expected in squares.items():
+        A, G = factors[f"attention.{name}"]
+        assert_close(A * G[:, 0], expected[None] / (N * L))
+
+
+def test_attention_runs_as_torch_does_in_eval_and_after_detach():
+    model = double(lambda: Attends({}, {}, True))
+    inputs, reference = attention_inputs("self", {}, True), copy.deepcopy(model)
+    kfac = KFAC(model)
+    model.eval(), reference.eval()
+    torch.testing.assert_close(model(*inputs), reference(*inputs), rtol=0, atol=0)
+    assert kfac._engine.take_statistics() == [None] * 5
+    kfac.detach()
+    assert "forward" not in model.attention.__dict__
+
+
+def test_attention_dropout_draws_the_same_mask():
+    model = double(lambda: Attends({"dropout": 0.5}, {}, True))
+    inputs, reference = attention_inputs("cross", {}, True), copy.deepcopy(model)
+    KFAC(model)
+    outputs = []
+    for one in (model, reference):
+        torch.manual_seed(5)
+        outputs.append(one(*inputs))
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+
+
+# ---- recurrent layers ---------------------------------------------------------------------------
+
+
+def recurrent_products(kind, module, x, h):
+    """{weight: [(input, product) of each step]} of one layer, and all outputs, from torch.nn's equations."""
+    ih, hh = [], []
+    state, c, outputs = h, torch.zeros_like(h), []
+    for step in x.unbind(0):
+        ih.append((step, F.linear(step, module.weight_ih_l0, module.bias_ih_l0)))
+        hh.append((state, F.linear(state, module.weight_hh_l0, module.bias_hh_l0)))
+        s, r = ih[-1][1], hh[-1][1]
+        s.retain_grad(), r.retain_grad()
+        if kind is RNN:
+            state = torch.tanh(s + r)
+        elif kind is LSTM:
+            i, f, g, o = (s + r).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            state = o.sigmoid() * c.tanh()
+        else:
+            (r1, z1, n1), (r2, z2, n2) = s.chunk(3, -1), r.chunk(3, -1)
+            z = (z1 + z2).sigmoid()
+            state = (1 - z) * (n1 + (r1 + r2).sigmoid() * n2).tanh() + z * state
+        outputs.append(state)
+    return {"weight_ih_l0": ih, "weight_hh_l0": hh}, torch.stack(outputs)
+
+
+class Recurs(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.recurrent, self.kind, self.head = kind(3, 4), kind, nn.Linear(4, 3)
+
+    def forward(self, x, h):
+        state = (h, torch.zeros_like(h)) if self.kind is LSTM else h
+        return self.head(self.recurrent(x, state)[0][-1])
+
+
+@pytest.mark.parametrize("kind", [RNN, LSTM, GRU])
+def test_recurrent_statistics_are_sums_over_steps(kind):
+    model = double(lambda: Recurs(kind))
+    x, h = numbers(5, 2, 3), numbers(1, 2, 4)
+    reference = copy.deepcopy(model)
+    products, outputs = recurrent_products(kind, reference.recurrent, x, h[0])
+    loss_of(reference.head(outputs[-1])).backward()
+    factors = held(stepped(model, x, h))
+    for name, calls in products.items():
+        a = torch.cat([a for a, _ in calls]).detach()[None]
+        g = torch.cat([y.grad for _, y in calls])[None]
+        assert a.shape[1] == 10
+        assert_sums(factors[f"recurrent.{name}"], with_one(a), g, 2)
+
+
+# ---- shared weights and inputs ------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """One matrix in two linear layers, or one linear layer called twice."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        if tied:
+            self.second.weight = self.first.weight
+        else:
+            self.second = None
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh((self.second or self.first)(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "called twice"])
+def test_uses_of_one_weight_add_up(tied):
+    model, x = double(lambda: Tied(tied)), numbers(5, 4)
+    reference, calls = watched(model, x)
+    uses = calls["first"] + calls.get("second", [])
+    assert len(uses) == 2
+    a = torch.cat([args[0] for args, _ in uses]).detach()[None]
+    g = torch.cat([y.grad for _, y in uses])[None]
+    assert_close(torch.einsum("bri,brj->ij", g, a), reference.first.weight.grad)
+    assert_sums(held(stepped(model, x))["first"], a, g, 5)
+
+
+def test_a_bias_that_one_of_two_uses_has_counts_the_rows_of_that_use():
+    class Net(Tied):
+        def __init__(self):
+            super().__init__(tied=True)
+            self.first.bias = nn.Parameter(torch.ones(4))
+
+    model, x = double(Net), numbers(5, 4)
+    reference, calls = watched(model, x)
+    a = torch.zeros(10, 5, dtype=torch.float64)
+    a[:5] = with_one(calls["first"][0][0][0])
+    a[5:, :4] = calls["second"][0][0][0]
+    g = torch.cat([calls[name][0][1].grad for name in ("first", "second")])
+    gradient = torch.cat([reference.first.weight.grad, reference.first.bias.grad[:, None]], 1)
+    assert_close(g.T @ a, gradient)
+    assert_sums(held(stepped(model, x))["first"], a.detach()[None], g[None], 5)
+
+
+class LanguageModel(nn.Module):
+    """A table that is looked up in and is the last layer's weight."""
+
+    def __init__(self, tables=1, head=True):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(6, 4) for _ in range(tables))
+        self.head = nn.Linear(4, 6, bias=False)
+        for table in self.tables:
+            table.weight = self.head.weight
+        self.lookup, self.by_head = True, head
+
+    def forward(self, x):
+        y = sum(table(x if i == 0 else x.flip(1)) for i, table in enumerate(self.tables))
+        y = torch.tanh(y if self.lookup else y.detach())
+        return self.head(y) if self.by_head else y.cumsum(-1)
+
+
+def language_model_rows(calls, x):
+    """(a, g) of the lookups and of the head; each as of the weight (6, 4)."""
+    lookups = [y for name, uses in calls.items() if name.startswith("tables.") for _, y in uses]
+    tokens = [x, x.flip(1)][: len(lookups)]
+    rows = torch.cat([F.one_hot(t, 6).reshape(-1, 6).double() for t in tokens])
+    found = [(torch.cat([y.grad.reshape(-1, 4) for y in lookups]), rows)]
+    if "head" in calls:
+        ((z,), y), = calls["head"]
+        found.append((z.detach().reshape(-1, 4), y.grad.reshape(-1, 6)))
+    return found
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_a_tied_table_keeps_the_trace_of_both_uses_and_each_ones_shape(tables):
+    model, x = double(lambda: LanguageModel(tables)), tokens(3, 4, below=6)
+    reference, calls = watched(model, x)
+    (into, row), (a, g) = language_model_rows(calls, x)
+    gradient = torch.einsum("ri,rj->ij", row, into) + torch.einsum("ri,rj->ij", g, a)
+    assert_close(gradient, reference.head.weight.grad)
+    kfac = stepped(model, x)
+    assert f"one block for {tables + 1} uses" in kfac.routing()["head.weight" if tables == 0 else
+                                                               "tables.0.weight"].reason
+    ((A, G),) = held(kfac).values()
+    # each use: its own A ⊗ G, whose side of 6 is diagonal
+    lookup = (12 * into.T @ into, row.square().mean(0))
+    dense = (a.T @ a / 12, 12 * g.square().sum(0))
+    traces = [use[0].trace() * use[1].sum() for use in (lookup, dense)]
+    assert_close(A[0].trace() * G[0].sum(), sum(traces))
+    share = traces[1] / sum(traces)
+    for factor, one, other in ((A[0], dense[0], lookup[0]), (G[0], dense[1], lookup[1])):
+        size = [x.trace() if x.ndim == 2 else x.sum() for x in (factor, one, other)]
+        assert_close(factor / size[0], share * one / size[1] + (1 - share) * other / size[2])
+
+
+def test_one_use_alone_of_a_tied_table_gives_that_use():
+    x = tokens(3, 4, below=6)
+    model = double(LanguageModel)
+    model.lookup = False  # no gradient to the lookups
+    _, calls = watched(model, x)
+    _, (a, g) = language_model_rows({**calls, "tables.0": []}, x) if False else (None, head_rows(calls))
+    ((A, G),) = held(stepped(model, x)).values()
+    assert_close(dense_block(A, G), dense_block(a.T @ a[None] / 12, 12 * g.square().sum(0)[None]))
+
+
+def head_rows(calls):
+    ((z,), y), = calls["head"]
+    return z.detach().reshape(-1, 4), y.grad.reshape(-1, 6)
+
+
+def dense_block(A, G):
+    return torch.kron(dense(G[0]), dense(A[0]))
