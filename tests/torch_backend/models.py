@@ -202,7 +202,7 @@ class EncoderDecoder(nn.Module):
     def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         n, padded = target.shape[1], source == self.padding
         decoded = self.transformer(
-            self.source(source) + self.positions.weight[: source.shape[1]],
+            self.source(source) + self.positions(torch.arange(source.shape[1])),
             self.target(target) + self.positions(torch.arange(n)),
             tgt_mask=torch.ones(n, n, dtype=torch.bool).triu(1),
             src_key_padding_mask=padded,

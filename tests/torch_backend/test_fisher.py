@@ -25,7 +25,7 @@ both_reductions = pytest.mark.parametrize("reduction", REDUCTIONS)
 
 def numbers(*shape, seed=0):
     generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def tokens(*shape, below):
@@ -399,13 +399,13 @@ ATTENTION = {
     "zero": ({"add_zero_attn": True}, {"key_padding_mask": LATE, "need_weights": False}),
     "bias_kv and zero": (
         {"add_bias_kv": True, "add_zero_attn": True},
-        {"attn_mask": numbers(L, S, seed=5), "key_padding_mask": LATE},
+        {"attn_mask": numbers(L, S, seed=4) > 0.8, "key_padding_mask": LATE},
     ),
     "self causal bias_kv": (
         {"add_bias_kv": True},
         {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False},
     ),
-    "unbatched": ({}, {"attn_mask": numbers(H, L, S, seed=6), "key_padding_mask": LATE[1]}),
+    "unbatched": ({}, {"attn_mask": numbers(H, L, S, seed=6) > 0.8, "key_padding_mask": LATE[1]}),
 }
 
 
@@ -620,81 +620,374 @@ def test_a_bias_that_one_of_two_uses_has_counts_the_rows_of_that_use():
             self.first.bias = nn.Parameter(torch.ones(4))
 
     model, x = double(Net), numbers(5, 4)
-    reference, calls = watched(model, x)
-    a = torch.zeros(10, 5, dtype=torch.float64)
-    a[:5] = with_one(calls["first"][0][0][0])
-    a[5:, :4] = calls["second"][0][0][0]
-    g = torch.cat([calls[name][0][1].grad for name in ("first", "second")])
-    gradient = torch.cat([reference.first.weight.grad, reference.first.bias.grad[:, None]], 1)
-    assert_close(g.T @ a, gradient)
-    assert_sums(held(stepped(model, x))["first"], a.detach()[None], g[None], 5)
+    _, calls = watched(model, x)
+    a = torch.cat([calls[name][0][0][0] for name in ("first", "second")]).detach()[None]
+    g = torch.cat([calls[name][0][1].grad for name in ("first", "second")])[None]
+    factors = held(stepped(model, x))
+    assert_sums(factors["first"], a, g, 5)
+    assert_sums(factors["first.bias"], torch.ones_like(a[:, :5, :1]), g[:, :5], 5)
 
 
 class LanguageModel(nn.Module):
-    """A table that is looked up in and is the last layer's weight."""
+    """Tables that are looked up in, and a last layer, with one weight."""
 
-    def __init__(self, tables=1, head=True):
+    def __init__(self, tables=1, uses=("lookup", "head")):
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(6, 4) for _ in range(tables))
         self.head = nn.Linear(4, 6, bias=False)
         for table in self.tables:
             table.weight = self.head.weight
-        self.lookup, self.by_head = True, head
+        self.uses = uses
 
     def forward(self, x):
-        y = sum(table(x if i == 0 else x.flip(1)) for i, table in enumerate(self.tables))
-        y = torch.tanh(y if self.lookup else y.detach())
-        return self.head(y) if self.by_head else y.cumsum(-1)
+        y = torch.tanh(self.tables[0](x) + (self.tables[-1](x.flip(1)) if len(self.tables) > 1 else 0))
+        y = y if "lookup" in self.uses else y.detach()
+        return self.head(y) if "head" in self.uses else y.cumsum(-1)
 
 
-def language_model_rows(calls, x):
-    """(a, g) of the lookups and of the head; each as of the weight (6, 4)."""
-    lookups = [y for name, uses in calls.items() if name.startswith("tables.") for _, y in uses]
-    tokens = [x, x.flip(1)][: len(lookups)]
-    rows = torch.cat([F.one_hot(t, 6).reshape(-1, 6).double() for t in tokens])
-    found = [(torch.cat([y.grad.reshape(-1, 4) for y in lookups]), rows)]
-    if "head" in calls:
-        ((z,), y), = calls["head"]
-        found.append((z.detach().reshape(-1, 4), y.grad.reshape(-1, 6)))
-    return found
+def tied_uses(model, x, reduction):
+    """(A, G) of the weight (6, 4) in its lookups and in the head, by rows; their side of 6 is diagonal."""
+    reference, calls = watched(model, x, reduction=reduction)
+    gradient, uses = 0, {}
+    if "lookup" in model.uses:
+        rows = torch.cat([F.one_hot(t, 6).reshape(-1, 6).double() for t in (x, x.flip(1))])
+        found = [y.grad.reshape(-1, 4) for name in calls if "tables." in name for _, y in calls[name]]
+        g = torch.cat(found)
+        rows = rows[: len(g)]
+        gradient = gradient + sum(torch.outer(i, j) for i, j in zip(rows, g, strict=True))
+        uses["lookup"] = g.T @ g, rows.square().mean(0)
+    if "head" in model.uses:
+        ((z,), y) = calls["head"][0]
+        a, g = z.detach().reshape(-1, 4), y.grad.reshape(-1, 6)
+        gradient = gradient + sum(torch.outer(i, j) for i, j in zip(g, a, strict=True))
+        uses["head"] = a.T @ a / len(a), g.square().sum(0)
+    assert_close(gradient, reference.head.weight.grad)  # the rows are right
+    return uses
 
 
 @pytest.mark.parametrize("tables", [1, 2])
-def test_a_tied_table_keeps_the_trace_of_both_uses_and_each_ones_shape(tables):
+def test_a_tied_table_keeps_the_trace_of_both_uses_and_the_shape_of_each(tables):
     model, x = double(lambda: LanguageModel(tables)), tokens(3, 4, below=6)
-    reference, calls = watched(model, x)
-    (into, row), (a, g) = language_model_rows(calls, x)
-    gradient = torch.einsum("ri,rj->ij", row, into) + torch.einsum("ri,rj->ij", g, a)
-    assert_close(gradient, reference.head.weight.grad)
-    kfac = stepped(model, x)
-    assert f"one block for {tables + 1} uses" in kfac.routing()["head.weight" if tables == 0 else
-                                                               "tables.0.weight"].reason
-    ((A, G),) = held(kfac).values()
-    # each use: its own A ⊗ G, whose side of 6 is diagonal
-    lookup = (12 * into.T @ into, row.square().mean(0))
-    dense = (a.T @ a / 12, 12 * g.square().sum(0))
-    traces = [use[0].trace() * use[1].sum() for use in (lookup, dense)]
-    assert_close(A[0].trace() * G[0].sum(), sum(traces))
-    share = traces[1] / sum(traces)
-    for factor, one, other in ((A[0], dense[0], lookup[0]), (G[0], dense[1], lookup[1])):
-        size = [x.trace() if x.ndim == 2 else x.sum() for x in (factor, one, other)]
-        assert_close(factor / size[0], share * one / size[1] + (1 - share) * other / size[2])
+    uses = tied_uses(model, x, "sum")
+    kfac = stepped(model, x, reduction="sum")
+    assert f"one block for {tables + 1} uses" in str(kfac.routing())
+    (((A,), (G,)),) = held(kfac).values()
+    traces = {use: a.trace() * g.sum() for use, (a, g) in uses.items()}
+    total = sum(traces.values())
+    assert_close(A.trace() * G.sum(), total)
+    for factor, size, place in ((A, torch.trace, 0), (G, torch.sum, 1)):
+        expected = sum(traces[u] / total * uses[u][place] / size(uses[u][place]) for u in uses)
+        assert_close(factor / size(factor), expected)
 
 
-def test_one_use_alone_of_a_tied_table_gives_that_use():
-    x = tokens(3, 4, below=6)
-    model = double(LanguageModel)
-    model.lookup = False  # no gradient to the lookups
-    _, calls = watched(model, x)
-    _, (a, g) = language_model_rows({**calls, "tables.0": []}, x) if False else (None, head_rows(calls))
-    ((A, G),) = held(stepped(model, x)).values()
-    assert_close(dense_block(A, G), dense_block(a.T @ a[None] / 12, 12 * g.square().sum(0)[None]))
+@pytest.mark.parametrize("use", ["lookup", "head"])
+def test_one_use_alone_of_a_tied_table_gives_that_use(use):
+    model, x = double(lambda: LanguageModel(uses=(use,))), tokens(3, 4, below=6)
+    (expected,) = tied_uses(model, x, "sum").values()
+    (factors,) = held(stepped(model, x, reduction="sum")).values()
+    (block,) = blocks_of(factors)
+    assert_close(block, torch.kron(torch.diag(expected[1]), expected[0]))
 
 
-def head_rows(calls):
-    ((z,), y), = calls["head"]
-    return z.detach().reshape(-1, 4), y.grad.reshape(-1, 6)
+class Branches(nn.Module):
+    """Three layers that read one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(4, n) for n in (3, 3, 2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.tanh(x)
+        same = [x, x, x] if self.training_shares else [x, x.clone(), x.clone()]
+        y = [layer(z) for layer, z in zip((self.q, self.k, self.v), same, strict=True)]
+        return self.head(torch.tanh(torch.cat(y, -1)))
+
+    training_shares = True
 
 
-def dense_block(A, G):
-    return torch.kron(dense(G[0]), dense(A[0]))
+@pytest.mark.parametrize("compute_method", ["eigen", "ekfac"])
+def test_layers_that_read_one_input_share_its_factor_and_nothing_else_changes(compute_method):
+    x, found = numbers(7, 4), {}
+    for shares in (True, False):
+        model = double(Branches)
+        model.training_shares = shares
+        kfac = stepped(model, x, steps=3, compute_method=compute_method, inv_update_steps=2)
+        found[shares] = kfac, [p.grad.clone() for p in model.parameters()]
+    (shared, directions), (apart, expected) = found[True], found[False]
+    torch.testing.assert_close(directions, expected, rtol=1e-12, atol=1e-12)
+    assert "shares A with q" in shared.routing()["k.weight"].reason
+    assert "shares A with" not in str(apart.routing())
+    assert apart.memory_usage()["factors"] - shared.memory_usage()["factors"] == 2 * 5 * 5 * 8
+
+
+def test_a_layer_that_no_longer_reads_the_same_input_gets_its_own_factor():
+    model, x = double(Branches), numbers(7, 4)
+    kfac = stepped(model, x, steps=2, factor_decay=0.5)
+    model.training_shares = False
+    loss_of(model(x)).backward()
+    kfac.step()
+    assert "shares A with" not in str(kfac.routing())
+    a = with_one(torch.tanh(x))
+    for name in "qkv":
+        assert_close(held(kfac)[name][0][0], a.T @ a / 7)
+
+
+# ---- units and free parameters ------------------------------------------------------------------
+
+
+def normalized(x, axes, eps, centre=True):
+    x = x - x.mean(axes, keepdim=True) if centre else x
+    return x / (x.square().mean(axes, keepdim=True) + eps).sqrt()
+
+
+def by_groups(x):
+    return normalized(x.unflatten(1, (2, 2)), tuple(range(2, x.ndim + 1)), 1e-5).flatten(1, 2)
+
+
+def eps_of(x):
+    return torch.finfo(x.dtype).eps
+
+
+UNITS = {
+    "layer norm": (lambda: nn.LayerNorm(4), (3, 2, 4), lambda x: normalized(x, -1, 1e-5)),
+    "layer norm, two axes": (
+        lambda: nn.LayerNorm((2, 4)),
+        (3, 3, 2, 4),
+        lambda x: normalized(x, (-2, -1), 1e-5),
+    ),
+    "layer norm without bias": (
+        lambda: nn.LayerNorm(4, bias=False),
+        (3, 2, 4),
+        lambda x: normalized(x, -1, 1e-5),
+    ),
+    "rms norm": (lambda: nn.RMSNorm(4), (3, 2, 4), lambda x: normalized(x, -1, eps_of(x), False)),
+    "rms norm with eps": (
+        lambda: nn.RMSNorm(4, eps=0.1),
+        (3, 4),
+        lambda x: normalized(x, -1, 0.1, False),
+    ),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (3, 4, 2, 2), by_groups),
+    "batch norm 1d": (lambda: nn.BatchNorm1d(4), (5, 4), lambda x: normalized(x, 0, 1e-5)),
+    "batch norm on positions": (
+        lambda: nn.BatchNorm1d(4),
+        (3, 4, 5),
+        lambda x: normalized(x, (0, 2), 1e-5),
+    ),
+    "batch norm 2d": (
+        lambda: nn.BatchNorm2d(4, eps=0.1),
+        (3, 4, 2, 2),
+        lambda x: normalized(x, (0, 2, 3), 0.1),
+    ),
+    "batch norm 3d": (
+        lambda: nn.BatchNorm3d(4),
+        (2, 4, 2, 2, 1),
+        lambda x: normalized(x, (0, 2, 3, 4), 1e-5),
+    ),
+    "instance norm": (
+        lambda: nn.InstanceNorm2d(4, affine=True),
+        (3, 4, 2, 2),
+        lambda x: normalized(x, (2, 3), 1e-5),
+    ),
+}
+
+
+@both_reductions
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", UNITS)
+def test_a_unit_has_the_sum_of_its_rows_gradients(name, sharing, reduction):
+    """A scale and a shift of its own for every row: autograd gives each row's gradient."""
+    make, shape, normalize = UNITS[name]
+    layer, x, last = double(make), numbers(*shape), "layer" in name or "rms" in name
+    model = Net(layer, 4, last).double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p += 0.3 * numbers(*p.shape, seed=8)
+    spread = (-1, *(1,) * (x.ndim - 2)) if not last else layer.weight.shape
+    per_row = [
+        (0 * x if p is None else p.detach().reshape(spread).expand(shape)).clone().requires_grad_()
+        for p in (layer.weight, getattr(layer, "bias", None))
+    ]
+    y = normalize(x) * per_row[0] + per_row[1]
+    torch.testing.assert_close(y, layer(x))
+    loss_of(model.after(y), reduction).backward()
+    units = layer.weight.numel()
+    grads = [p.grad if last else p.grad.movedim(1, -1) for p in per_row]
+    z = torch.stack([g.reshape(shape[0], -1, units) for g in grads], -1)
+    z = z.sum(1) if sharing == "reduce" else z.flatten(0, 1)
+    terms = shape[0] if reduction == "mean" else 1
+    factors = held(stepped(model, x, reduction=reduction, weight_sharing=sharing))["layer"]
+    if getattr(layer, "bias", None) is None:
+        assert_close(factors[0] * factors[1][:, 0], terms * z[None, :, :, 0].square().sum(1))
+    else:
+        blocks = sum(torch.einsum("ui,uj->uij", row, row) for row in z)
+        assert_close(factors[0] * factors[1], terms * blocks)
+
+
+class Free(nn.Module):
+    """An operation between x and parameters of the module's own."""
+
+    def __init__(self, operation, shapes, x):
+        super().__init__()
+        self.own = nn.ParameterList(
+            nn.Parameter(0.5 * numbers(*shape, seed=10 + i)) for i, shape in enumerate(shapes)
+        )
+        self.operation, self.channels_last = operation, x.ndim < 4
+        y = operation(x, *self.own)
+        self.head = nn.Linear(y.shape[-1 if self.channels_last else 1], 3)
+
+    def forward(self, x):
+        return self.after(self.operation(x, *self.own))
+
+    after = Net.after
+
+
+# operation(x, *parameters), the same with parameters (*rows, *shape), shapes, and the axes of the rows
+SEQUENCE, IMAGE = (3, 2, 4), (3, 4, 2, 2)
+PLACES = torch.tensor([[2, 2], [0, 2], [1, 4]])
+FREE = {
+    "x + p": (lambda x, p: x + p, lambda x, p: x + p, [(4,)], SEQUENCE, (3, 2)),
+    "p + x": (lambda x, p: torch.add(p, x), lambda x, p: x + p, [(4,)], SEQUENCE, (3, 2)),
+    "x - p": (lambda x, p: x - p, lambda x, p: x - p, [(2, 4)], SEQUENCE, (3,)),
+    "x * (1 + p)": (
+        lambda x, p: x * (1 + p),
+        lambda x, p: x * (1 + p),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x * (1 - 2 p)": (
+        lambda x, p: x * (1 - 2 * p),
+        lambda x, p: x * (1 - 2 * p),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "p - x": (
+        lambda x, p: p - x,
+        lambda x, p: p[:, :, 0, :, 0].mT - x,
+        [(1, 2, 1)],
+        SEQUENCE,
+        (3, 4),
+    ),
+    "x * p": (lambda x, p: x * p, lambda x, p: x * p, [(4,)], SEQUENCE, (3, 2)),
+    "x *= p": (lambda x, p: x.clone().mul_(p), lambda x, p: x * p, [(4,)], SEQUENCE, (3, 2)),
+    "x += p": (lambda x, p: x.clone().add_(p), lambda x, p: x + p, [(4,)], SEQUENCE, (3, 2)),
+    "scalar": (lambda x, p: p * x, lambda x, p: p * x, [()], SEQUENCE, (3, 2, 4)),
+    "token": (
+        lambda x, p: torch.cat([p.expand(len(x), -1, -1), x], 1),
+        lambda x, p: torch.cat([p[:, 0], x], 1),
+        [(1, 1, 4)],
+        SEQUENCE,
+        (3,),
+    ),
+    "token, repeated": (
+        lambda x, p: torch.cat([p.repeat(len(x), 1, 1), x], 1),
+        lambda x, p: torch.cat([p[:, 0], x], 1),
+        [(1, 1, 4)],
+        SEQUENCE,
+        (3,),
+    ),
+    "positions": (
+        lambda x, p: x + p[:, : x.shape[1]],
+        lambda x, p: x + p[:, 0, : x.shape[1]],
+        [(1, 5, 4)],
+        SEQUENCE,
+        (3,),
+    ),
+    "looked-up positions": (
+        lambda x, p: x + p[PLACES],
+        lambda x, p: x + torch.stack([torch.stack([p[n, t, PLACES[n, t]] for t in (0, 1)]) for n in range(3)]),
+        [(5, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "gamma": (
+        lambda x, p: x * p[:, None, None],
+        lambda x, p: x * p.movedim(-1, 1),
+        [(4,)],
+        IMAGE,
+        (3, 2, 2),
+    ),
+    "gamma, viewed": (
+        lambda x, p: x * p.view(1, -1, 1, 1),
+        lambda x, p: x * p.movedim(-1, 1),
+        [(4,)],
+        IMAGE,
+        (3, 2, 2),
+    ),
+    "x @ W": (
+        lambda x, W: x @ W,
+        lambda x, W: torch.einsum("nti,ntio->nto", x, W),
+        [(4, 5)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x @ W.T": (
+        lambda x, W: torch.matmul(x, W.T),
+        lambda x, W: torch.einsum("nti,ntoi->nto", x, W),
+        [(5, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x @ W by batch": (
+        lambda x, W: torch.bmm(x, W),
+        lambda x, W: torch.einsum("nti,tnio->nto", x, W),
+        [(3, 4, 5)],
+        SEQUENCE,
+        (2,),
+    ),
+    "W @ x": (
+        lambda x, W: W @ x,
+        lambda x, W: torch.einsum("nqoi,niq->noq", W, x),
+        [(3, 2)],
+        SEQUENCE,
+        (3, 4),
+    ),
+    "linear": (
+        lambda x, W, b: F.linear(x, W, b),
+        lambda x, W, b: torch.einsum("ntoi,nti->nto", W, x) + b,
+        [(5, 4), (5,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "two in one": (
+        lambda x, p, q: x * p + q,
+        lambda x, p, q: x * p + q,
+        [(4,), (4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+}
+
+
+@both_reductions
+@pytest.mark.parametrize("name", FREE)
+def test_a_free_parameter_has_the_diagonal_of_its_rows_gradients(name, reduction):
+    """A parameter of its own for every row: autograd gives each row's gradient."""
+    operation, by_row, shapes, shape, rows = FREE[name]
+    x = numbers(*shape)
+    model = double(lambda: Free(operation, shapes, x))
+    per_row = [p.detach().expand(*rows, *p.shape).clone().requires_grad_() for p in model.own]
+    y = by_row(x, *per_row)
+    torch.testing.assert_close(y, operation(x, *model.own))
+    loss_of(model.after(y), reduction).backward()
+    factors = held(stepped(model, x, reduction=reduction))
+    terms = len(x) if reduction == "mean" else 1
+    for i, p in enumerate(per_row):
+        A, G = factors[f"own.{i}"]
+        expected = p.grad.square().sum(tuple(range(len(rows)))).reshape(1, -1)
+        assert_close(A * G[:, 0], terms * expected)
+
+
+def test_free_parameters_are_followed_in_the_module_that_owns_them_and_under_gradient_accumulation():
+    x = numbers(*SEQUENCE)
+    whole = double(lambda: Free(FREE["x * p"][0], [(4,)], x))
+    parts = copy.deepcopy(whole)
+    expected = held(stepped(whole, x, reduction="sum"))
+    kfac = KFAC(parts, kl_clip=None, loss_reduction="sum")
+    for n in range(3):
+        loss_of(parts(x[n : n + 1]), "sum").backward()
+    kfac.step()
+    for name, (A, G) in held(kfac).items():
+        assert_close(blocks_of((A, G))[0], blocks_of(expected[name])[0])

@@ -141,7 +141,8 @@ class Attention:
         mask = _mask(attn_mask, key_padding_mask, batch, heads, extra, q.dtype)
         dropout = module.dropout if module.training else 0.0
         if not need_weights:
-            causal = is_causal and key_padding_mask is None and extra == 0
+            # As in torch: the hint takes the place of the mask, also beside `extra` sources.
+            causal = is_causal and key_padding_mask is None
             out = F.scaled_dot_product_attention(
                 q, k, v, None if causal else mask, dropout, is_causal=causal
             )

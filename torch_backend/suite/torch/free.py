@@ -47,6 +47,9 @@ class FreeParameters(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        before = args
+        if function in (T.mul_, T.__imul__) and self._known(args[1]) is not None:
+            before = (args[0].detach().clone(), args[1])  # the product takes its place
         output = function(*args, **kwargs)
         if not isinstance(output, T) or not output.requires_grad:
             return output
@@ -54,13 +57,18 @@ class FreeParameters(TorchFunctionMode):
             watched = self._known(operand)
             if watched is None:
                 continue
+            number = args[1 - place] if len(args) == 2 else None
             if function in _VIEW and place == 0:
                 slot = function(watched.slot, *args[1:], **kwargs)
                 self.watched.append(watched._replace(tensor=output, slot=slot))
             elif function in _CAST and place == 0:
                 self.watched.append(watched._replace(tensor=output))
+            elif not kwargs and isinstance(number, int | float) and function in _SUM | _PRODUCT:
+                # 1 + p has no rows before it meets x; the square of a factor goes into squares.
+                slot = watched.slot * (1 if function in _SUM else number**2)
+                self.watched.append(watched._replace(tensor=output, slot=slot))
             elif not kwargs:
-                output = _probed(function, output, args, place, watched)
+                output = _probed(function, output, before, place, watched)
         return output
 
     def _known(self, operand: Any) -> Watched | None:
@@ -95,11 +103,8 @@ def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     """Whether only axes of length 1, or new ones in front, grew."""
-    # A loop, because torch.compile does not see through a generator here.
-    for i in range(1, len(shape) + 1):
-        if shape[-i] not in (1, target[-i]):
-            return False
-    return True
+    # A list, because torch.compile does not see through a generator here.
+    return all([shape[-i] in (1, target[-i]) for i in range(1, len(shape) + 1)])  # noqa: C419
 
 
 class _FreeProbe(torch.autograd.Function):

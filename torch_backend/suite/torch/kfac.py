@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
@@ -93,6 +94,7 @@ class KFAC(torch.optim.Optimizer):
         symmetry_aware, update_factors_in_hook, compute_factor_in_hook, accumulation_steps: of
             kfac-pytorch, without effect in one process: factors are always averaged in `step()` from
             everything since the last one, however many backward passes that was.
+        loglevel: of the routing report, which goes to the logger 'suite.torch'.
 
     The first six and lr take a number or a function of the step count.
 
@@ -136,6 +138,7 @@ class KFAC(torch.optim.Optimizer):
         update_factors_in_hook: bool = True,
         compute_factor_in_hook: bool = True,
         accumulation_steps: int = 1,
+        loglevel: int = logging.DEBUG,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -246,11 +249,26 @@ class KFAC(torch.optim.Optimizer):
             "grad_scaler": grad_scaler,
             **self._hyperparameters,
         }
+        logging.getLogger("suite.torch").log(loglevel, "K-FAC:\n%s", found.routing)
         covered = {id(p): p for layer in self._engine.layers for p in layer.parameters()}
         super().__init__(list(covered.values()), {})
         self._base = optimizer
         self._steps = 0
         self._skipped_steps = 0
+
+    def _current(name: str) -> property:  # type: ignore[misc]
+        def get(self: KFAC) -> Any:
+            return self.hyperparameter(name)
+
+        return property(get, doc=f"The value of `{name}` at this step.")
+
+    factor_update_steps = _current("factor_update_steps")
+    inv_update_steps = _current("inv_update_steps")
+    damping = _current("damping")
+    factor_decay = _current("factor_decay")
+    kl_clip = _current("kl_clip")
+    lr = _current("lr")
+    del _current
 
     # With a base optimizer its groups, state and defaults are ours: schedulers, GradScaler and
     # checkpoints of one see those of the other, also after the base has replaced them.
@@ -387,6 +405,10 @@ class KFAC(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and statistics of backward passes that no step has used."""
         super().zero_grad(set_to_none)
+        self.reset_batch()
+
+    def reset_batch(self) -> None:
+        """Forget statistics of backward passes that no step has used."""
         self._engine.take_statistics(1.0)
 
     def _lr_of(self) -> Callable[[nn.Parameter], Any]:
@@ -439,7 +461,7 @@ class KFAC(torch.optim.Optimizer):
         With a base optimizer its 'state' and 'param_groups' are there as well.
 
         Args:
-            include_factors: the running averages.
+            include_factors: the layers' tensors at all; without them a resumed run starts from nothing.
             include_inverses: what was computed from them. Without it a resumed run computes inverses
                 from the averages as saved, which is the same run only where they were due.
         """

@@ -640,10 +640,10 @@ class KFACEngine:
                 tensors = _tensors(self.factors[place.bucket], side)
                 for name, tensor in tensors.items():
                     derived = name not in (side, f"{side}_weight")
-                    if include_inverses if derived else include_factors:
+                    if include_factors and (include_inverses or not derived):
                         record[name] = tensor[place.start : place.stop]
             layers[layer.name] = record
-        if self.keeps_products and include_inverses:
+        if self.keeps_products and include_factors and include_inverses:
             for number, bucket in enumerate(self.buckets):
                 for member in bucket.members:
                     name = self.layers[member.index].name

@@ -225,14 +225,17 @@ def _norm_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positio
 
 def _embedding_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positions: int) -> Sums:
     outputs = gradient.reshape(1, -1, gradient.shape[-1])
+    counts = _counts(gradient, outputs.shape[1], positions)
     if spec.kind == "bag":
         A = x[None].to(gradient.dtype)
     else:
+        # Padding looks nothing up: it is no row.
         used = (x != spec.padding_index).reshape(-1).to(gradient.dtype)
         outputs = outputs * used[:, None]
         A = gradient.new_zeros(spec.norm_size).index_add_(0, x.reshape(-1), used)[None]
+        counts = torch.stack([used.sum().to(counts.dtype), counts[1]])
     G = second_moment_sum(outputs, diagonal=spec.diagonal[1])
-    return Sums(A, G, _counts(gradient, outputs.shape[1], positions), None)
+    return Sums(A, G, counts, None)
 
 
 def _channel_rows(gradient: torch.Tensor, spec: LayerSpec) -> torch.Tensor:

@@ -1,0 +1,182 @@
+"""A user of kfac-pytorch changes an import: names keep their meaning, and on request numbers, too."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from suite.torch import KFACPreconditioner
+
+T64 = torch.float64
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, stride=2, padding=1),
+        nn.BatchNorm2d(4),
+        nn.Tanh(),
+        nn.Conv2d(4, 3, 2, bias=False),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(12, 5),
+        nn.Tanh(),
+        nn.Linear(5, 3),
+    ).to(T64)
+
+
+class Reference:
+    """kfac-pytorch 0.4 by its documentation and papers (arXiv:2007.00784): plain loops over layers.
+
+    A and G are means of outer products over rows; a convolution's rows are divided by its number of
+    output positions first; running averages start at the identity; 'inverse' adds all of the damping to
+    both factors; gradients are scaled by √(kl_clip / Σ lr² ⟨direction, gradient⟩), at most 1.
+    """
+
+    def __init__(self, model, method, decay=0.95, damping=0.001, kl_clip=0.001, lr=0.1):
+        self.layers = [m for m in model if isinstance(m, (nn.Linear, nn.Conv2d))]
+        self.method, self.decay, self.damping = method, decay, damping
+        self.kl_clip, self.lr = kl_clip, lr
+        self.A, self.G, self.seen = {}, {}, {}
+        for m in self.layers:
+            m.register_forward_hook(self.see)
+
+    def see(self, module, args, y):
+        y.register_hook(lambda g: self.seen.setdefault(module, []).append((args[0].detach(), g)))
+
+    def factors(self, module, a, g):
+        places = 1
+        if isinstance(module, nn.Conv2d):
+            places = g.shape[2] * g.shape[3]
+            a = F.unfold(a, module.kernel_size, 1, module.padding, module.stride)
+            a, g = a.transpose(1, 2).flatten(0, 1), g.flatten(2).transpose(1, 2).flatten(0, 1)
+        if module.bias is not None:
+            a = torch.cat([a, torch.ones_like(a[:, :1])], 1)
+        a, g = a / places, g / places
+        return a.T @ a / len(a), g.T @ g / len(g)
+
+    @torch.no_grad()
+    def step(self):
+        total, directions = 0.0, []
+        for m in self.layers:
+            both = [self.factors(m, a, g) for a, g in self.seen.pop(m)]
+            for kept, i in ((self.A, 0), (self.G, 1)):
+                new = sum(pair[i] for pair in both) / len(both)
+                old = kept.get(m, torch.eye(len(new), dtype=new.dtype))
+                kept[m] = self.decay * old + (1 - self.decay) * new
+            gradient = m.weight.grad.flatten(1)
+            if m.bias is not None:
+                gradient = torch.cat([gradient, m.bias.grad[:, None]], 1)
+            if self.method == "inverse":
+                A, G = (
+                    torch.linalg.inv(x + self.damping * torch.eye(len(x), dtype=x.dtype))
+                    for x in (self.A[m], self.G[m])
+                )
+                direction = G @ gradient @ A
+            else:
+                (dA, QA), (dG, QG) = torch.linalg.eigh(self.A[m]), torch.linalg.eigh(self.G[m])
+                inner = QG.T @ gradient @ QA / (dG[:, None] * dA + self.damping)
+                direction = QG @ inner @ QA.T
+            directions.append(direction)
+            total += float((direction * gradient).sum()) * self.lr**2
+        scale = min(1.0, math.sqrt(self.kl_clip / abs(total)))
+        for m, direction in zip(self.layers, directions, strict=True):
+            width = m.weight[0].numel()
+            m.weight.grad = scale * direction[:, :width].reshape(m.weight.shape)
+            if m.bias is not None:
+                m.bias.grad = scale * direction[:, -1]
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_compatible_scaling_gives_that_packages_trajectory(method, passes):
+    ends = []
+    for ours in (True, False):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if ours:
+            kfac = KFACPreconditioner(
+                model, compute_method=method, factor_scaling="kfac_pytorch", accumulation_steps=passes
+            )
+        else:
+            kfac = Reference(model, method)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                x = torch.randn(6, 2, 6, 6, generator=generator, dtype=T64)
+                y = torch.randint(0, 3, (6,), generator=generator)
+                F.cross_entropy(model(x), y).backward()
+            kfac.step()
+            optimizer.step()
+        ends.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_only_that_packages_layers_are_covered_under_its_scaling():
+    routing = KFACPreconditioner(network(), factor_scaling="kfac_pytorch").routing()
+    plain = {route.parameter for route in routing if route.treatment == "plain"}
+    assert plain == {"1.weight", "1.bias"}
+    assert "kfac-pytorch" in routing["1.weight"].reason
+
+
+def test_its_arguments_and_attributes_exist():
+    kfac = KFACPreconditioner(
+        network(),
+        factor_update_steps=1,
+        inv_update_steps=1,
+        damping=lambda step: 0.1 / (1 + step),
+        factor_decay=0.9,
+        kl_clip=0.01,
+        lr=lambda step: 0.5,
+        accumulation_steps=2,
+        compute_method="EIGEN",
+        compute_eigenvalue_outer_product=True,
+        symmetry_aware=True,
+        grad_scaler=lambda: 2.0,
+        factor_dtype=torch.float32,
+        inv_dtype=torch.float32,
+        skip_layers=["Flatten"],
+        update_factors_in_hook=False,
+        loglevel=logging.INFO,
+    )
+    assert (kfac.damping, kfac.factor_decay, kfac.kl_clip, kfac.lr) == (0.1, 0.9, 0.01, 0.5)
+    assert (kfac.steps, kfac.factor_update_steps, kfac.inv_update_steps) == (0, 1, 1)
+    state = kfac.state_dict(include_factors=False)
+    assert all(not layer for layer in state["kfac"]["layers"].values())
+
+
+def test_a_reset_batch_leaves_no_statistics():
+    model = network()
+    kfac = KFACPreconditioner(model)
+    F.cross_entropy(model(torch.randn(4, 2, 6, 6, dtype=T64)), torch.zeros(4).long()).backward()
+    kfac.reset_batch()
+    assert all(taken is None for taken in kfac._engine.take_statistics())
+
+
+def test_factors_alone_give_inverses_back():
+    model = network()
+    kfac = KFACPreconditioner(model, inv_update_steps=5)
+
+    def step() -> None:
+        model.zero_grad()
+        F.cross_entropy(model(torch.ones(4, 2, 6, 6, dtype=T64)), torch.arange(4) % 3).backward()
+        kfac.step()
+
+    step()
+    slim = kfac.state_dict(include_inverses=False)
+    names = {name for layer in slim["kfac"]["layers"].values() for name in layer}
+    assert names == {"A", "A_weight", "G", "G_weight"}
+    kfac.detach()
+    for compute in (True, False):
+        again = KFACPreconditioner(model, inv_update_steps=5)
+        again.load_state_dict(slim, compute_inverses=compute)
+        ready = [bool(s["G_ready"].all()) for s in again.state_dict()["kfac"]["layers"].values()]
+        assert set(ready) == {compute}
+        again.detach()
