@@ -8,9 +8,9 @@
 has the solution sin(k π x) sin(k π y), to which the network's relative L2 error is measured.
 
 The network carries u's derivatives forward, from layer to layer, beside u (Li et al. 2023,
-arXiv:2307.08214). So they are inputs and outputs of its linear layers like u itself, and K-FAC takes its
-statistics of all of them (Dangel, Müller & Zeinhofer 2024, arXiv:2405.15603). With derivatives by a second
-pass of autograd, as usual, K-FAC runs as well, but what they owe to the weights passes by its statistics.
+arXiv:2307.08214). So they are inputs and outputs of its linear layers like u itself, and K-FAC takes
+its statistics of all of them (Dangel, Müller & Zeinhofer 2024, arXiv:2405.15603). With derivatives by a
+second pass of autograd K-FAC runs as well, but what they owe to the weights passes by its statistics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 
 import training
 
-SETTINGS: dict[str, dict[str, float]] = {
+SETTINGS: training.Settings = {
     "kfac": {
         "lr": 0.1,
         "momentum": 0.9,
@@ -35,10 +35,13 @@ SETTINGS: dict[str, dict[str, float]] = {
         "factor_decay": 0.95,
         "factor_update_steps": 1,
         "inv_update_steps": 5,
+        "compute_method": "inverse",
+        "fisher": "empirical",
+        "warmup": 0.0,
     },
-    "kron": {"lr": 3e-3, "b1": 0.9, "weight_decay": 0.0},
-    "adamw": {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0},
-    "sgd": {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.0},
+    "kron": {"lr": 3e-3, "b1": 0.9, "weight_decay": 0.0, "warmup": 0.0},
+    "adamw": {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "warmup": 0.0},
+    "sgd": {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.0, "warmup": 0.0},
 }
 
 

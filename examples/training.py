@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from suite.torch import KFAC, Kron
 
+Settings: TypeAlias = dict[str, dict[str, float | str]]  # hyperparameters by optimizer
 AMP = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What must be the same in the run that wrote a checkpoint and the one that resumes it.
 IDENTITY = ("optimizer", "settings", "seed", "epochs", "batch_size", "accumulate", "amp")
@@ -31,7 +32,12 @@ IDENTITY = ("optimizer", "settings", "seed", "epochs", "batch_size", "accumulate
 
 
 def parser(
-    description: str, settings: dict[str, dict[str, float]], *, epochs: int, batch_size: int
+    description: str,
+    settings: Settings,
+    *,
+    epochs: int,
+    batch_size: int,
+    likelihood: str | None = None,
 ) -> argparse.ArgumentParser:
     """The options that every script has.
 
@@ -39,11 +45,14 @@ def parser(
         description: of the script.
         settings: each optimizer's hyperparameters; every name becomes an option.
         epochs, batch_size: defaults.
+        likelihood: what the model's outputs mean, for K-FAC with fisher=mc or type-2.
     """
     lines = ["hyperparameters, unless given as options:"]
     for name, values in settings.items():
-        lines.append(f"  {name:6} " + ", ".join(f"{key}={value:g}" for key, value in values.items()))
-    lines.append("Learning rates rise linearly for --warmup steps and fall to zero along half a cosine.")
+        lines.append(f"  {name:6} " + ", ".join(f"{key}={value}" for key, value in values.items()))
+    lines.append(
+        "Learning rates rise for this share (warmup) of the steps, then fall along half a cosine."
+    )
     result = argparse.ArgumentParser(
         description=description,
         epilog="\n".join(lines),
@@ -57,24 +66,20 @@ def parser(
     )
     run.add_argument("--amp", choices=AMP, default="none", help="mixed precision (default: none)")
     run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    run.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    run.add_argument("--seed", type=whole_or_zero, default=0, help="default: %(default)s")
     run.add_argument("--checkpoint", type=Path, metavar="PATH", help="written after every epoch")
     run.add_argument(
-        "--checkpoint-every", type=int, default=0, metavar="STEPS", help="and this often within epochs"
+        "--checkpoint-every", type=whole, metavar="STEPS", help="and this often within epochs"
     )
     run.add_argument("--resume", action="store_true", help="go on from --checkpoint, if it exists")
     run.add_argument("--output", type=Path, metavar="PATH", help="a log of all epochs, in JSON")
     group = result.add_argument_group("optimizer")
     group.add_argument("--optimizer", choices=settings, default="kfac", help="default: %(default)s")
-    group.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="default: %(default)s")
     for name in dict.fromkeys(key for values in settings.values() for key in values):
         kind = type(next(values[name] for values in settings.values() if name in values))
         used = ", ".join(optimizer for optimizer, values in settings.items() if name in values)
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=f"of {used}")
-    group.add_argument(
-        "--compute-method", choices=("eigen", "inverse"), default="inverse", help="of kfac: %(default)s"
-    )
-    result.set_defaults(all_settings=settings)
+    result.set_defaults(all_settings=settings, likelihood=likelihood)
     return result
 
 
@@ -90,17 +95,24 @@ def parse(source: argparse.ArgumentParser, arguments: list[str] | None = None) -
             source.error(f"--{name.replace('_', '-')} is not a setting of {options.optimizer}")
         if value is not None:
             options.settings[name] = value
+    if not 0 <= options.settings["warmup"] < 1:
+        source.error(f"--warmup must be >= 0 and < 1, got {options.settings['warmup']}")
     if options.resume and options.checkpoint is None:
         source.error("--resume needs --checkpoint")
     return options
 
 
-def whole(text: str) -> int:
-    """A number of things, at least one."""
+def whole(text: str, at_least: int = 1) -> int:
+    """A number of things."""
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {number}")
+    if number < at_least:
+        raise argparse.ArgumentTypeError(f"must be >= {at_least}, got {number}")
     return number
+
+
+def whole_or_zero(text: str) -> int:
+    """A number of things, perhaps none."""
+    return whole(text, at_least=0)
 
 
 # ---- the optimizer -------------------------------------------------------------------------------
@@ -110,7 +122,7 @@ def make_optimizer(
     options: argparse.Namespace, model: nn.Module, scaler: torch.amp.GradScaler
 ) -> torch.optim.Optimizer:
     """The optimizer that `options` name. Weight decay is decoupled in all but sgd."""
-    settings = dict(options.settings)
+    settings = {name: value for name, value in options.settings.items() if name != "warmup"}
     if options.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), **settings)
     if options.optimizer == "adamw":
@@ -120,8 +132,14 @@ def make_optimizer(
         return Kron(model.parameters(), seed=options.seed, **settings)
     # Weight decay joins the direction after K-FAC has made it, hence it is decoupled here, too.
     descent = {name: settings.pop(name) for name in ("lr", "momentum", "weight_decay")}
-    base = torch.optim.SGD(model.parameters(), **descent)
-    return KFAC(model, base, compute_method=options.compute_method, grad_scaler=scaler, **settings)
+    return KFAC(
+        model,
+        torch.optim.SGD(model.parameters(), **descent),
+        likelihood=None if settings["fisher"] == "empirical" else options.likelihood,
+        seed=options.seed,
+        grad_scaler=scaler,
+        **settings,
+    )
 
 
 def generator(*numbers: int) -> torch.Generator:
@@ -153,9 +171,10 @@ class Run:
         steps = options.epochs * math.ceil(batches / options.accumulate)
 
         def rate(step: int) -> float:
-            if step < options.warmup:
-                return (step + 1) / (options.warmup + 1)
-            return 0.5 * (1 + math.cos(math.pi * (step - options.warmup) / (steps - options.warmup)))
+            warmup = options.settings["warmup"] * steps
+            if step < warmup:
+                return (step + 1) / (warmup + 1)
+            return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
         self.epoch, self.batch = 0, 0  # the next batch
@@ -249,8 +268,9 @@ class Run:
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def _checkpoint_within_epoch(self, start: float) -> None:
-        every = self.options.checkpoint_every * self.options.accumulate
-        if self.options.checkpoint is not None and every and self.batch % every == 0:
+        if self.options.checkpoint is None or self.options.checkpoint_every is None:
+            return
+        if self.batch % (self.options.checkpoint_every * self.options.accumulate) == 0:
             self.seconds = time.perf_counter() - start
             self._save()
 
@@ -284,11 +304,12 @@ class Run:
         torch.set_rng_state(cpu)
         if len(cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(cuda)
+        print(f"resuming in epoch {self.epoch + 1}, after {self.batch} batches", flush=True)
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a file next to `path`, then put it in its place: what is there is always whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside = path.with_name(f"{path.name}.tmp")
     write(beside)
     os.replace(beside, path)

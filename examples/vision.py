@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import training
 
-SETTINGS: dict[str, dict[str, float]] = {
+# K-FAC without warmup: momentum keeps directions that `kl_clip` fitted to a smaller learning rate.
+SETTINGS: training.Settings = {
     "kfac": {
         "lr": 0.1,
         "momentum": 0.9,
@@ -27,10 +28,13 @@ SETTINGS: dict[str, dict[str, float]] = {
         "factor_decay": 0.95,
         "factor_update_steps": 5,
         "inv_update_steps": 50,
+        "compute_method": "inverse",
+        "fisher": "empirical",
+        "warmup": 0.0,
     },
-    "kron": {"lr": 3e-3, "b1": 0.9, "weight_decay": 0.05},
-    "adamw": {"lr": 3e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.05},
-    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4},
+    "kron": {"lr": 3e-3, "b1": 0.9, "weight_decay": 0.05, "warmup": 0.05},
+    "adamw": {"lr": 3e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.05, "warmup": 0.05},
+    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "warmup": 0.05},
 }
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
@@ -190,7 +194,9 @@ def fake_images(
 
 def parser(description: str, *, epochs: int, batch_size: int, size: int) -> argparse.ArgumentParser:
     """The options of both scripts."""
-    result = training.parser(description, SETTINGS, epochs=epochs, batch_size=batch_size)
+    result = training.parser(
+        description, SETTINGS, epochs=epochs, batch_size=batch_size, likelihood="categorical"
+    )
     group = result.add_argument_group("data")
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", type=Path, metavar="FOLDER", help="where the images are")
@@ -202,7 +208,9 @@ def parser(description: str, *, epochs: int, batch_size: int, size: int) -> argp
     group.add_argument(
         "--size", type=training.whole, default=size, help="of images (default: %(default)s)"
     )
-    group.add_argument("--workers", type=int, default=0, help="processes that load (default: 0)")
+    group.add_argument(
+        "--workers", type=training.whole_or_zero, default=0, help="processes that load (default: 0)"
+    )
     return result
 
 

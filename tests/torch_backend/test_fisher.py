@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd.functional import hessian, jacobian
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from conftest import assert_close
 from oracles import convolution_rows
+from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.torch import GRU, KFAC, LSTM, RNN
 from suite.torch.rows import stratified
 
@@ -991,3 +993,523 @@ def test_free_parameters_are_followed_in_the_module_that_owns_them_and_under_gra
     kfac.step()
     for name, (A, G) in held(kfac).items():
         assert_close(blocks_of((A, G))[0], blocks_of(expected[name])[0])
+
+
+# ---- the model's own distribution ---------------------------------------------------------------
+
+
+def softplus(f):
+    return F.softplus(f).sum()
+
+
+# likelihood, -log p(y | f) of one term without what is linear in f: its Hessian is the likelihood's
+LIKELIHOODS = {
+    "categorical": (Categorical(), lambda f: f.logsumexp(-1)),
+    "bernoulli": (Bernoulli(), softplus),
+    "gaussian": (Gaussian(0.3), lambda f: f.square().sum() / 0.6),
+}
+every_likelihood = pytest.mark.parametrize("likelihood", LIKELIHOODS)
+TYPE2 = {"fisher": "type-2"}
+
+
+class MLP(nn.Module):
+    def __init__(self, inner=torch.tanh):
+        super().__init__()
+        self.first, self.last, self.inner = nn.Linear(4, 3), nn.Linear(3, 3), inner
+
+    def forward(self, x):
+        return self.after(self.first(x))
+
+    def after(self, s):
+        return self.last(self.inner(s))
+
+
+def term_hessian(likelihood, J, f):
+    """Jᵀ H J of one term, for J (outputs, n) and its outputs f."""
+    return J.T @ hessian(LIKELIHOODS[likelihood][1], f) @ J
+
+
+@both_reductions
+@every_likelihood
+def test_type2_factors_of_a_network_by_loops(likelihood, reduction):
+    model, x = double(MLP), numbers(5, 4)
+    reference = copy.deepcopy(model)
+    kfac = stepped(
+        model, x, reduction=reduction, likelihood=LIKELIHOODS[likelihood][0], **TYPE2
+    )
+    s = reference.first(x).detach()
+    hidden = with_one(torch.tanh(s))
+    G = {"first": 0, "last": 0}
+    for row in s:
+        f = reference.after(row).detach()
+        G["first"] += term_hessian(likelihood, jacobian(reference.after, row), f)
+        G["last"] += term_hessian(likelihood, torch.eye(3, dtype=x.dtype), f)
+    for name, a in (("first", with_one(x)), ("last", hidden)):
+        A, (got,) = held(kfac)[name]
+        assert_close(A[0], a.T @ a / 5)
+        assert_close(got, G[name] / (5 if reduction == "mean" else 1))
+
+
+@every_likelihood
+def test_type2_is_the_exact_ggn_of_one_layer_on_one_example(likelihood):
+    model, x = double(lambda: nn.Linear(4, 3)), numbers(1, 4)
+    matrix = torch.cat([model.weight, model.bias[:, None]], 1).detach()
+
+    def outputs(matrix):
+        return (with_one(x) @ matrix.T)[0]
+
+    J = jacobian(outputs, matrix).reshape(3, -1)
+    expected = term_hessian(likelihood, J, outputs(matrix))
+    kfac = stepped(model, x, likelihood=LIKELIHOODS[likelihood][0], **TYPE2)
+    (factors,) = held(kfac).values()
+    assert_close(blocks_of(factors)[0], expected)
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_type2_is_the_exact_ggn_of_every_block_on_one_row(name):
+    make, inputs = ONE_ROW[name]
+    layer, x = double(make), inputs()
+    last = x.ndim < 3
+    channels = layer(x).shape[-1 if last else 1]
+    model = Net(layer, channels, last).double()
+    f, J = model(x)[0], {}
+    for c in range(3):
+        model.zero_grad()
+        f[c].backward(retain_graph=True)
+        for key, matrix in matrices("layer", layer).items():
+            J.setdefault(key, []).append(matrix.flatten(1))
+    factors = held(stepped(model, x, likelihood="categorical", **TYPE2))
+    for key, rows in J.items():
+        for block, of_block in zip(blocks_of(factors[key]), torch.stack(rows, 1), strict=True):
+            expected = term_hessian("categorical", of_block, f.detach())
+            assert_close(block, torch.diag(expected.diagonal()) if "rms" in name else expected)
+
+
+class DeepLinear(nn.Module):
+    """Without a nonlinearity: K-FAC of a squared error is exact (Bernacchia et al. 2018)."""
+
+    def __init__(self, bias, pooled):
+        super().__init__()
+        sizes = (4, 3, 3, 2)
+        self.layers = nn.ModuleList(nn.Linear(m, n, bias=bias) for m, n in itertools.pairwise(sizes))
+        self.pooled = pooled
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = layer(x.mean(1) if self.pooled and i == 2 else x)
+        return x
+
+
+@both_reductions
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_type2_is_the_exact_ggn_of_a_deep_linear_network(sharing, bias, reduction):
+    pooled = sharing == "reduce"
+    model = double(lambda: DeepLinear(bias, pooled))
+    x = numbers(5, 6, 4) if pooled else numbers(5, 4)
+    names = [name for name, _ in model.named_parameters()]
+
+    def outputs(*values):
+        return torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x,))
+
+    parameters = tuple(p.detach() for p in model.parameters())
+    jacobians = dict(zip(names, jacobian(outputs, parameters), strict=True))
+    kfac = stepped(
+        model, x, reduction=reduction, likelihood=Gaussian(0.3), weight_sharing=sharing, **TYPE2
+    )
+    for i in range(3):
+        J = jacobians[f"layers.{i}.weight"].flatten(0, 1)
+        if bias:
+            J = torch.cat([J, jacobians[f"layers.{i}.bias"].flatten(0, 1)[..., None]], -1)
+        J = J.flatten(1)
+        expected = J.T @ J / 0.3 / (5 if reduction == "mean" else 1)
+        assert_close(blocks_of(held(kfac)[f"layers.{i}"])[0], expected)
+
+
+def targets_and_probabilities(likelihood, f):
+    """Every gradient of -log p(ŷ | f) there is, with its probability."""
+    if likelihood == "categorical":
+        p = f.softmax(-1)
+        return [(p - F.one_hot(torch.tensor(c), 3), p[c]) for c in range(3)]
+    p = f.sigmoid()
+    every = itertools.product((0.0, 1.0), repeat=3)
+    pairs = [(torch.tensor(y, dtype=f.dtype), y) for y in every]
+    return [(p - y, torch.where(y > 0, p, 1 - p).prod()) for y, _ in pairs]
+
+
+@pytest.mark.parametrize("samples", [1, 40])
+@every_likelihood
+def test_monte_carlo_is_type2_up_to_an_error_of_the_size_it_must_have(likelihood, samples):
+    """Twenty independent steps: their mean squared error is Var[(Jᵀu)(Jᵀu)ᵀ] summed and divided."""
+    model, x, steps = double(MLP), numbers(5, 4), 20
+    s = model.first(x).detach()
+    expected, variance = torch.zeros(3, 3, dtype=x.dtype), 0.0
+    for row in s:
+        f, J = model.after(row).detach(), jacobian(model.after, row)
+        mean = term_hessian(likelihood, J, f)
+        expected += mean / 5
+        if likelihood == "gaussian":  # fourth moments of a normal vector, by Isserlis
+            variance += mean.trace() ** 2 + (mean @ mean).trace()
+        else:
+            for u, p in targets_and_probabilities(likelihood, f):
+                variance += p * (torch.outer(J.T @ u, J.T @ u) - mean).square().sum()
+    error = 0.0
+    kfac = KFAC(
+        model, fisher="mc", likelihood=LIKELIHOODS[likelihood][0], fisher_samples=samples
+    )
+    for _ in range(steps):
+        loss_of(model(x)).backward()
+        G = kfac._engine._normalized(0, *normalizing(kfac))[1][0]
+        error += float((G - expected).square().sum()) / steps
+    ratio = error / (float(variance) / 25 / samples)
+    assert 1 / 3 < ratio < 3
+
+
+def normalizing(kfac):
+    taken = kfac._engine.take_statistics()
+    return taken[0], kfac._engine._terms(taken)
+
+
+class Mixed(nn.Module):
+    """A matrix, units, a free parameter and a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.linear = nn.Embedding(6, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.linear(torch.tanh(self.norm(self.table(x)) * self.scale))
+
+
+def test_samples_are_averaged_like_steps():
+    """Four samples in one step, or one in each of four, draw the same numbers."""
+    model, x = double(Mixed), tokens(5, below=6)
+    found = []
+    for samples, steps in ((4, 1), (1, 4)):
+        kfac, sums = KFAC(model, fisher="mc", likelihood="categorical", fisher_samples=samples), {}
+        for _ in range(steps):
+            loss_of(model(x)).backward()
+            taken = kfac._engine.take_statistics()
+            for i, layer in enumerate(kfac._engine.layers):
+                factors = kfac._engine._normalized(i, taken[i], kfac._engine._terms(taken))
+                blocks = torch.stack(blocks_of(factors)) / steps
+                sums[layer.name] = sums.get(layer.name, 0) + blocks
+        kfac.detach()
+        found.append(sums)
+    assert found[0].keys() == {"table", "norm", "linear", "scale"}
+    for name, blocks in found[0].items():
+        assert_close(blocks, found[1][name])
+
+
+@pytest.mark.parametrize("options", [{"fisher": "mc", "fisher_samples": 3}, {"fisher": "type-2"}])
+def test_the_extra_passes_leave_the_users_gradients_and_reach_no_parameter(options):
+    model, x = double(MLP), numbers(5, 4)
+    reference, visits = copy.deepcopy(model), []
+    kfac = KFAC(model, likelihood="categorical", **options)
+    for p in model.parameters():
+        p.register_hook(lambda gradient: visits.append(1))
+    for one in (model, reference):
+        loss_of(one(x)).backward()
+    assert len(visits) == 4
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
+    assert all(one is not None for one in kfac._engine.take_statistics())
+
+
+FISHERS = {"empirical": {}, "type-2": {"fisher": "type-2", "likelihood": "categorical"}}
+
+
+@both_reductions
+@pytest.mark.parametrize("fisher", FISHERS)
+def test_micro_batches_are_one_batch(fisher, reduction):
+    x, found = numbers(6, 4), []
+    for parts in ([x], [x[:2], x[2:4], x[4:]]):
+        model = double(MLP)
+        kfac = KFAC(model, kl_clip=None, loss_reduction=reduction, **FISHERS[fisher])
+        for part in parts:
+            scale = 1 / len(parts) if reduction == "mean" else 1
+            (scale * loss_of(model(part), reduction)).backward()
+        kfac.step()
+        found.append(held(kfac))
+    for name, factors in found[0].items():
+        assert_close(blocks_of(found[1][name])[0], blocks_of(factors)[0])
+
+
+class Pooled(nn.Module):
+    """No linear layer after the pooling: the last layer has more positions than the loss has terms."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(2, 3, 2)
+
+    def forward(self, x):
+        return self.conv(x).mean(-1)
+
+
+def test_the_likelihood_knows_how_many_terms_there_are():
+    model, x = double(Pooled), numbers(4, 2, 6)
+    f = model(x).detach()
+    kfac = stepped(model, x, likelihood="categorical", **TYPE2)
+    H = sum(term_hessian("categorical", torch.eye(3, dtype=x.dtype), row) for row in f) / 4
+    # each of the 5 positions passes a fifth of the gradient on
+    assert_close(held(kfac)["conv"][1][0], 5 * H / 25)
+
+
+def test_output_of_may_move_the_axis_of_the_classes():
+    class PerPixel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv1d(2, 3, 2)
+
+        def forward(self, x):
+            return self.conv(x)
+
+    model, x = double(PerPixel), numbers(4, 2, 6)
+    rows = model(x).detach().movedim(1, -1).reshape(-1, 3)
+    kfac = KFAC(model, likelihood="categorical", output_of=lambda y: y.movedim(1, -1), **TYPE2)
+    F.cross_entropy(model(x), tokens(4, 5, below=3)).backward()
+    kfac.step()
+    H = sum(term_hessian("categorical", torch.eye(3, dtype=x.dtype), row) for row in rows) / 20
+    assert_close(held(kfac)["conv"][1][0], H)
+
+
+
+
+# ---- shared rows: reduce, and random subsets ----------------------------------------------------
+
+
+@both_reductions
+@pytest.mark.parametrize("name", ["linear on sequences", "conv1d", "conv2d", "conv2d depthwise", "transposed1d"])
+def test_reduce_takes_mean_inputs_and_summed_gradients_of_every_example(name, reduction):
+    make, shape, rows_of = ROWS[name]
+    layer, x = double(make), numbers(*shape)
+    model = Net(layer, getattr(layer, "out_channels", 3), isinstance(layer, nn.Linear)).double()
+    reference, calls = watched(model, x, reduction=reduction)
+    a, g = rows_of(reference.layer, *calls["layer"][0])
+    per_example = [
+        (a[:, rows].mean(1), g[:, rows].sum(1)) for rows in torch.arange(a.shape[1]).chunk(len(x))
+    ]
+    a, g = (torch.stack(parts, 1) for parts in zip(*per_example, strict=True))
+    factors = held(stepped(model, x, reduction=reduction, weight_sharing="reduce"))
+    assert_sums(factors["layer"], a, g, len(x) if reduction == "mean" else 1)
+
+
+def test_reduce_may_be_chosen_by_class_name():
+    make, shape, rows_of = ROWS["conv2d"]
+    model, x = Net(double(make), 3, False).double(), numbers(*shape)
+    expanded, reduced, mixed = (
+        held(stepped(copy.deepcopy(model), x, weight_sharing=sharing))
+        for sharing in ("expand", "reduce", {"Conv2d": "reduce"})
+    )
+    assert (expanded["layer"][0] - reduced["layer"][0]).abs().max() > 0.01
+    assert_close(mixed["layer"][0], reduced["layer"][0])
+
+
+def test_reduce_takes_the_examples_of_an_attention_whatever_its_axes():
+    """Self-attention is the same function with batch_first and transposed inputs."""
+    found = []
+    for batch_first in (True, False):
+        model = double(lambda: Attends({}, {}, batch_first))
+        x = attention_inputs("self", {}, True)[0]
+        x = x if batch_first else x.transpose(0, 1).contiguous()
+        kfac = stepped(model, x, x, x, weight_sharing={"MultiheadAttention": "reduce"})
+        found.append(held(kfac))
+    for name in ("attention.in_proj.q", "attention.in_proj.v", "attention.out_proj"):
+        for factor, other in zip(*(one[name] for one in found), strict=True):
+            assert_close(factor, other)
+
+
+@pytest.mark.parametrize(("count", "total"), [(1, 5), (3, 7), (4, 8), (7, 7)])
+def test_every_row_is_as_likely_to_be_chosen(count, total):
+    grid = 4 * 7  # fine enough for the fractions above
+    times = torch.zeros(total)
+    for k in range(grid):
+        chosen = stratified(torch.full((count,), (k + 0.5) / grid), total)
+        assert len(set(chosen.tolist())) == count or count > total / 2
+        times += torch.bincount(chosen, minlength=total)
+    assert times.min() > 0
+    assert_close(times / grid, torch.full((total,), count / total), rtol=3 / grid)
+
+
+SUBSETS = {
+    "linear": (lambda: nn.Linear(4, 3), (3, 5, 4)),
+    "conv1d": (lambda: nn.Conv1d(2, 3, 3, padding=1, dilation=2), (3, 2, 8)),
+    "conv2d": (lambda: nn.Conv2d(2, 4, 2, stride=2, padding=1, groups=2), (3, 2, 4, 5)),
+    "conv2d circular": (
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+        (3, 2, 4, 3),
+    ),
+    "transposed1d": (lambda: nn.ConvTranspose1d(3, 2, 3, stride=2), (3, 3, 6)),
+}
+
+
+@pytest.mark.parametrize("name", SUBSETS)
+def test_a_random_subset_of_rows_is_unbiased(name):
+    make, shape = SUBSETS[name]
+    model, x, steps = double(make), numbers(*shape), 400
+    statistics = []
+    for max_rows in (None, 6):
+        kfac = KFAC(model, max_rows=max_rows)
+        for step in range(steps if max_rows else 1):
+            kfac._engine.clock.count.fill_(step)
+            model.zero_grad()
+            loss_of(model(x)).backward()
+            sums = kfac._engine.take_statistics()[0].main
+            statistics.append(torch.cat([sums.A.flatten(), sums.G.flatten(), sums.rows[None]]))
+        kfac.detach()
+    full, samples = statistics[0], torch.stack(statistics[1:])
+    error = samples.std(0) / steps**0.5
+    assert (error[:-1] > 0).any()
+    assert ((samples.mean(0) - full).abs() <= 5 * error + 1e-12).all()
+    assert_close(samples[:, -1], full[-1].expand(steps))  # the count is that of all rows
+
+
+def test_a_subset_that_is_not_smaller_is_everything():
+    model, x = double(lambda: nn.Linear(4, 3)), numbers(3, 5, 4)
+    found = [held(stepped(copy.deepcopy(model), x, max_rows=n))[""] for n in (None, 15, 99)]
+    for other in found[1:]:
+        for factor, expected in zip(other, found[0], strict=True):
+            torch.testing.assert_close(factor, expected, rtol=0, atol=0)
+
+
+# ---- EKFAC --------------------------------------------------------------------------------------
+
+
+@both_reductions
+@pytest.mark.parametrize("name", ["linear", "linear on sequences", "conv2d", "conv1d groups", "transposed2d"])
+def test_ekfac_holds_the_diagonal_of_the_fisher_of_rows_in_the_eigenbasis(name, reduction):
+    make, shape, rows_of = ROWS[name]
+    layer, x = double(make), numbers(*shape)
+    model = Net(layer, getattr(layer, "out_channels", 3), isinstance(layer, nn.Linear)).double()
+    options = {"compute_method": "ekfac", "inv_update_steps": 9, "factor_decay": 0.75}
+    kfac = stepped(model, x, reduction=reduction, **options)
+    record = {k: v.clone() for k, v in kfac.state_dict()["kfac"]["layers"]["layer"].items()}
+    outer = record["G_values"][:, :, None] * record["A_values"][:, None, :]
+    assert_close(record["products"], outer)
+    x = 2 * x + 0.3
+    reference, calls = watched(model, x, reduction=reduction)
+    model.zero_grad()
+    loss_of(model(x), reduction).backward()
+    kfac.step()
+    a, g = rows_of(reference.layer, *calls["layer"][0])
+    terms = len(x) if reduction == "mean" else 1
+    now = kfac.state_dict()["kfac"]["layers"]["layer"]
+    for block in range(len(a)):
+        vectors = torch.einsum("ri,rj->rij", g[block], a[block]).flatten(1)
+        basis = torch.kron(record["G_vectors"][block], record["A_vectors"][block])
+        fisher = terms * vectors.T @ vectors
+        exact = (basis.T @ fisher @ basis).diagonal().reshape(outer[block].shape)
+        weight = now["products_weight"][block]
+        assert_close(now["products"][block] / weight, 0.75 * outer[block] + 0.25 * exact)
+    # the next refresh starts again from K-FAC's own eigenvalues
+    kfac.set_hyperparameter("inv_update_steps", 1)
+    loss_of(model(x), reduction).backward()
+    kfac.step()
+    now = kfac.state_dict()["kfac"]["layers"]["layer"]
+    assert_close(now["products"], now["G_values"][:, :, None] * now["A_values"][:, None, :])
+
+
+def test_ekfac_of_type2_is_the_diagonal_of_the_exact_ggn_in_the_eigenbasis():
+    model, x = double(lambda: nn.Linear(4, 3)), numbers(5, 4)
+    kfac = stepped(
+        model, x, steps=2, compute_method="ekfac", inv_update_steps=9, factor_decay=0.0,
+        likelihood="categorical", **TYPE2,
+    )  # fmt: skip
+    # The step changes gradients only: both steps see the same rows.
+    record = kfac.state_dict()["kfac"]["layers"][""]
+    ggn = sum(
+        torch.kron(
+            term_hessian("categorical", torch.eye(3, dtype=x.dtype), model(row).detach()),
+            torch.outer(*2 * [with_one(row)]),
+        )
+        for row in x
+    )
+    basis = torch.kron(record["G_vectors"][0], record["A_vectors"][0])
+    exact = (basis.T @ (ggn / 5) @ basis).diagonal().reshape(3, 5)
+    assert_close(record["products"][0], exact)
+
+
+def test_the_direction_of_ekfac_divides_by_its_own_eigenvalues():
+    model, x = double(lambda: nn.Linear(4, 3)), numbers(5, 4)
+    kfac = stepped(
+        model, x, compute_method="ekfac", inv_update_steps=9, factor_decay=0.0, damping=0.1
+    )
+    model.zero_grad()
+    loss_of(model(x[:2])).backward()
+    gradient = matrices("", model)[""][0].clone()
+    kfac.step()
+    record = {k: v[0] for k, v in kfac.state_dict()["kfac"]["layers"][""].items()}
+    basis = torch.kron(record["G_vectors"], record["A_vectors"])
+    curvature = basis @ torch.diag(record["products"].flatten()) @ basis.T
+    damped = curvature + 0.1 * torch.eye(15, dtype=x.dtype)
+    expected = torch.linalg.solve(damped, gradient.flatten())
+    assert_close(matrices("", model)[""][0].flatten(), expected)
+
+
+# ---- weights that are computed ------------------------------------------------------------------
+
+
+def old_weight_norm(module):
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        module = nn.utils.weight_norm(module)
+    module.weight = module.weight.detach()  # made anew by every call; as it is, it cannot be copied
+    return module
+
+
+NORMED = {
+    "old weight_norm": (old_weight_norm, "weight_v", "weight_g"),
+    "weight_norm": (
+        parametrizations.weight_norm,
+        "parametrizations.weight.original1",
+        "parametrizations.weight.original0",
+    ),
+    "spectral_norm": (parametrizations.spectral_norm, "parametrizations.weight.original", None),
+}
+PLAIN = {
+    "linear": (lambda: nn.Linear(4, 3), (5, 4), linear_rows),
+    "linear on sequences": (lambda: nn.Linear(4, 3, bias=False), (3, 2, 4), linear_rows),
+    "conv2d": (lambda: nn.Conv2d(2, 3, (3, 2), padding=1), (2, 2, 4, 5), conv_rows),
+    "conv1d groups": (lambda: nn.Conv1d(4, 6, 2, groups=2), (3, 4, 5), conv_rows),
+}
+
+
+@both_reductions
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("name", NORMED)
+def test_a_normed_weight_has_scaled_gradients_and_its_magnitude_a_diagonal(name, kind, reduction):
+    norm, direction, magnitude = NORMED[name]
+    make, shape, rows_of = PLAIN[kind]
+    layer, x = norm(double(make)), numbers(*shape)
+    if magnitude is not None:
+        with torch.no_grad():
+            layer.get_parameter(magnitude).mul_(1.7).add_(0.1)
+    last = isinstance(layer, nn.Linear)
+    model = Net(layer, 3 if last else layer.out_channels, last).double()
+    reference, calls = watched(model, x, reduction=reduction)
+    (args, y) = calls["layer"][0]
+    v = reference.layer.get_parameter(direction).detach()
+    W = reference.layer.weight.detach()
+    scale = (W.flatten() @ v.flatten()) / (v.flatten() @ v.flatten())  # of spectral_norm: W = v / σ
+    scales = scale.expand(len(v))
+    if magnitude is not None:
+        size = v.flatten(1).norm(dim=1)
+        scales = reference.layer.get_parameter(magnitude).detach().flatten() / size
+    assert_close(W.flatten(1), scales[:, None] * v.flatten(1))
+    a, g = rows_of(reference.layer, args, y)
+    terms = len(x) if reduction == "mean" else 1
+    factors = held(stepped(model, x, reduction=reduction))
+    blocks = len(a)
+    scaled = g * scales.reshape(blocks, 1, -1)
+    has_bias = reference.layer.bias is not None
+    assert_sums(factors["layer"], a[..., :-1] if has_bias else a, scaled, terms)
+    if has_bias:
+        every = g.movedim(0, 1).flatten(1)[None]
+        assert_sums(factors["layer.bias"], torch.ones(1, 1, 1, dtype=x.dtype), every, terms)
+    if magnitude is not None:
+        a = a[..., :-1] if has_bias else a
+        unit = (v.flatten(1) / size[:, None]).reshape(blocks, -1, v.flatten(1).shape[1])
+        per_row = g * torch.einsum("brj,boj->bro", a, unit)  # dL/dg_i of a row
+        A, G = factors["layer.magnitude"]
+        assert_close(per_row.sum(1).flatten(), reference.layer.get_parameter(magnitude).grad.flatten())
+        assert_close(A * G[:, 0], terms * per_row.square().sum(1).reshape(1, -1))

@@ -82,23 +82,28 @@ class Attention:
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         batched = query.ndim == 3
-        q, k, v = self._project(query, key, value)
-        if not batched:
-            q, k, v = q[None], k[None], v[None]
-            if key_padding_mask is not None:
+        if not batched or not module.batch_first:
+            # Examples first, for products too; one tensor stays one, whose products share a factor.
+            given = query, key, value
+            query = self._turned(query)
+            key = query if given[1] is given[0] else self._turned(key)
+            value = key if given[2] is given[1] else self._turned(value)
+            if not batched and key_padding_mask is not None:
                 key_padding_mask = key_padding_mask[None]
-        elif not module.batch_first:
-            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        q, k, v = self._project(query, key, value)
         out, weights = self._attend(q, k, v, key_padding_mask, attn_mask, is_causal, need_weights)
+        out = self._products["out"](out, module.out_proj.weight, module.out_proj.bias)
         if not batched:
             out = out[0]
         elif not module.batch_first:
             out = out.transpose(0, 1)
-        out = self._products["out"](out, module.out_proj.weight, module.out_proj.bias)
         if weights is not None:
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights if batched else weights[0]
         return out, weights
+
+    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+        return x[None] if x.ndim == 2 else x.transpose(0, 1)
 
     def _project(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

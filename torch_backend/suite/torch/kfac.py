@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
@@ -255,6 +256,7 @@ class KFAC(torch.optim.Optimizer):
         self._base = optimizer
         self._steps = 0
         self._skipped_steps = 0
+        self._uncompiled: Callable[..., Any] | None = None
 
     def _current(name: str) -> property:  # type: ignore[misc]
         def get(self: KFAC) -> Any:
@@ -338,12 +340,20 @@ class KFAC(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Precondition the gradients in place; with a base optimizer, then step it.
 
+        Inside a function that torch.compile compiles it runs as it is, uncompiled.
+
         Args:
             closure: re-evaluates the model and returns the loss; called once, first.
 
         Returns:
             What `closure` returned.
         """
+        if self._uncompiled is None and "torch._dynamo" in sys.modules:
+            # Dynamo loses the gradients of slots. Asking for it when it is not loaded would load it.
+            self._uncompiled = torch.compiler.disable(self._step)
+        return (self._uncompiled or self._step)(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -375,7 +385,7 @@ class KFAC(torch.optim.Optimizer):
                 f"step {self._steps} was skipped: a gradient or a statistic was not finite "
                 f"({self._skipped_steps} skipped so far)",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
         self._set_clock()
         return loss

@@ -150,13 +150,7 @@ class KFACEngine:
     def update(self, taken: Taken, factor_decay: float) -> None:
         """Average statistics into the factors of the layers that saw something."""
         if all(t is None for t in taken):
-            warnings.warn(
-                "K-FAC saw no layer run in training mode with gradients since the last step"
-                + (", or no backward pass through the model's output" if self.clock.sampled else "")
-                + ", so its factors were not updated",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            self._report_nothing()
             return
         self._report_unseen(taken)
         self._settle_sharing()
@@ -243,6 +237,20 @@ class KFACEngine:
         # A layer that is not covered came last: its positions in units of those of one that is.
         return known[name] * (self.clock.last_positions / seen)
 
+    def _report_nothing(self) -> None:
+        """No layer was seen: an error if none ever was though there are gradients, else a warning."""
+        through = ", or no backward pass through the model's output" if self.clock.sampled else ""
+        said = f"K-FAC saw no layer run in training mode with gradients since the last step{through}"
+        gradients = [layer.weight.grad() for layer in self.layers]
+        moving = any(g is not None and bool(g.any()) for g in gradients)
+        if self.model.training and moving and not self._unseen_reported:
+            raise RuntimeError(
+                f"{said}, although its layers have gradients: their hooks were lost. A model that "
+                "torch.compile has compiled before K-FAC was attached does that: attach first, or call "
+                "torch._dynamo.reset()"
+            )
+        warnings.warn(f"{said}, so its factors were not updated", RuntimeWarning, stacklevel=7)
+
     def _report_unseen(self, taken: Taken) -> None:
         """Once: warn about layers that have a gradient but never ran where a hook could see it."""
         if self._unseen_reported:
@@ -259,7 +267,7 @@ class KFACEngine:
                 "these layers got a gradient but were not seen running in training mode, and keep "
                 f"their plain gradient until they are: {names}",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=7,
             )
 
     # ---- layers that read the same input -------------------------------------------------------
@@ -481,7 +489,7 @@ class KFACEngine:
             f"factorizations failed, also with more damping and in float64; the inverses before them "
             f"stay in use: {names}",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=7,
         )
         return new
 
