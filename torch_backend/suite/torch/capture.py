@@ -107,6 +107,7 @@ class LayerCapture:
         self.bases: Bases | None = None  # set to sum second moments in
         self.input_of: LayerCapture | None = None  # whose A is this layer's, too
         self.inputs: list[int] = []  # tokens of the inputs of this step's calls
+        self.first_call = 0  # its number among all layers' calls
         self.last_input: Any = lambda: None
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
         self.dtype = dtype
@@ -189,6 +190,9 @@ class LayerCapture:
         if again or torch.compiler.is_compiling():
             return
         if self.clock.discovering:
+            if not self.inputs:
+                self.first_call = self.clock.calls
+            self.clock.calls += 1
             self.inputs.append(self.clock.token(x))
         self.last_input = weakref.ref(x)
         self._forget_what_was_discarded()
@@ -386,6 +390,7 @@ class CaptureClock:
         self.strangers: set[str] = set()  # layers that turned out not to
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
+        self.calls = 0
 
     def ran(self, layer: Layer, positions: int, again: bool) -> None:
         """A covered layer produced an output, possibly one that was made before."""

@@ -277,7 +277,10 @@ class KFACEngine:
         if self.clock.discovering:
             self.clock.discovering = False
             first: dict[Any, int] = {}
-            for i, capture in enumerate(self.captures):
+            # The one that runs first leads: it has the input when the others come.
+            order = sorted(range(len(self.captures)), key=lambda i: self.captures[i].first_call)
+            for i in order:
+                capture = self.captures[i]
                 layer, spec = capture.layer, capture.layer.spec
                 if not capture.inputs or spec.kind not in ("dense", "convolution"):
                     continue

@@ -1,0 +1,146 @@
+"""Layers that read the same input share one A; layers that share a weight are one block."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from conftest import same
+from suite.torch import KFAC
+
+T64 = torch.float64
+
+
+class Attention(nn.Module):
+    """Queries, keys and values of one input; `other` makes the keys' input another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(6, 2)
+        self.out = nn.Linear(2, 3)
+        self.other = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        k = self.k(x + 0 if self.other else x)
+        weights = torch.softmax(self.q(x) @ k.mT, -1)
+        return self.out(weights @ self.v(x)).mean(1)
+
+
+def model_and_kfac(**settings):
+    torch.manual_seed(0)
+    model = Attention().to(T64)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **settings)
+    return model, kfac
+
+
+def train(model, kfac, seeds, other=False):
+    model.other = other
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(5, 7, 6, generator=generator, dtype=T64)
+        kfac.zero_grad()
+        F.cross_entropy(model(x), torch.arange(5) % 3).backward()
+        kfac.step()
+
+
+def factors(kfac):
+    return kfac.state_dict()["kfac"]["layers"]
+
+
+def test_one_A_for_all_that_read_the_same_tensor():
+    model, kfac = model_and_kfac()
+    plan = kfac.memory_plan()
+    train(model, kfac, range(3))
+    shared = {name for name in "qkv" if "A" not in factors(kfac)[name]}
+    assert len(shared) == 2
+    (leader,) = {"q", "k", "v"} - shared
+    for name in shared:
+        assert f"shares A with {leader}" in kfac.routing()[f"{name}.weight"].reason
+    # The plan cannot know: two of the three 7x7 factors and their eigenbases are saved.
+    usage = kfac.memory_usage()
+    assert plan["factors"] - usage["factors"] == 2 * 49 * 8
+    assert plan["inverses"] - usage["inverses"] == 2 * (49 + 7) * 8
+
+
+@pytest.mark.parametrize("settings", [{}, {"compute_method": "ekfac"}], ids=["eigen", "ekfac"])
+def test_sharing_changes_no_number(settings):
+    """An input that is copied for each layer is the same input, and nothing is shared."""
+    ends = []
+    for other in (False, True):
+        model, kfac = model_and_kfac(inv_update_steps=2, **settings)
+        train(model, kfac, range(6), other)
+        assert sum("A" not in factors(kfac)[name] for name in "qkv") == (1 if other else 2)
+        ends.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_layers_that_turn_out_to_read_different_inputs_get_factors_of_their_own():
+    model, kfac = model_and_kfac()
+    train(model, kfac, range(2))
+    before = kfac.memory_usage()["factors"]
+    apart, again = model_and_kfac()
+    train(apart, again, range(2), other=True)
+    train(model, kfac, range(2, 5), other=True)
+    train(apart, again, range(2, 5), other=True)
+    assert kfac.memory_usage()["factors"] > before
+    for name in "qkv":
+        reason = kfac.routing()[f"{name}.weight"].reason
+        assert ("shares A" in reason) == (name != "q" and "A" not in factors(kfac)[name])
+    for a, b in zip(model.parameters(), apart.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
+def test_a_checkpoint_knows_who_shares(method):
+    model, kfac = model_and_kfac(compute_method=method, inv_update_steps=3)
+    train(model, kfac, range(4))
+    state, weights = copy.deepcopy(kfac.state_dict()), copy.deepcopy(model.state_dict())
+    train(model, kfac, range(4, 8))
+    resumed, again = model_and_kfac(compute_method=method, inv_update_steps=3)
+    resumed.load_state_dict(weights)
+    again.load_state_dict(state)
+    train(resumed, again, range(4, 8))
+    assert same(model.state_dict(), resumed.state_dict())
+    assert same(kfac.state_dict(), again.state_dict())
+
+
+def test_a_tied_head_is_one_block_and_learns():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.body = nn.Embedding(11, 5), nn.Linear(5, 5)
+            self.head = nn.Linear(5, 11, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.body(self.embedding(tokens))))
+
+    torch.manual_seed(0)
+    model = Tied().to(T64)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.2))
+    route = kfac.routing()["embedding.weight"]
+    assert route.factors == "5x5, diag 11"
+    assert "one block for 2 uses" in route.reason
+    tokens, losses = torch.arange(11).repeat(2, 1), []
+    for _ in range(40):
+        kfac.zero_grad()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), (tokens + 1).flatten() % 11)
+        loss.backward()
+        kfac.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_an_embedding_of_a_large_vocabulary_takes_megabytes():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(50257, 64), nn.Linear(64, 50257))
+    plan = KFAC(model).memory_plan()
+    # Two diagonals of the vocabulary, 64x64 and 65x65 dense; eigenvalues and vectors likewise.
+    count = 2 * 50257 + 64**2 + 65**2
+    assert plan["factors"] == 4 * count
+    assert plan["inverses"] == 4 * (count + 64 + 65)
