@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from conftest import same
 from suite.torch import KFAC, LSTM
@@ -87,15 +87,13 @@ def test_micro_batches_and_repeated_data_give_the_step_of_the_whole_batch(method
         model = everything()
         kfac = KFAC(model, sgd(model), compute_method=method, weight_sharing=sharing, inv_update_steps=2)
         for seed in range(4):
-            x, y = data(seed)
+            x, y = data(seed, 64)  # enough for full rank: else the null space's basis is anyone's
             if way == "twice":
                 x, y = x.repeat(2, 1), y.repeat(2)
             step(model, kfac, x, y, 4 if way == "in parts" else 1)
         ends.append(model)
-    # Where eigenvalues repeat the basis is anyone's, and EKFAC's second moments depend on it.
-    rtol, atol = (1e-3, 1e-5) if method == "ekfac" else (1e-8, 1e-10)
-    close(ends[0], ends[1], rtol=rtol, atol=atol)
-    close(ends[0], ends[2], rtol=rtol, atol=atol)
+    close(ends[0], ends[1], rtol=1e-7, atol=1e-9)
+    close(ends[0], ends[2], rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("method", ["eigen", "inverse", "newton_schulz", "ekfac"])
@@ -157,7 +155,7 @@ def test_bfloat16_autocast_trains():
 )
 def test_a_copy_of_the_model_computes_the_same_and_captures_nothing(copied):
     model = everything()
-    parametrize.remove_parametrizations(model.weight_norm, "weight")  # torch does not pickle those
+    model.weight_norm = nn.Linear(4, 4, dtype=T64)  # torch does not pickle parametrized modules
     kfac = KFAC(model, sgd(model))
     step(model, kfac, *data(0))
     average = copied(model)  # as for an average of weights

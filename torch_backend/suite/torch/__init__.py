@@ -13,6 +13,7 @@ from suite.core.schedules import precond_update_prob_schedule
 from suite.torch.kfac import KFAC, ComputeMethod, KFACPreconditioner
 from suite.torch.kron import Kron
 from suite.torch.recurrent import GRU, LSTM, RNN, replace_recurrent
+from suite.torch.schedulers import KFACParamScheduler, LambdaParamScheduler
 
 __all__ = [
     "GRU",
@@ -23,8 +24,10 @@ __all__ = [
     "Categorical",
     "ComputeMethod",
     "Gaussian",
+    "KFACParamScheduler",
     "KFACPreconditioner",
     "Kron",
+    "LambdaParamScheduler",
     "precond_update_prob_schedule",
     "replace_recurrent",
 ]

@@ -1,0 +1,155 @@
+"""Factorizations that fail, statistics that are extreme, and what is reported about them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from suite.core import linalg
+from suite.torch import KFAC
+
+FACTORIZATION = {"eigen": "eigh", "inverse": "damped_inverse", "newton_schulz": "newton_schulz_inverse"}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def step(model: nn.Module, kfac: KFAC, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    model.zero_grad()
+    F.cross_entropy(model(torch.randn(9, 4, generator=generator)), torch.arange(9) % 3).backward()
+    kfac.step()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def failing(monkeypatch, name: str, fails) -> list[torch.dtype]:
+    """Let a factorization give NaN where `fails(call number, input)`; returns the dtypes it saw."""
+    original, calls = getattr(linalg, name), []
+
+    def faulty(x, *args):
+        calls.append(x.dtype)
+        result = original(x, *args)
+        if not fails(len(calls), x):
+            return result
+        if isinstance(result, tuple):
+            return tuple(r * float("nan") for r in result)
+        return result * float("nan")
+
+    monkeypatch.setattr(linalg, name, faulty)
+    return calls
+
+
+@pytest.mark.parametrize("method", FACTORIZATION)
+def test_a_failure_is_tried_again_with_more_damping_then_in_double_precision(monkeypatch, method):
+    exact = step(*(lambda m: (m, KFAC(m, compute_method=method)))(network()))
+    for failures, last in ((1, torch.float32), (2, torch.float64)):
+        with monkeypatch.context() as patch:
+            model = network()
+            kfac = KFAC(model, compute_method=method)
+            # All factors here are of one size or another; the first bucket's tries come first.
+            calls = failing(patch, FACTORIZATION[method], lambda n, x, k=failures: n <= k)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                direction = step(model, kfac)
+        assert calls[failures] == last
+        assert kfac.metrics()["retries"] >= 1
+        assert all(layer["ready"] for layer in kfac.metrics()["layers"].values())
+        torch.testing.assert_close(direction, exact, rtol=0.1, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", FACTORIZATION)
+def test_what_cannot_be_factorized_keeps_the_inverse_before_it_and_is_named(monkeypatch, method):
+    model = network()
+    kfac = KFAC(model, compute_method=method, kl_clip=None, factor_decay=0.5)
+    step(model, kfac)
+    kept = {k: v.clone() for k, v in kfac.state_dict()["kfac"]["layers"]["0"].items()}
+    failing(monkeypatch, FACTORIZATION[method], lambda n, x: x.shape[-1] == 5)
+    with pytest.warns(RuntimeWarning, match=r"factorizations failed.*'0' \(A\), '2' \(A\)"):
+        step(model, kfac, seed=1)
+    now = kfac.state_dict()["kfac"]["layers"]["0"]
+    for name in kept:
+        if name.startswith("A_") and name not in ("A_weight", "A_failures"):
+            assert torch.equal(kept[name], now[name]), name
+    assert not torch.equal(kept["A"], now["A"])
+    report = kfac.metrics()["layers"]["0"]
+    assert (report["failures_A"], report["failures_G"], report["ready"]) == (1, 0, True)
+
+
+def test_metrics_are_plain_numbers():
+    model = network()
+    kfac = KFAC(model, inv_update_steps=3, kl_clip=1e-6)
+    json.dumps(kfac.metrics())  # before the first step, too
+    for seed in range(3):
+        step(model, kfac, seed)
+    metrics = kfac.metrics()
+    json.dumps(metrics)
+    assert metrics["steps"] == 3
+    assert metrics["steps_since_refresh"] == 3
+    assert metrics["damping"] == 0.001
+    assert 0 < metrics["kl_clip_coefficient"] < 1
+    layer = kfac.state_dict()["kfac"]["layers"]["2"]
+    for side in ("A", "G"):
+        factor = layer[side][0].double() / layer[f"{side}_weight"][0].double()
+        values = torch.linalg.eigvalsh(factor)
+        condition = float(values[-1] / values[0].clamp_min(torch.finfo(torch.float32).tiny))
+        assert metrics["layers"]["2"][f"condition_{side}"] == pytest.approx(condition, rel=1e-2)
+    ratio = model[2].weight.grad.norm() / model[2].weight.detach().norm()
+    assert metrics["layers"]["2"]["update_to_weight"] == pytest.approx(float(ratio), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse", "newton_schulz", "ekfac"])
+def test_a_thousand_steps_without_gradients_change_nothing(method):
+    model = network()
+    kfac = KFAC(model, compute_method=method, inv_update_steps=50, factor_update_steps=5)
+    before = [p.clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(3, 4)
+    for _ in range(1000):
+        optimizer.zero_grad()
+        (model(x) * 0).sum().backward()
+        kfac.step()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert torch.isfinite(step(model, kfac)).all()
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
+def test_a_spike_of_a_million_passes(method):
+    model = network()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_method=method)
+    losses = []
+    for i in range(60):
+        kfac.zero_grad()
+        x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+        loss = F.cross_entropy(model(x), torch.arange(9) % 3)
+        (loss * (1e6 if i == 20 else 1.0)).backward()
+        kfac.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[19]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"compute_method": "newton_schulz"}, {"warm_start": True}, {"compute_method": "ekfac"}],
+    ids=["newton_schulz", "warm start", "ekfac"],
+)
+def test_other_ways_to_the_inverse_train_like_the_plain_one(settings):
+    ends = []
+    for chosen in ({}, settings):
+        model = network()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **chosen)
+        for _ in range(40):
+            kfac.zero_grad()
+            x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+            loss = F.cross_entropy(model(x), torch.arange(9) % 3)
+            loss.backward()
+            kfac.step()
+        ends.append(loss.item())
+    assert ends[1] < 1.5 * ends[0] + 0.05
