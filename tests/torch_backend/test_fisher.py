@@ -310,6 +310,51 @@ def test_statistics_are_sums_over_rows(name, reduction):
         assert_sums(factors["layer.bias"], torch.ones(1, 1, 1, dtype=x.dtype), g[None], terms)
 
 
+UNBATCHED = {
+    "linear": (lambda: nn.Linear(4, 3), (4,)),
+    "conv2d": (lambda: nn.Conv2d(2, 3, 2), (2, 4, 3)),
+    "transposed1d": (lambda: nn.ConvTranspose1d(2, 3, 2), (2, 5)),
+    "transposed2d": (lambda: nn.ConvTranspose2d(2, 3, 2), (2, 4, 3)),
+    "instance norm": (lambda: nn.InstanceNorm1d(3, affine=True), (3, 5)),
+    "weight_norm": (lambda: parametrizations.weight_norm(nn.Conv2d(2, 3, 2)), (2, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("name", UNBATCHED)
+def test_an_example_without_a_batch_axis_is_a_batch_of_one(name):
+    make, shape = UNBATCHED[name]
+    x = numbers(*shape)
+    alone, batch = (held(stepped(double(make), y, reduction="sum")) for y in (x, x[None]))
+    assert alone.keys() == batch.keys()
+    for key, factors in alone.items():
+        for factor, expected in zip(factors, batch[key], strict=True):
+            assert_close(factor, expected)
+
+
+BIASES = {
+    "linear": (lambda: nn.Linear(4, 3), (3, 2, 4), True),
+    "conv2d": (lambda: nn.Conv2d(2, 3, 2), (2, 2, 4, 3), False),
+    "transposed2d": (lambda: nn.ConvTranspose2d(2, 3, 2), (2, 2, 4, 3), False),
+    "layer norm": (lambda: nn.LayerNorm(3), (3, 2, 3), True),
+    "batch norm": (lambda: nn.BatchNorm2d(3), (2, 3, 4, 3), False),
+}
+
+
+@both_reductions
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_whose_weight_is_frozen_has_a_block_of_its_own(name, reduction):
+    make, shape, last = BIASES[name]
+    model, x = Net(double(make), 3, last).double(), numbers(*shape)
+    model.layer.weight.requires_grad_(False)
+    _, calls = watched(model, x, reduction=reduction)
+    g = calls["layer"][0][1].grad
+    g = (g if last else g.movedim(1, -1)).reshape(1, -1, 3)
+    terms = len(x) if reduction == "mean" else 1
+    factors = held(stepped(model, x, reduction=reduction))
+    assert_sums(factors["layer.bias"], torch.ones(1, 1, 1, dtype=x.dtype), g, terms)
+    assert "layer" not in factors
+
+
 # ---- embeddings ---------------------------------------------------------------------------------
 
 
@@ -494,6 +539,9 @@ def test_attention_computes_what_it_did_and_its_products_are_sums_over_rows(name
     for key, (x, y) in zip(("in_proj.q", "in_proj.k", "in_proj.v", "out_proj"), products, strict=True):
         a, g = x.reshape(1, -1, x.shape[-1]), y.grad.reshape(1, -1, E)
         assert_sums(factors[f"attention.{key}"], with_one(a) if bias else a, g, rows)
+    names = {x: f"attention.in_proj.{x}" for x in "qkv"}
+    shared = {names["k"]: names["q"], names["v"]: names["q"]} if name.startswith("self") else {}
+    assert kfac.state_dict()["kfac"]["inputs"] == shared
 
 
 def test_attention_biases_of_keys_and_values_are_diagonal_sums_over_examples():
@@ -689,6 +737,13 @@ def test_one_use_alone_of_a_tied_table_gives_that_use(use):
     (factors,) = held(stepped(model, x, reduction="sum")).values()
     (block,) = blocks_of(factors)
     assert_close(block, torch.kron(torch.diag(expected[1]), expected[0]))
+
+
+def test_a_tied_table_that_ran_last_counts_its_lookups_as_terms():
+    model, x = double(lambda: LanguageModel(uses=("lookup",))), tokens(3, 4, below=6)
+    (expected,) = tied_uses(model, x, "mean").values()
+    (factors,) = held(stepped(model, x)).values()
+    assert_close(blocks_of(factors)[0], 12 * torch.kron(torch.diag(expected[1]), expected[0]))
 
 
 class Branches(nn.Module):
@@ -1234,6 +1289,37 @@ def test_micro_batches_are_one_batch(fisher, reduction):
         assert_close(blocks_of(found[1][name])[0], blocks_of(factors)[0])
 
 
+def test_discarded_passes_are_no_terms():
+    x, found = numbers(6, 4), []
+    for discard in (False, True):
+        model = double(MLP)
+        kfac = KFAC(model, kl_clip=None, likelihood="categorical", **TYPE2)
+        if discard:
+            loss_of(model(3 * x)).backward()
+            model.zero_grad()
+        loss_of(model(x)).backward()
+        kfac.step()
+        found.append(held(kfac))
+    for name, factors in found[0].items():
+        assert_close(blocks_of(found[1][name])[0], blocks_of(factors)[0])
+
+
+@pytest.mark.parametrize("fisher", FISHERS)
+def test_a_loss_scale_changes_nothing(fisher):
+    x, found = numbers(6, 4), []
+    for scale in (1.0, 2.0**12):
+        model = double(Mixed) if fisher == "empirical" else double(MLP)
+        kfac = KFAC(model, kl_clip=None, grad_scaler=lambda scale=scale: scale, **FISHERS[fisher])
+        y = model(tokens(5, below=6) if fisher == "empirical" else x)
+        (scale * loss_of(y)).backward()
+        for p in model.parameters():
+            p.grad /= scale
+        kfac.step()
+        found.append([p.grad for p in model.parameters()])
+    for direction, expected in zip(*found, strict=True):
+        assert_close(direction, expected)
+
+
 class Pooled(nn.Module):
     """No linear layer after the pooling: the last layer has more positions than the loss has terms."""
 
@@ -1470,6 +1556,12 @@ PLAIN = {
     "conv2d": (lambda: nn.Conv2d(2, 3, (3, 2), padding=1), (2, 2, 4, 5), conv_rows),
     "conv1d groups": (lambda: nn.Conv1d(4, 6, 2, groups=2), (3, 4, 5), conv_rows),
 }
+
+
+@pytest.mark.parametrize("dim", [None, 1])
+def test_a_weight_norm_that_is_not_by_rows_is_left_alone(dim):
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4), dim=dim), nn.Linear(4, 2))
+    assert "does not know" in KFAC(model).routing()["0.parametrizations.weight.original1"].reason
 
 
 @both_reductions

@@ -67,7 +67,7 @@ def scale_by_kfac(
         factor_decay: decay of the running averages, in [0, 1).
         kl_clip: bound of lr² Σ⟨direction, gradient⟩; None switches clipping off.
         lr: the learning rate in that bound.
-        compute_method: 'eigen' or 'inverse', see `suite.core.kfac.KFAC`.
+        compute_method: 'eigen', 'inverse' or 'newton_schulz', see `suite.core.kfac.KFAC`.
         factor_dtype, inv_dtype: dtypes of running averages and of inverses; default: the parameter's,
             at least float32.
         loss_reduction: 'mean' or 'sum': what the loss does over its terms.
@@ -88,6 +88,8 @@ def scale_by_kfac(
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must come from value_and_grad(...).plan(...), got {type(plan).__name__}")
     check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+    # The capture here does not sum second moments in an eigenbasis, which 'ekfac' needs.
+    check_choice("compute_method", compute_method, ("eigen", "inverse", "newton_schulz"))
     rule = core_kfac.KFAC(compute_method)
     planned = buckets.plan_buckets(
         [
