@@ -36,13 +36,18 @@ def basic_block(channels_in: int, channels: int, stride: int) -> Residual:
 
 
 def bottleneck(channels_in: int, channels: int, stride: int) -> Residual:
-    """1x1, 3x3 and 1x1 convolutions, the last four times as wide; the 3x3 one has the stride."""
+    """1x1, 3x3 and 1x1 convolutions, the last four times as wide; the 3x3 one has the stride.
+
+    The branch starts at zero: Goyal et al. 2017 (arXiv:1706.02677), section 5.1.
+    """
+    last = convolution(channels, 4 * channels, 1)
+    nn.init.zeros_(last[1].weight)
     branch = nn.Sequential(
         convolution(channels_in, channels, 1),
         nn.ReLU(),
         convolution(channels, channels, 3, stride),
         nn.ReLU(),
-        convolution(channels, 4 * channels, 1),
+        last,
     )
     return Residual(branch, channels_in, 4 * channels, stride)
 

@@ -25,7 +25,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
 SMALL = {
     "train_cifar10": "--fake-data --fake-images 512 128 --size 16 --batch-size 32 --width 4",
     "train_imagenet": (
-        "--fake-data --fake-images 256 64 --fake-classes 4 --size 32 --batch-size 32 --width 4"
+        "--fake-data --fake-images 512 64 --fake-classes 4 --size 32 --batch-size 32 --width 4"
     ),
     "train_language_model": (
         "--fake-data --fake-length 20000 --context 32 --width 32 --depth 2 --sample 50"

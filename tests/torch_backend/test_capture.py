@@ -271,6 +271,31 @@ def test_layers_that_are_never_called_are_reported():
         kfac.step()
 
 
+def test_a_weight_that_is_used_outside_of_its_layer_is_reported_once():
+    class Reused(nn.Module):
+        def __init__(self, functional: bool) -> None:
+            super().__init__()
+            self.embedding, self.body = nn.Embedding(5, 3), nn.Linear(3, 3)
+            self.functional = functional
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.body(self.body(self.embedding(tokens)))
+            return nn.functional.linear(x, self.embedding.weight) if self.functional else x
+
+    for functional in (True, False):
+        model = Reused(functional)
+        kfac = KFAC(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for _ in range(2):  # micro-batches
+                    model(torch.arange(5)).square().sum().backward()
+                kfac.step()
+        said = [str(w.message) for w in caught]
+        assert len(said) == functional
+        assert all("'embedding'" in s and "'body'" not in s for s in said)
+
+
 def test_training_in_eval_mode_is_reported():
     model = nn.Linear(3, 2).eval()
     kfac = KFAC(model)

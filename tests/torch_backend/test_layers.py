@@ -131,3 +131,67 @@ def test_gradients_keep_their_storage():
     storage = model.weight.grad.data_ptr()
     kfac.step()
     assert model.weight.grad.data_ptr() == storage
+
+
+class LoRA(nn.Module):
+    """A frozen layer with a trained update of low rank beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_adapters_train_beside_a_frozen_layer():
+    torch.manual_seed(0)
+    model = nn.Sequential(LoRA(nn.Linear(6, 6), 2), nn.Tanh(), LoRA(nn.Linear(6, 3), 2))
+    kfac = KFAC(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    routing = kfac.routing()
+    treatments = {route.parameter.split(".", 1)[1]: route.treatment for route in routing}
+    assert treatments == {
+        "base.weight": "frozen",
+        "base.bias": "frozen",
+        "down.weight": "kfac",
+        "up.weight": "kfac",
+    }
+    x, y, losses = torch.randn(16, 6), torch.arange(16) % 3, []
+    for _ in range(30):
+        kfac.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        kfac.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_parametrization_that_is_not_known_is_plain_and_says_so():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    nn.utils.parametrizations.orthogonal(model[0])
+    routing = KFAC(model).routing()
+    route = routing["0.parametrizations.weight.original"]
+    assert route.treatment == "plain"
+    assert "parametrization" in route.reason
+
+
+@pytest.mark.parametrize("kind", [nn.PReLU, nn.Bilinear, nn.LSTM])
+def test_layers_that_are_not_covered_say_why(kind):
+    arguments = {nn.PReLU: (), nn.Bilinear: (2, 2, 2), nn.LSTM: (2, 2)}[kind]
+    routing = KFAC(nn.ModuleList([nn.Linear(2, 2), kind(*arguments)])).routing()
+    reasons = {r.reason for r in routing if r.treatment == "plain"}
+    assert len(reasons) == 1
+    assert kind.__name__ in reasons.pop()
+
+
+def test_the_kind_of_weight_sharing_may_depend_on_the_kind_of_layer():
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Linear(4, 3))
+    kfac = KFAC(model, weight_sharing={"Conv1d": "reduce"})
+    assert "reduce" in kfac.routing()["0.weight"].reason
+    assert "reduce" not in kfac.routing()["1.weight"].reason
+    for wrong in ("spread", {"Linear": "spread"}):
+        with pytest.raises(ValueError, match="weight_sharing.*must be one of 'expand', 'reduce'"):
+            KFAC(nn.Linear(2, 2), weight_sharing=wrong)

@@ -108,6 +108,7 @@ class LayerCapture:
         self.input_of: LayerCapture | None = None  # whose A is this layer's, too
         self.inputs: list[int] = []  # tokens of the inputs of this step's calls
         self.first_call = 0  # its number among all layers' calls
+        self.calls = 0  # in the first step, probed or not
         self.last_input: Any = lambda: None
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
         self.dtype = dtype
@@ -157,6 +158,8 @@ class LayerCapture:
         """Probe a call of the layer, if it is part of training and this step wants statistics."""
         site = self.layer.sites[index]
         x = args[0] if args else kwargs.get("input")
+        if self.clock.discovering and not torch.compiler.is_compiling():
+            self.calls += 1
         if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.requires_grad:
             return None
         spec = site.spec

@@ -25,6 +25,7 @@ from suite.torch.capture import (
     _Hook,
 )
 from suite.torch.layers import FoundLayers, Layer, plain_name
+from suite.torch.uses import UseCounter
 
 Taken = list[Captured | None]
 
@@ -106,6 +107,8 @@ class KFACEngine:
             (stream,) = stream_numbers(i, 1, seed)
             dtype = _at_least_single(layer.dtype)
             self.captures.append(LayerCapture(layer, dtype, self.clock, stream))
+        self._uses = UseCounter(model, self.captures)
+        self._attached.append(self._uses)
         capture_of = {id(c.layer): c for c in self.captures}
         self._attached += self.captures
         for module, layers in found.free.items():
@@ -270,6 +273,19 @@ class KFACEngine:
                 stacklevel=7,
             )
 
+    def _report_strays(self) -> None:
+        """Once: warn about weights that something else than their layers uses."""
+        names = ", ".join(repr(name) for name in self._uses.strays())
+        self._uses.detach()
+        if names:
+            warnings.warn(
+                "the weights of these layers are also used outside of them, by a function of "
+                f"torch.nn.functional perhaps, and statistics miss those uses: {names}. Call a layer "
+                "that shares the weight instead, or name them in skip_layers",
+                RuntimeWarning,
+                stacklevel=8,
+            )
+
     # ---- layers that read the same input -------------------------------------------------------
 
     def _settle_sharing(self) -> None:
@@ -291,6 +307,7 @@ class KFACEngine:
                 leader = first.setdefault(key, i)
                 if leader != i and not self.factors:
                     self.input_of[i] = leader
+            self._report_strays()
             for capture in self.captures:
                 capture.inputs = []
             self.clock.forget()

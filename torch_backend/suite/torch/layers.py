@@ -202,7 +202,7 @@ class FoundLayers:
                     "attaching K-FAC"
                 )
             own = dict(module.named_parameters(recurse=False))
-            if self._only is not None and own and type(module) not in self._only:
+            if self._only is not None and type(module) not in self._only:
                 kind = type(module).__name__
                 self._say(module, f"{kind} is not a kind of layer that kfac-pytorch covers")
             elif isinstance(module, nn.MultiheadAttention):
