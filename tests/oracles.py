@@ -86,7 +86,8 @@ class PSGD:
     """PSGD's whitening preconditioner P = QᵀQ for one tensor, Q = Q_1 ⊗ Q_2 ⊗ ...
 
     Sources: Li 2015 (arXiv:1512.04202), Li 2022 (arXiv:2211.04422), Li 2024 (arXiv:2402.11858). Factors
-    are never balanced here: that is a choice of gauge.
+    are balanced in QEP only, as published: elsewhere that is a choice of gauge. PRO4P and QUAD4P fit P
+    itself, in place of Q.
     """
 
     def __init__(
@@ -98,6 +99,8 @@ class PSGD:
         self.betaL, self.damping = betaL, damping
 
     def P(self) -> Matrix:
+        if self.geometry.endswith("4P"):
+            return kronecker_product([q if q.ndim == 1 else (q + q.T) / 2 for q in self.Q])
         Q = kronecker_product(self.Q)
         return Q.T @ Q
 
@@ -113,6 +116,13 @@ class PSGD:
             b = np.linalg.solve(Q.T, v.reshape(-1)).reshape(g.shape)
             for i in range(g.ndim):
                 self._step_eq(i, contraction(a, a, i), contraction(b, b, i), lr)
+        elif self.geometry == "QEP":
+            sizes = [np.max(np.abs(q)) for q in self.Q]
+            mean = np.prod(sizes) ** (1 / len(sizes))
+            self.Q = [q * mean / size for q, size in zip(self.Q, sizes, strict=True)]
+            h = self.direction(g)
+            for i in range(g.ndim):
+                self._step_qep(i, contraction(h, h, i), g.size / g.shape[i], lr)
         else:
             h = self.direction(g)
             for i in range(g.ndim):
@@ -132,12 +142,23 @@ class PSGD:
             L = self._smoothness(i, norm_bound(T1 + T2))
             self.Q[i] = q - lr / L * np.triu(T1 - T2) @ q
 
+    def _step_qep(self, i: int, T: Matrix, c: float, lr: float) -> None:
+        q = self.Q[i]
+        if q.ndim == 1:
+            t1, t2 = q * np.diag(T) * q, c * q * q
+            L = self._smoothness(i, np.max(t1 + t2))
+            self.Q[i] = q - lr / L * (t1 - t2) * q
+        else:
+            t1, t2 = q @ T @ q.T, c * q @ q.T
+            L = self._smoothness(i, norm_bound(t1 + t2))
+            self.Q[i] = q - lr / L * (t1 - t2) @ q
+
     def _step(self, i: int, T: Matrix, c: float, lr: float) -> None:
         q = self.Q[i]
         if q.ndim == 1:
             t = np.diag(T)
             L = self._smoothness(i, np.max(t) + c)
-            if self.geometry == "QUAD":
+            if self.geometry in ("QUAD", "QUAD4P"):
                 self.Q[i] = q * (1 - lr / (2 * L) * (t - c)) ** 2
             else:
                 self.Q[i] = q * (1 - lr / L * (t - c))
@@ -145,9 +166,9 @@ class PSGD:
         L = self._smoothness(i, norm_bound(T) + c)
         if self.geometry == "QEQ":
             self.Q[i] = q - lr / L * (q @ T - c * q)
-        elif self.geometry == "Q0.5EQ1.5":
+        elif self.geometry in ("Q0.5EQ1.5", "PRO4P"):
             self.Q[i] = procrustes_step(q - lr / L * (T @ q - c * q))
-        elif self.geometry == "QUAD":
+        elif self.geometry in ("QUAD", "QUAD4P"):
             p = q - lr / (2 * L) * (T @ q - c * q)
             p = p - lr / (2 * L) * (p @ T - c * p)
             self.Q[i] = (p + p.T) / 2

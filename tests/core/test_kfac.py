@@ -18,8 +18,13 @@ from conftest import (
 from oracles import kfac_direction, kfac_direction_factored
 from suite.core.kfac import KFAC
 
-METHODS = ("eigen", "inverse")
-ORACLES = {"eigen": kfac_direction, "inverse": kfac_direction_factored}
+METHODS = ("eigen", "inverse", "newton_schulz", "ekfac")
+ORACLES = {
+    "eigen": kfac_direction,
+    "inverse": kfac_direction_factored,
+    "newton_schulz": kfac_direction_factored,
+    "ekfac": kfac_direction,  # until it is given second moments (test_ekfac.py)
+}
 DIAGONALS = [(False, False), (True, False), (False, True), (True, True)]
 
 every_method = pytest.mark.parametrize("method", METHODS)

@@ -22,7 +22,9 @@ from oracles import dense, kronecker_product
 from suite.core.kron import Geometry, Kron, KronState, balance
 
 GEOMETRIES = get_args(Geometry)
-SYMMETRIC = ("Q0.5EQ1.5", "QEQ", "QUAD")  # geometries that know no order of the coordinates
+NAMES = ", ".join(map(repr, GEOMETRIES))
+# Not EQ, which is triangular, nor QEP, whose steps depend on the balance and so on largest entries.
+SYMMETRIC = tuple(g for g in GEOMETRIES if g not in ("EQ", "QEP"))  # geometries that know no order of the coordinates
 SHAPE = (3, 3)
 
 every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES)
@@ -92,7 +94,11 @@ def test_update_leaves_the_preconditioners_to_refresh(xp, geometry):
     assert_identical(updated.preconditioners, state.preconditioners)
     squared = xp.run(rule.square, updated)
     assert_identical(squared.factors, updated.factors)
-    assert_close(P(squared), Q(updated).T @ Q(updated))
+    if rule.fits_P:
+        halves = [(q + q.T) / 2 for q in map(to_numpy, updated.factors)]
+        assert_close(P(squared), kronecker_product(halves))
+    else:
+        assert_close(P(squared), Q(updated).T @ Q(updated))
 
 
 # The groups
@@ -166,6 +172,8 @@ def test_scaling_one_factor_up_and_another_down_changes_no_direction(xp, geometr
     refreshed, expected = xp.run(rule.refresh, scaled), xp.run(rule.refresh, state)
     for x, y in zip(leaves(refreshed), leaves(expected), strict=True):
         assert_close(x, y)
+    if geometry == "QEP":  # its steps are in units of each factor's own square
+        scaled = refreshed
     moved = train(xp, rule, scaled, some_gradients(3))
     assert_close(P(moved), P(train(xp, rule, state, some_gradients(3))))
 
@@ -388,7 +396,9 @@ def rms(x):
 def test_single_precision_learns_any_scale_of_gradients(geometry, scale):
     """What starts 1e15 off comes out white: L, remembered from the first steps, is forgotten in time."""
     numpy, rule = library("numpy"), Kron(geometry, betaL=0.5, damping=0.0)
-    gradients = [scale * normal(3, 3, seed=t) for t in range(300)]
+    # P itself has twice as far to go as its root.
+    steps = 600 if rule.fits_P else 300
+    gradients = [scale * normal(3, 3, seed=t) for t in range(steps)]
     state = fresh(numpy, rule, dtype="float32")
     state = train(numpy, rule, state, gradients, lr=0.1, dtype="float32")
     directions = [rule.precondition(state, g.astype(np.float32)) for g in gradients[:100]]
@@ -461,8 +471,8 @@ def test_direction_has_the_dtype_of_the_gradient_and_the_state_keeps_its_own(xp)
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("geometry", "qeq", "geometry must be one of 'Q0.5EQ1.5', 'QEQ', 'QUAD', 'EQ', got 'qeq'"),
-        ("geometry", None, "geometry must be one of 'Q0.5EQ1.5', 'QEQ', 'QUAD', 'EQ', got None"),
+        ("geometry", "qeq", f"geometry must be one of {NAMES}, got 'qeq'"),
+        ("geometry", None, f"geometry must be one of {NAMES}, got None"),
         ("betaL", 1.0, "betaL must be >= 0 and < 1, got 1.0"),
         ("betaL", -0.1, "betaL must be >= 0 and < 1, got -0.1"),
         ("preconditioner_init_scale", 0.0, "preconditioner_init_scale must be > 0, got 0.0"),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from conftest import assert_close, assert_identical, library, normal
 from oracles import convolution_rows
-from suite.core.patches import output_rows, output_size, patches
+from suite.core.patches import output_rows, output_size, patches, patches_at
 
 
 @st.composite
@@ -33,6 +33,14 @@ def test_rows_are_the_patches_under_the_kernel(convolution):
     assert_identical(patches(*convolution), np.stack(convolution_rows(*convolution)))
 
 
+@given(convolutions(), st.data())
+def test_chosen_rows_are_those_of_all_rows(convolution, data):
+    rows = np.stack(convolution_rows(*convolution))
+    index = st.integers(0, rows.shape[1] - 1)
+    chosen = np.array(data.draw(st.lists(index, min_size=1, max_size=5)))
+    assert_identical(patches_at(*convolution, chosen), rows[:, chosen])
+
+
 EXAMPLES = [
     ((2, 3, 7), [3], [2], [(1, 2)], [2], 1),
     ((2, 4, 5, 4), [2, 3], [2, 1], [(0, 0), (1, 1)], [1, 1], 2),
@@ -46,6 +54,21 @@ def test_rows_are_the_same_in_every_library(xp, shape, kernel, stride, padding, 
     expected = np.stack(convolution_rows(x, kernel, stride, padding, dilation, groups))
     got = xp.run(lambda x: patches(x, kernel, stride, padding, dilation, groups), xp.asarray(x))
     assert_identical(got, expected)
+
+
+@pytest.mark.parametrize(("shape", "kernel", "stride", "padding", "dilation", "groups"), EXAMPLES)
+def test_chosen_rows_are_the_same_in_every_library(
+    xp, shape, kernel, stride, padding, dilation, groups
+):
+    x = normal(*shape)
+    rows = np.stack(convolution_rows(x, kernel, stride, padding, dilation, groups))
+    chosen = np.array([rows.shape[1] - 1, 0, 3, 3])  # in any order, and more than once
+    got = xp.run(
+        lambda x, chosen: patches_at(x, kernel, stride, padding, dilation, groups, chosen),
+        xp.asarray(x),
+        xp.asarray(chosen),
+    )
+    assert_identical(got, rows[:, chosen])
 
 
 @pytest.mark.parametrize(("shape", "kernel", "stride", "padding", "dilation", "groups"), EXAMPLES)

@@ -3,8 +3,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conftest import assert_close, assert_identical, dtype_name, leaves, map_tree, normal, random
-from suite.core.statistics import LayerStatistics, normalize, second_moment_sum
+from conftest import (
+    assert_close,
+    assert_identical,
+    dtype_name,
+    leaves,
+    map_tree,
+    normal,
+    positive_definite,
+    random,
+    to_numpy,
+)
+from suite.core.statistics import (
+    LayerStatistics,
+    add_transposed,
+    normalize,
+    normalize_products,
+    second_moment_sum,
+    unit_second_moment_sum,
+)
 
 
 def sums(xp, inputs, output_gradients):
@@ -112,3 +129,104 @@ def test_factors_keep_their_dtype_whatever_the_counts_are(xp):
     )
     for x in leaves(xp.run(normalize, statistics, xp.asarray(4.0), loss_reduction="mean")):
         assert dtype_name(x) == "float32"
+
+
+def test_a_unit_sums_the_outer_products_of_its_scale_and_shift(xp):
+    scales, shifts = normal(5, 3), normal(5, 3, seed=1)
+    args = xp.asarray(scales), xp.asarray(shifts)
+    blocks, diagonal = (xp.run(unit_second_moment_sum, *args, both=both) for both in (True, False))
+    expected = np.zeros((3, 2, 2))
+    for r in range(5):
+        for c in range(3):
+            z = np.array([scales[r, c], shifts[r, c]])
+            expected[c] += np.outer(z, z)
+    assert_close(blocks, expected)
+    assert_close(diagonal, expected[None, :, 0, 0])
+
+
+def test_units_in_half_precision_are_summed_in_single_precision(xp):
+    if xp.half is None:
+        pytest.skip("the library has no half precision")
+    rows = xp.asarray(np.full((4096, 1), 8.0), xp.half)
+    got = xp.run(unit_second_moment_sum, rows, rows, both=True)
+    assert dtype_name(got) == "float32"
+    assert_identical(got, np.full((1, 2, 2), 64 * 4096.0))
+
+
+def test_kfac_pytorch_scaling_is_that_of_its_covariances(xp):
+    """Patches and gradients are divided by the T places, then averaged over all N T rows."""
+    N, T, patches, gradients = 4, 6, normal(24, 3), normal(24, 2)
+
+    def get_cov(rows):  # kfac-pytorch 0.4.1, kfac/layers/utils.py
+        scaled = rows.T @ (rows / rows.shape[0])
+        return (scaled + scaled.T) / 2
+
+    raw = sums(xp, patches[None], gradients[None])
+    for reduction in ("mean", "sum"):  # it knows neither of them
+        A, G = xp.run(
+            normalize, raw, xp.asarray(float(N)), loss_reduction=reduction,
+            factor_scaling="kfac_pytorch", places=T,
+        )  # fmt: skip
+        assert_close(A, get_cov(patches / T)[None])
+        assert_close(G, get_cov(gradients / T)[None])
+
+
+def test_products_are_in_the_units_of_the_factors(xp):
+    """One row: the outer product of its squares is that of the diagonals of A and G."""
+    N, inputs, gradients = 6, normal(1, 1, 3), normal(1, 1, 2)
+    products = np.einsum("bri,brj->bij", gradients**2, inputs**2)
+    for reduction in ("mean", "sum"):
+        A, G = map(to_numpy, curvature(xp, sums(xp, inputs, gradients), N, reduction))
+        got = xp.run(
+            normalize_products, xp.asarray(products), xp.asarray(float(N)), loss_reduction=reduction
+        )
+        assert_close(to_numpy(got)[0], np.outer(np.diag(G[0]), np.diag(A[0])))
+
+
+# One weight, used as W and as its transpose
+
+
+def uses(diagonal=False):
+    """(A, G) of the use as W (3 by 4) and, sides exchanged, of the use as its transpose."""
+    A, G = positive_definite(2, 4), positive_definite(2, 3)
+    other_A, other_G = 3 * positive_definite(2, 3, seed=1), 0.2 * positive_definite(2, 4, seed=1)
+    if diagonal:  # the side of 3
+        G, other_A = (np.stack([np.diag(x) for x in stack]) for stack in (G, other_A))
+    return A, G, other_A, other_G
+
+
+def total(x):
+    return np.sum(x, axis=-1) if x.ndim == 2 else np.trace(x, axis1=-2, axis2=-1)
+
+
+@pytest.mark.parametrize("diagonal", [False, True], ids=["dense", "diagonal"])
+def test_both_uses_keep_their_trace_and_share_the_shape_by_it(xp, diagonal):
+    A, G, other_A, other_G = uses(diagonal)
+    got = [to_numpy(x) for x in xp.run(add_transposed, *xp.convert((A, G, other_A, other_G)))]
+    traces = total(A) * total(G), total(other_A) * total(other_G)
+    assert_close(total(got[0]) * total(got[1]), traces[0] + traces[1])
+    share = traces[0] / (traces[0] + traces[1])
+    for joined, own, other in ((got[0], A, other_G), (got[1], G, other_A)):
+        for k in range(2):
+            expected = share[k] * own[k] / total(own)[k] + (1 - share[k]) * other[k] / total(other)[k]
+            assert_close(joined[k] / total(joined)[k], expected)
+
+
+@pytest.mark.parametrize("which", ["as W", "as its transpose", "neither"])
+def test_a_use_that_is_alone_is_all_there_is(xp, which):
+    A, G, other_A, other_G = uses()
+    if which != "as W":
+        A, G = 0 * A, 0 * G
+    if which != "as its transpose":
+        other_A, other_G = 0 * other_A, 0 * other_G
+    got = [to_numpy(x) for x in xp.run(add_transposed, *xp.convert((A, G, other_A, other_G)))]
+    for k in range(2):
+        expected = np.kron(G[k], A[k]) + np.kron(other_A[k], other_G[k])
+        assert_close(np.kron(got[1][k], got[0][k]), expected)
+
+
+def test_equal_uses_are_twice_the_one(xp):
+    A, G, _, _ = uses()
+    got = [to_numpy(x) for x in xp.run(add_transposed, *xp.convert((A, G, G, A)))]
+    for k in range(2):
+        assert_close(np.kron(got[1][k], got[0][k]), 2 * np.kron(G[k], A[k]))

@@ -53,7 +53,8 @@ def test_fifty_steps_equal_the_published_update(geometry, shape, diagonal):
     lr, damping, scale = 0.5, 1e-3, 0.7
     rule = Kron(geometry, betaL=0.9, damping=damping, preconditioner_init_scale=scale)
     state = rule.init(np.zeros(1), shape, diagonal)
-    oracle = PSGD(geometry, multiples_of_identity(shape, diagonal, scale), betaL=0.9, damping=damping)
+    start = scale**2 if rule.fits_P else scale
+    oracle = PSGD(geometry, multiples_of_identity(shape, diagonal, start), betaL=0.9, damping=damping)
 
     for t, g in enumerate(gradients(shape, seed=7)):
         v = normal(*shape, seed=5000 + t)
@@ -66,7 +67,7 @@ def test_fifty_steps_equal_the_published_update(geometry, shape, diagonal):
     assert_close(np.array(state.lipschitz), np.array(oracle.L))
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("geometry", [g for g in GEOMETRIES if g != "QEP"])  # always balanced
 def test_without_balancing_each_factor_equals_the_published_one(geometry):
     shape, diagonal = (3, 4, 2), (False, True, False)
     rule = Kron(geometry)
@@ -87,7 +88,7 @@ def test_without_a_scale_the_first_gradient_sets_it(geometry):
     rule = Kron(geometry, damping=0.0, preconditioner_init_scale=None)
     state = rule.init(np.zeros(1), shape, diagonal)
     history = [1e-6 * g for g in gradients(shape, seed=7)][:10]
-    scale = np.mean(history[0] ** 4) ** (-1 / 8)
+    scale = np.mean(history[0] ** 4) ** (-1 / 4 if rule.fits_P else -1 / 8)
     oracle = PSGD(geometry, multiples_of_identity(shape, diagonal, scale), betaL=0.9, damping=0.0)
     for t, g in enumerate([np.zeros(shape), *history]):  # one that is zero is no evidence
         v = normal(*shape, seed=5000 + t)

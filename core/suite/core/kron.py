@@ -20,7 +20,7 @@ from suite.core import kronecker, linalg
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
 from suite.core.checks import check_choice, check_number
 
-Geometry = Literal["Q0.5EQ1.5", "QEQ", "QUAD", "EQ"]
+Geometry = Literal["Q0.5EQ1.5", "QEQ", "QUAD", "EQ", "QEP", "PRO4P", "QUAD4P"]
 
 _LARGEST_LIPSCHITZ = 1e30  # it must stay finite in float32 to be forgotten again
 _PROCRUSTES_STEP = 0.125  # below 1/4 the truncated rotation is orthogonal to 1e-3 (arXiv:2402.11858)
@@ -44,6 +44,10 @@ class Kron:
             'QEQ': dQ = Q E Q, over the general linear group.
             'QUAD': a quadratic form that keeps Q symmetric positive definite.
             'EQ': dQ = E Q, over upper triangular matrices; the oldest, needs triangular solves.
+            'QEP': dQ = Q E P; steps follow P's own scales, which speeds up the fit of small curvature
+            and slows down the escape from an ill-conditioned Q.
+            'PRO4P', 'QUAD4P': 'Q0.5EQ1.5' and 'QUAD' on P itself in place of Q: one product less, and
+            half the range of a float.
         betaL: decay of L between updates, in [0, 1); larger forgets outliers more slowly.
         damping: noise added to the gradient, absolute; bounds P by about 1 / damping.
         preconditioner_init_scale: factors start as the identity, ‖Q‖ being this number; with None each
@@ -70,7 +74,7 @@ class Kron:
             shape: (*batch, n_1, ..., n_d), a stack of blocks.
             diagonal: for each of the d axes, whether its factor is diagonal.
         """
-        scale = self.preconditioner_init_scale or 1.0
+        scale = (self.preconditioner_init_scale or 1.0) ** (2 if self.fits_P else 1)
         xp = array_namespace(like)
         where = {"dtype": like.dtype, "device": device_of(like)}
         batch, sides = shape[: len(shape) - len(diagonal)], shape[len(shape) - len(diagonal) :]
@@ -80,7 +84,12 @@ class Kron:
             ones = xp.zeros(shape_of_factor, **where) + scale ** (1 / len(sides))
             factors.append(ones if is_diagonal else ones * xp.eye(side, **where))
         lipschitz = tuple(xp.zeros(batch, **where) for _ in sides)
-        return KronState(tuple(factors), lipschitz, _squares(tuple(factors), len(batch)))
+        return self.square(KronState(tuple(factors), lipschitz, tuple(factors)))
+
+    @property
+    def fits_P(self) -> bool:
+        """Whether the factors are those of P and not of its root Q."""
+        return self.geometry in ("PRO4P", "QUAD4P")
 
     def update(
         self, state: KronState, gradient: Array, noise: Array, preconditioner_lr: Scalar
@@ -92,8 +101,9 @@ class Kron:
         ℓ = ‖T‖ + c:
 
             QEQ        Q ← Q - μ Q (T - c I)
-            Q0.5EQ1.5  Q ← rotate(Q - μ (T - c I) Q)
-            QUAD       Q ← sym(K Q K),  K = I - ½ μ (T - c I)
+            Q0.5EQ1.5  Q ← rotate(Q - μ (T - c I) Q),  PRO4P the same with P for Q
+            QUAD       Q ← sym(K Q K),  K = I - ½ μ (T - c I),  QUAD4P the same with P for Q
+            QEP        Q ← Q - μ (Q T Qᵀ - c Q Qᵀ) Q,  ℓ = ‖Q T Qᵀ + c Q Qᵀ‖
             EQ         Q ← Q - μ triu(T₁ - T₂) Q,  T₁ of Q g, T₂ of Q⁻ᵀ v
 
         Args:
@@ -118,7 +128,7 @@ class Kron:
         preconditioners = tuple(lift(p) for p in state.preconditioners)
         if self.preconditioner_init_scale is None:
             gain = self._first_scale(g, state.lipschitz[0], own_axes)
-            factors = _scaled(factors, gain, batch)
+            factors = _scaled(factors, gain * gain if self.fits_P else gain, batch)
             preconditioners = _scaled(preconditioners, gain * gain, batch)
         g = g + (self.damping + float(xp.finfo(compute).eps) * xp.abs(g)) * noise
         if self.geometry == "EQ":
@@ -139,15 +149,23 @@ class Kron:
         new_factors, new_lipschitz = [], []
         for axis, (q, old_L) in enumerate(zip(factors, state.lipschitz, strict=True)):
             is_diagonal = kronecker.is_diagonal(q, g, ndim)
-            T = kronecker.gram(signal, axis, ndim, diagonal=is_diagonal)
-            if reference is None:
+            seen = kronecker.apply_factor(q, signal, axis, ndim) if self.geometry == "QEP" else signal
+            T = kronecker.gram(seen, axis, ndim, diagonal=is_diagonal)
+            scalar = False  # whether `white` is a number times I
+            if self.geometry == "QEP":
+                square = q * q if is_diagonal else xp.matmul(q, linalg.transpose(q))
+                c = math.prod(g.shape[batch:]) / g.shape[batch + axis] / u / u
+                white = square * xp.reshape(c, (*c.shape, *(1,) * (q.ndim - batch)))
+                total = T + white
+            elif reference is None:
+                scalar = True
                 white = math.prod(g.shape[batch:]) / g.shape[batch + axis] / u / u
                 total = T
             else:
                 white = kronecker.gram(reference, axis, ndim, diagonal=is_diagonal)
                 total = T + white
             bound = xp.max(total, axis=-1) if is_diagonal else linalg.spectral_norm_bound(total)
-            if reference is None:
+            if scalar:
                 bound = bound + white
             L = xp.astype(old_L, compute) / u / u
             L = xp.maximum(self.betaL * L + (1 - self.betaL) * bound, bound)
@@ -181,27 +199,33 @@ class Kron:
         if is_diagonal:
             white = white if white.ndim == q.ndim else white[..., None]
             relative = step[..., None] * (T - white)
-            return q * (1 - 0.5 * relative) ** 2 if self.geometry == "QUAD" else q * (1 - relative)
+            quadratic = self.geometry in ("QUAD", "QUAD4P")
+            return q * (1 - 0.5 * relative) ** 2 if quadratic else q * (1 - relative)
         step = step[..., None, None]
         if self.geometry == "EQ":
             return q - step * xp.matmul(xp.triu(T - white), q)
+        if self.geometry == "QEP":
+            return q - step * xp.matmul(T - white, q)
         white = white[..., None, None]
         if self.geometry == "QEQ":
             return q - step * (xp.matmul(q, T) - white * q)
-        if self.geometry == "Q0.5EQ1.5":
+        if self.geometry in ("Q0.5EQ1.5", "PRO4P"):
             return _rotate_towards_symmetry(q - step * (xp.matmul(T, q) - white * q))
         half = 0.5 * step
         q = q - half * (xp.matmul(T, q) - white * q)
         return linalg.symmetrize(q - half * (xp.matmul(q, T) - white * q))
 
     def refresh(self, state: KronState) -> KronState:
-        """Balance the factors (a gauge: Q's product stays) and cache P_i = Q_iᵀ Q_i."""
+        """Balance the factors (a gauge: Q's product stays) and cache the P_i."""
         factors = balance(state.factors, state.lipschitz[0].ndim)
         return self.square(state._replace(factors=factors))
 
     def square(self, state: KronState) -> KronState:
-        """Cache P_i = Q_iᵀ Q_i of the factors as they are."""
+        """Cache P_i = Q_iᵀ Q_i of the factors as they are; where those are P's, symmetrized."""
         batch = state.lipschitz[0].ndim
+        if self.fits_P:
+            own = tuple(q if q.ndim == batch + 1 else linalg.symmetrize(q) for q in state.factors)
+            return state._replace(preconditioners=own)
         return state._replace(preconditioners=_squares(state.factors, batch))
 
     def precondition(self, state: KronState, gradient: Array) -> Array:
