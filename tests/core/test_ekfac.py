@@ -36,9 +36,7 @@ def test_second_moments_are_the_diagonal_of_the_rows_fisher_in_the_basis(xp, pre
         lambda *args: ekfac.second_moment_in_basis(*args, bias=bias), *xp.convert((a, g, Q_A, Q_G))
     )
     for k in range(2):
-        basis = np.kron(
-            np.eye(3) if Q_G is None else Q_G[k], np.eye(4) if Q_A is None else Q_A[k]
-        )
+        basis = np.kron(np.eye(3) if Q_G is None else Q_G[k], np.eye(4) if Q_A is None else Q_A[k])
         fisher = np.zeros((12, 12))
         for row_a, row_g in zip(a[k], g[k], strict=True):
             gradient = np.outer(row_g, [*row_a, 1.0] if bias else row_a).reshape(-1)
@@ -50,7 +48,9 @@ def test_second_moments_are_the_diagonal_of_the_rows_fisher_in_the_basis(xp, pre
 def test_no_rows_give_zero(xp):
     Q_A, Q_G = xp.convert(bases(True, True))
     nothing = xp.asarray(np.zeros((2, 0, 3)))
-    got = xp.run(lambda *args: ekfac.second_moment_in_basis(*args, bias=True), nothing, nothing, Q_A, Q_G)
+    got = xp.run(
+        lambda *args: ekfac.second_moment_in_basis(*args, bias=True), nothing, nothing, Q_A, Q_G
+    )
     assert_identical(got, np.zeros((2, 3, 4)))
 
 
@@ -119,7 +119,7 @@ def test_the_direction_is_the_dense_solve_with_the_second_moments(xp):
     curvature = basis @ np.diag(products[0].reshape(-1)) @ basis.T + 0.1 * np.eye(12)
     assert_close(got[0].reshape(-1), np.linalg.solve(curvature, gradient[0].reshape(-1)))
     assert_identical(got[1], gradient[1])  # not ready
-    own = tuple(d[..., :, None] * e[..., None, :] for d, e in [(values[1], values[0])])[0]
+    own = values[1][..., :, None] * values[0][..., None, :]
     args = xp.convert((eigen, np.array([True, True]), gradient, own))
     got = to_numpy(xp.run(direction, *args))
     for k in range(2):

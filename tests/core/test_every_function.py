@@ -5,6 +5,8 @@ A new core function that works on stacks belongs into CASES.
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ from conftest import (
     positive_definite,
     to_numpy,
 )
-from suite.core import damping, kfac, kron, kronecker, linalg, moments, statistics, step_size
+from suite.core import damping, ekfac, kfac, kron, kronecker, linalg, moments, statistics, step_size
 from suite.core._namespace import array_namespace
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 
@@ -83,6 +85,27 @@ def kfac_step(compute_method):
     return step
 
 
+def five(like):
+    """A count as an array of its own, which no block of `like` can harm."""
+    return array_namespace(like).zeros((), dtype=like.dtype) + 5
+
+
+def factor_of(compute_method, average):
+    rule = kfac.KFAC(compute_method)
+    factor = rule.init_factor(np.zeros(1), (B,), average.shape[-1], average.ndim == 2)
+    return factor._replace(average=0.6 * average, weight=np.full(B, 0.6))
+
+
+def eigen_of(n):
+    values, vectors = np.linalg.eigh(positive_definite(B, n))
+    return kfac.Eigen(vectors, values)
+
+
+def transposed_first(function):
+    """A function of (rows, channels), whose blocks are channels, as one of (channels, rows)."""
+    return lambda *args: function(*map(linalg.transpose, args))
+
+
 FIRST_INVERSE = np.linalg.inv(positive_definite(B, 4)[0] + abs(normal(B)[0]) * np.eye(4))
 SEEN = np.array([True, False, True])
 CASES = {
@@ -99,6 +122,37 @@ CASES = {
     "statistics.second_moment_sum diagonal": (
         lambda x: statistics.second_moment_sum(x, diagonal=True, bias=True),
         (normal(B, 5, 3),),
+    ),
+    "statistics.unit_second_moment_sum": (
+        transposed_first(lambda x, y: statistics.unit_second_moment_sum(x, y, both=True)),
+        (normal(B, 5), normal(B, 5, seed=1)),
+    ),
+    "statistics.unit_second_moment_sum diagonal": (
+        transposed_first(lambda x, y: statistics.unit_second_moment_sum(x, y, both=False)[0, ...]),
+        (normal(B, 5), normal(B, 5, seed=1)),
+    ),
+    "statistics.normalize": (
+        lambda A, G: statistics.normalize(
+            statistics.LayerStatistics(A, G, five(A)), five(A) + 1, "mean"
+        ),
+        (positive_definite(B, 4), positive_definite(B, 3)),
+    ),
+    "statistics.normalize_products": (
+        lambda x: statistics.normalize_products(x, five(x), "mean"),
+        (np.abs(normal(B, 3, 4)),),
+    ),
+    "statistics.add_transposed": (
+        statistics.add_transposed,
+        (*kfac_factors((False, True)), np.abs(normal(B, 3)), positive_definite(B, 4, seed=2)),
+    ),
+    "ekfac.second_moment_in_basis": (
+        lambda a, g, V: ekfac.second_moment_in_basis(a, g, V, None, bias=True),
+        (normal(B, 5, 3), normal(B, 5, 2), np.linalg.qr(normal(B, 4, 4)).Q),
+    ),
+    "ekfac.restart": (ekfac.restart, (eigen_of(4), eigen_of(3))),
+    "ekfac.update": (
+        lambda average, weight, new, seen: ekfac.update(average, weight, new, seen, 0.9),
+        (np.abs(normal(B, 3, 4)), np.abs(normal(B)), np.abs(normal(B, 3, 4, seed=1)), SEEN),
     ),
     "damping.tikhonov": (lambda x: damping.tikhonov(x, 0.1), (np.abs(normal(B, 4, 2)),)),
     "damping.split_damping": (
@@ -171,11 +225,29 @@ for method, diagonal in (
     ("eigen", (True, False)),
     ("inverse", (False, False)),
     ("inverse", (False, True)),
+    ("newton_schulz", (False, False)),
+    ("ekfac", (True, False)),
 ):
     CASES[f"kfac.KFAC {method} {diagonal}"] = (
         kfac_step(method),
         (kfac_state(method, diagonal), *kfac_factors(diagonal), SEEN, normal(B, 3, 4)),
     )
+CASES["kfac.mean_eigenvalue"] = (kfac.mean_eigenvalue, (factor_of("eigen", positive_definite(B, 4)),))
+CASES["kfac.eigenvalue_products"] = (kfac.eigenvalue_products, (eigen_of(4), eigen_of(3)))
+CASES["kfac.KFAC.split_damping"] = (
+    lambda A, G: kfac.KFAC("inverse").split_damping(A, G, 0.1, (4, 1)),
+    (np.abs(normal(B)), np.array([0.5, 0.0, 2.0])),
+)
+CASES["kfac.KFAC.refresh_factor boost"] = (
+    lambda factor, damping: kfac.KFAC("inverse").refresh_factor(factor, damping, boost=0.5).inverse,
+    (factor_of("inverse", positive_definite(B, 4)), np.abs(normal(B))),
+)
+CASES["kfac.KFAC.apply products"] = (
+    lambda A, G, ready, gradient, products: kfac.KFAC("ekfac").apply(
+        A, G, ready, gradient, 0.1, products
+    ),
+    (eigen_of(4), eigen_of(3), SEEN, normal(B, 3, 4), np.abs(normal(B, 3, 4, seed=1))),
+)
 
 for name, likelihood in (("Categorical", Categorical()), ("Bernoulli", Bernoulli())):
     CASES[f"likelihoods.{name}.sample_gradient"] = (
@@ -253,7 +325,11 @@ def test_a_block_that_is_not_finite_harms_no_other(xp, function, args, value):
             assert_close(to_numpy(x)[[0, 2]], to_numpy(expected)[[0, 2]])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("k")])
+# What eigenvalues are summed and multiplied into stays in single precision.
+LIFTED = ("kfac.mean_eigenvalue", "kfac.eigenvalue_products")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("k") and name not in LIFTED])
 def test_half_precision_goes_in_and_comes_out(name):
     """Factors and gradients in bfloat16 are lifted inside; state and directions keep their dtype."""
     function, args = CASES[name]
@@ -264,3 +340,23 @@ def test_half_precision_goes_in_and_comes_out(name):
         if expected.dtype == np.float64:
             assert dtype_name(x) == "bfloat16"
             assert np.linalg.norm(to_numpy(x) - expected) < 0.05 * np.linalg.norm(expected)
+
+
+# Parts of `apply` and `gram`, which are cases; functions of no stack.
+OTHERS = {
+    *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
+    *("linalg.eye_like", "step_size.inner_product", "step_size.kl_clip_coefficient"),
+}
+
+
+@pytest.mark.parametrize(
+    "module", [damping, ekfac, kfac, kron, kronecker, linalg, moments, statistics, step_size]
+)
+def test_every_public_function_is_a_case(module):
+    short = module.__name__.rpartition(".")[2]
+    own = {
+        f"{short}.{name}"
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
+    }
+    assert own - OTHERS <= {name.split()[0] for name in CASES}

@@ -79,9 +79,10 @@ def blocks(kfac):
 
 def their_blocks(model, operator):
     """The same out of curvlinops' matrix over (weight, bias) of every layer."""
-    parameters = list(model.parameters())
-    matrix = operator @ torch.eye(sum(p.numel() for p in parameters), dtype=torch.float64)
-    starts = dict(zip(parameters, torch.tensor([0, *(p.numel() for p in parameters)]).cumsum(0)))
+    starts, size = {}, 0
+    for p in model.parameters():
+        starts[p], size = size, size + p.numel()
+    matrix = operator @ torch.eye(size, dtype=torch.float64)
     found = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear | nn.Conv2d):

@@ -44,7 +44,7 @@ def test_every_parameter_is_in_the_report_with_a_reason():
         "linear.bias": "5x5, 4x4",
         "half_frozen.weight": None,
         "norm.weight": "2x2",
-        "normed.bias": "5x5, 4x4",
+        "normed.bias": "4x4",
         "attention.in_proj_weight": "3 x (5x5, 4x4)",
         "attention.in_proj_bias": "3 x (5x5, 4x4)",
         "attention.out_proj.weight": "5x5, 4x4",

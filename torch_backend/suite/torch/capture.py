@@ -26,8 +26,9 @@ class Captured(NamedTuple):
 
     main: LayerStatistics
     transposed: LayerStatistics | None  # of uses as the transpose
-    positions: torch.Tensor  # (): of the layer's output
+    positions: tuple[torch.Tensor, torch.Tensor | None]  # (): of the outputs of both kinds of uses
     products: torch.Tensor | None  # (blocks, d_out, d_in), second moments in the eigenbasis
+    terms: float  # of the losses that `fisher` drew samples of
 
 
 class _Probe(torch.autograd.Function):
@@ -121,6 +122,7 @@ class LayerCapture:
             self.transposed = self._slots(sizes, diagonal)
         self.products = self._slot(layer.blocks, layer.sizes[1], layer.sizes[0])
         self.sampled: dict[int, torch.Tensor] = {}  # by slot: of passes of our own
+        self.terms = 0.0  # of the losses that those are about
         self.handles = []
         if layer.spec.kind != "free":
             for i, site in enumerate(layer.sites):
@@ -128,9 +130,9 @@ class LayerCapture:
                 handle = site.module.register_forward_hook(hook, with_kwargs=True)
                 self.handles.append(handle)
 
-    def _slot(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _slot(self, *shape: int) -> torch.Tensor:
         # Expanded from one number: only gradients take memory.
-        zero = torch.zeros((), dtype=dtype or self.dtype, device=self.layer.device)
+        zero = torch.zeros((), dtype=self.dtype, device=self.layer.device)
         return zero.expand(shape).requires_grad_()
 
     def _slots(
@@ -141,7 +143,7 @@ class LayerCapture:
             self._slot(blocks, side) if d else self._slot(blocks, side, side)
             for side, d in zip(sizes, diagonal, strict=True)
         ]
-        return factors[0], factors[1], self._slot(2, dtype=torch.float32)
+        return factors[0], factors[1], self._slot(2)
 
     def slots(self) -> list[torch.Tensor]:
         """All slots, in a fixed order."""
@@ -187,7 +189,7 @@ class LayerCapture:
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
         spec = site.spec
         positions = output_positions(spec, y)
-        self.clock.ran(self.layer, positions, again)
+        self.clock.ran(self.layer, site.transposed, positions, again)
         if spec.kernel and y.ndim > 2:
             self.shape_of_places = y[0, 0].numel() if y.ndim == len(spec.kernel) + 2 else y[0].numel()
         if again or torch.compiler.is_compiling():
@@ -223,6 +225,7 @@ class LayerCapture:
 
     def clear(self) -> None:
         self.sampled.clear()
+        self.terms = 0.0
         for slot in self.slots():
             slot.grad = None
 
@@ -232,11 +235,11 @@ class LayerCapture:
     def take(self) -> Captured | None:
         """What was summed since the last `take`; None if no backward pass went through the layer."""
         A, G, counts = (self._sum(slot) for slot in (self.A, self.G, self.counts))
-        transposed = None
+        transposed = positions = None
         sums = [self._sum(slot) for slot in self.transposed]
         if sums and sums[0] is not None and sums[1] is not None and sums[2] is not None:
-            transposed = LayerStatistics(sums[0], sums[1], sums[2][0])
-        products = self._sum(self.products)
+            transposed, positions = LayerStatistics(sums[0], sums[1], sums[2][0]), sums[2][1]
+        products, terms = self._sum(self.products), self.terms
         self.clear()
         if counts is None or G is None:
             if transposed is None:
@@ -246,7 +249,8 @@ class LayerCapture:
             A = torch.zeros_like(self.A)
         if self.layer.spec.kind == "free":
             A = A.reshape(1, -1)
-        return Captured(LayerStatistics(A, G, counts[0]), transposed, counts[1], products)
+        main = LayerStatistics(A, G, counts[0])
+        return Captured(main, transposed, (counts[1], positions), products, terms)
 
 
 def _prepared(
@@ -261,7 +265,7 @@ def _prepared(
         return moments, None
     if not site.scaling:
         return x, None
-    shape = (-1,) if isinstance(module, nn.Linear) else (-1, *(1,) * (y.ndim - 2))
+    shape = (-1,) if isinstance(module, nn.Linear) else (-1, *(1,) * len(module.kernel_size))
     if site.scaling == "magnitude":
         # What the magnitude scales: the output without its bias, divided by it.
         shifted = y if module.bias is None else y - module.bias.reshape(shape)
@@ -388,6 +392,7 @@ class CaptureClock:
         self.count = torch.zeros((), dtype=torch.int32)  # steps, for the noise that chooses rows
         self.last: str | None = None  # None: a layer that is not covered
         self.last_positions = 0  # in its last call
+        self.last_transposed = False  # whether that used its weight as the transpose
         self.positions: dict[str, int] = {}  # of covered layers, in their last call
         self.discovering = True  # which layers read the same inputs
         self.strangers: set[str] = set()  # layers that turned out not to
@@ -395,11 +400,13 @@ class CaptureClock:
         self._next = 0
         self.calls = 0
 
-    def ran(self, layer: Layer, positions: int, again: bool) -> None:
+    def ran(self, layer: Layer, transposed: bool, positions: int, again: bool) -> None:
         """A covered layer produced an output, possibly one that was made before."""
-        self.positions[layer.name] = positions
+        if not transposed:
+            self.positions[layer.name] = positions
         if not again and layer.layout not in ("unit", "vector", "bias"):
             self.last, self.last_positions = layer.name, positions
+            self.last_transposed = transposed
 
     def token(self, x: torch.Tensor) -> int:
         """A number that is the same for the same tensor with the same content."""

@@ -42,7 +42,6 @@ class FisherSampler:
         self.captures, self.clock = engine.captures, engine.clock
         self.fisher, self.likelihood, self.output_of = fisher, likelihood, output_of
         self.samples, self.seed, self.loss_scale = samples, seed, loss_scale
-        self.mean = engine.loss_reduction == "mean"
         # Held here and not by their hooks: an output whose hook holds it is never freed.
         self._waiting: dict[int, torch.Tensor] = {}
         self._forwards = 0
@@ -68,7 +67,10 @@ class FisherSampler:
             number = self._forwards
             self._forwards += 1
             self._waiting[number] = f
-            f.register_hook(lambda gradient: self._sample(number))
+            # `output_of` may return what no loss is made of, such as a view: then the outputs tell.
+            outputs = [x for x in _tensors(output) if x.requires_grad]
+            for x in [f] if any(x is f for x in outputs) else outputs:
+                x.register_hook(lambda gradient: self._sample(number))
 
     def forget(self) -> None:
         """Give up on forward passes whose loss was never differentiated."""
@@ -87,8 +89,9 @@ class FisherSampler:
         columns = self.likelihood.columns(tuple(f.shape))
         count = self.samples if self.fisher == "mc" else columns
         outputs = f.detach()
-        terms = outputs.numel() / columns
-        scale = self.loss_scale() / (terms if self.mean else 1.0)
+        for capture in self.captures:
+            capture.terms += outputs.numel() / columns
+        scale = self.loss_scale()
         self.clock.sampling = True
         try:
             for i in range(count):
@@ -127,3 +130,14 @@ class FisherSampler:
                 known = capture.sampled.get(id(slot))
                 capture.sampled[id(slot)] = gradient if known is None else known + gradient
             at += len(slots)
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """All tensors in what a model returned."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        return [x for part in output for x in _tensors(part)]
+    return _tensors(vars(output)) if hasattr(output, "__dict__") else []

@@ -126,7 +126,7 @@ class _FreeProbe(torch.autograd.Function):
             other = None if other is None else other.detach().to(ctx.dtype)
             squares = squared_gradients(g, other, ctx.kind, ctx.shape)
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
-        counts = torch.tensor([1.0, 0.0], device=gradient.device)
+        counts = torch.tensor([1.0, 0.0], dtype=ctx.dtype, device=gradient.device)
         return gradient, None, squares, one, counts, None, None
 
 

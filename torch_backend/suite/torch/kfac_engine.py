@@ -170,6 +170,7 @@ class KFACEngine:
         self, index: int, captured: Captured, terms: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         terms = terms.to(captured.main.A.device)
+        captured = self._of_the_loss(captured, terms)
         places = self.captures[index].shape_of_places
         A, G = statistics.normalize(
             captured.main, terms, self.loss_reduction, self.factor_scaling, places
@@ -180,6 +181,12 @@ class KFACEngine:
             )
             A, G = statistics.add_transposed(A, G, *other)
         return A, G
+
+    def _of_the_loss(self, captured: Captured, terms: torch.Tensor) -> Captured:
+        """Sampled gradients are of single terms: N times those of a loss that is their mean."""
+        if self.clock.sampled and self.loss_reduction == "mean":
+            return _unscaled(captured, terms)
+        return captured
 
     def _update_bucket(
         self,
@@ -208,6 +215,8 @@ class KFACEngine:
             parts, seen = [], []
             for member in bucket.members:
                 captured = taken[member.index]
+                if captured is not None:
+                    captured = self._of_the_loss(captured, terms)
                 sums = None if captured is None else captured.products
                 seen += [sums is not None] * (member.stop - member.start)
                 if sums is None:
@@ -224,21 +233,27 @@ class KFACEngine:
         That is the number of examples for a classifier, of tokens for a language model, of pixels for a
         segmentation network.
         """
+        first = next(t.main.rows for t in taken if t is not None)
+        if self.clock.sampled:
+            return torch.full_like(first, max(t.terms for t in taken if t is not None))
         known = {
             layer.name: t.positions
             for layer, t in zip(self.layers, taken, strict=True)
             if t is not None and layer.spec.kind != "free"
         }
         if not known:  # nothing but free parameters: one term
-            return next(t.main.rows for t in taken if t is not None) * 0 + 1
+            return torch.ones_like(first)
         if self.clock.last in known:
-            return known[self.clock.last]
+            positions, transposed = known[self.clock.last]
+            if self.clock.last_transposed and transposed is not None:
+                return transposed
+            return positions
         name = next(reversed(known))
         seen = self.clock.positions.get(name)
         if self.clock.last is not None or not seen:
-            return known[name]
+            return known[name][0]
         # A layer that is not covered came last: its positions in units of those of one that is.
-        return known[name] * (self.clock.last_positions / seen)
+        return known[name][0] * (self.clock.last_positions / seen)
 
     def _report_nothing(self) -> None:
         """No layer was seen: an error if none ever was though there are gradients, else a warning."""
@@ -443,7 +458,7 @@ class KFACEngine:
     def _give_bases(self) -> None:
         """Tell the captures in which bases to sum second moments."""
         for i, layer in enumerate(self.layers):
-            if layer.spec.kind not in ("dense", "convolution", "transposed"):
+            if layer.spec.kind not in ("dense", "convolution", "transposed") or not self._is_ready(i):
                 continue
             sides = []
             for side in ("A", "G"):
@@ -758,10 +773,11 @@ class KFACEngine:
         self._cache.clear()
 
 
-def _unscaled(captured: Captured, scale: float) -> Captured:
+def _unscaled(captured: Captured, scale: Any) -> Captured:
     """Statistics of gradients that were `scale` times too large."""
-    if scale == 1.0:
+    if isinstance(scale, float) and scale == 1.0:
         return captured
+    scale = scale.to(captured.main.G.device) if isinstance(scale, torch.Tensor) else scale
     main, transposed, products = captured.main, captured.transposed, captured.products
     return captured._replace(
         main=main._replace(G=main.G / scale / scale),

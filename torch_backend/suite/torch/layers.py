@@ -241,9 +241,9 @@ class FoundLayers:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             reason = reason or _why_not_embedding(name, module)
         if reason:
-            self._say(module, reason)
+            self._reasons.setdefault(id(weight), reason)
             if bias is not None and not _why_not(bias):
-                self._bias(name, module, bias, isinstance(module, (nn.Linear, nn.LayerNorm)))
+                self._bias(name, module, bias)
             return
         spec = self._spec(module, weight, bias)
         shared = bias is not None and len(set(self._owners[id(bias)])) > 1
@@ -252,7 +252,7 @@ class FoundLayers:
             self._add(name, Piece(weight), None, "transposed", Site(module, module, spec))
             if with_bias:
                 assert bias is not None
-                self._bias(name, module, bias, channels_last=False)
+                self._bias(name, module, bias)
             return
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             self._add(name, Piece(weight), None, "table", Site(module, module, spec))
@@ -264,7 +264,7 @@ class FoundLayers:
         piece = Piece(bias) if with_bias and bias is not None else None
         self._add(name, Piece(weight), piece, layout, Site(module, module, spec))
         if bias is not None and not with_bias and not shared and not _why_not(bias):
-            self._bias(name, module, bias, isinstance(module, (nn.Linear, nn.LayerNorm)))
+            self._bias(name, module, bias)
 
     def _spec(self, module: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None) -> LayerSpec:
         reduce = self._reduces(module)
@@ -295,9 +295,11 @@ class FoundLayers:
             return self._weight_sharing == "reduce"
         return self._weight_sharing.get(type(module).__name__, "expand") == "reduce"
 
-    def _bias(self, name: str, module: nn.Module, bias: nn.Parameter, channels_last: bool) -> None:
-        spec = LayerSpec("bias", channels_last=channels_last, reduce=self._reduces(module))
-        if id(bias) not in self._by_weight:
+    def _bias(self, name: str, module: nn.Module, bias: nn.Parameter) -> None:
+        """A bias by itself: a product with the input 1."""
+        axis = _channel_axis(module)
+        spec = LayerSpec("bias", channel_axis=axis, reduce=self._reduces(module))
+        if id(bias) not in self._by_weight and bias.ndim == 1:
             self._add(_join(name, "bias"), Piece(bias), None, "bias", Site(module, module, spec))
 
     def _attention(self, name: str, module: nn.MultiheadAttention) -> None:
@@ -357,18 +359,17 @@ class FoundLayers:
             self._say(module, reason, recurse=True)
             return
         bias = own.get("bias")
-        spec = self._spec(module, direction, bias)
-        with_bias = bias is not None and bias.requires_grad
-        spec = spec._replace(bias=with_bias)
         if not _why_not(direction):
-            piece = Piece(bias) if bias is not None and with_bias else None
+            spec = self._spec(module, direction, bias)
             site = Site(module, module, spec, scaling=scaling)
-            self._add(name, Piece(direction), piece, "matrix", site)
+            self._add(name, Piece(direction), None, "matrix", site)
         if magnitude is not None and not _why_not(magnitude):
-            last = isinstance(module, nn.Linear)
-            spec = LayerSpec("norm", channels_last=last, diagonal=(True, False))
+            axis = _channel_axis(module)
+            spec = LayerSpec("norm", channel_axis=axis, reduce=self._reduces(module))
             site = Site(module, module, spec, scaling="magnitude")
             self._add(_join(name, "magnitude"), Piece(magnitude), None, "vector", site)
+        if bias is not None and not _why_not(bias):
+            self._bias(name, module, bias)  # the scaling is not its
 
     def _free_parameters(self, name: str, user: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """Parameters that a module's own forward uses: seen through `free.FreeParameters`."""
@@ -435,7 +436,7 @@ class FoundLayers:
             layer = self.layers[place]
             site = replace(site, spec=site.spec._replace(bias=False))
             if bias is not None:
-                self._bias(name, site.module, bias.parameter, isinstance(site.module, nn.Linear))
+                self._bias(name, site.module, bias.parameter)
         if alike:
             site = replace(site, spec=layer.spec)
             self.layers[place] = replace(layer, sites=(*layer.sites, site))
@@ -453,7 +454,7 @@ class FoundLayers:
             sites=tuple(replace(s, spec=s.spec._replace(bias=False)) for s in layer.sites),
         )
         module = layer.sites[0].module
-        self._bias(layer.name, module, layer.bias.parameter, isinstance(module, nn.Linear))
+        self._bias(layer.name, module, layer.bias.parameter)
 
     def _tie_table(self, place: int, layout: Layout, site: Site) -> None:
         """An embedding whose table is a linear layer's weight: the block is the linear layer's."""
@@ -542,11 +543,19 @@ def _norm_spec(module: nn.Module, reduce: bool) -> LayerSpec:
         return LayerSpec("norm", norm=norm, norm_size=size, eps=eps, reduce=reduce)
     if isinstance(module, nn.GroupNorm):
         groups = module.num_groups
-        return LayerSpec(
-            "norm", norm="group", norm_size=groups, eps=eps, channels_last=False, reduce=reduce
-        )
+        return LayerSpec("norm", norm="group", norm_size=groups, eps=eps, channel_axis=1, reduce=reduce)
     norm = "batch" if isinstance(module, _BATCH_NORMS) else "instance"
-    return LayerSpec("norm", norm=norm, eps=eps, channels_last=False, reduce=reduce)
+    axis = _channel_axis(module)
+    return LayerSpec("norm", norm=norm, eps=eps, channel_axis=axis, reduce=reduce)
+
+
+def _channel_axis(module: nn.Module) -> int:
+    """Where an output has its channels, counted from the end where a batch axis may be missing."""
+    if isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED)):
+        return -1 - len(module.kernel_size)
+    if isinstance(module, _INSTANCE_NORMS):
+        return -2 - _INSTANCE_NORMS.index(next(k for k in _INSTANCE_NORMS if isinstance(module, k)))
+    return 1 if isinstance(module, (nn.GroupNorm, *_BATCH_NORMS)) else -1
 
 
 def _join(*names: str) -> str:
@@ -589,16 +598,24 @@ def _parametrization(
 ) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
     """(what has the weight's shape, the magnitudes, how they scale) of a known parametrization."""
     if hasattr(module, "weight_v") and hasattr(module, "weight_g"):  # nn.utils.weight_norm
-        return module.weight_v, module.weight_g, "old_weight_norm"  # type: ignore[return-value]
+        return _by_rows(module.weight_v, module.weight_g)
     parametrizations: Any = getattr(module, "parametrizations", None)
     if parametrizations is None or set(parametrizations) != {"weight"}:
         return None, None, ""
     stack = parametrizations["weight"]
     kind = type(stack[0]).__name__ if len(stack) == 1 else ""
     if kind == "_WeightNorm":
-        return stack.original1, stack.original0, "weight_norm"
+        return _by_rows(stack.original1, stack.original0)
     if kind == "_SpectralNorm":
         return stack.original, None, "spectral_norm"
+    return None, None, ""
+
+
+def _by_rows(direction: Any, magnitude: Any) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
+    """weight_norm with one magnitude for each row of the weight; another is not known."""
+    rows = direction.shape[0]
+    if magnitude.ndim == direction.ndim and magnitude.shape[0] == magnitude.numel() == rows:
+        return direction, magnitude, "weight_norm"
     return None, None, ""
 
 

@@ -32,7 +32,7 @@ class LayerSpec(NamedTuple):
     norm: str = ""  # 'layer', 'rms', 'group', 'batch', 'instance'; '': the input is what is scaled
     norm_size: int = 1  # trailing axes of 'layer' and 'rms', groups of 'group'
     eps: float | None = 0.0
-    channels_last: bool = True  # of 'norm' and 'bias': else channels are axis 1
+    channel_axis: int = -1  # of 'norm' and 'bias'
     padding_index: int = -1  # of 'embedding'
     reduce: bool = False  # one row an example (K-FAC-reduce), not one a position (K-FAC-expand)
     max_rows: int = 0  # statistics from a random subset of at most so many rows; 0: from all
@@ -80,8 +80,16 @@ def sums(
     if noise is not None and 0 < spec.max_rows < total and not spec.reduce:
         chosen = stratified(noise, total)
         share = total / spec.max_rows
+    if chosen is None and bases is None and _without_patches(spec):
+        A = None
+        if want_A:
+            given = (spec.kernel, spec.stride, spec.padding, spec.dilation, spec.groups)
+            A = patches.second_moment_sum(_batched(x, spec), *given, bias=spec.bias)  # type: ignore[arg-type]
+        outputs = patches.output_rows(_batched(gradient, spec), spec.groups)
+        G = second_moment_sum(outputs, diagonal=spec.diagonal[1])
+        return Sums(A, G, _counts(gradient, outputs.shape[1], positions), None)
     inputs, outputs = _rows(spec, x, gradient, chosen)
-    A: torch.Tensor | None = None
+    A = None
     if want_A:
         A = second_moment_sum(inputs, diagonal=spec.diagonal[0], bias=spec.bias) * share
     G = second_moment_sum(outputs, diagonal=spec.diagonal[1]) * share
@@ -93,11 +101,11 @@ def sums(
 
 def output_positions(spec: LayerSpec, y: torch.Tensor) -> int:
     """How many positions a layer's output has: examples, tokens, pixels."""
-    axis = -1
+    axis = spec.channel_axis
     if spec.kind in ("convolution", "transposed"):
         axis = -1 - len(spec.kernel)
-    elif not spec.channels_last:
-        axis = 1
+    elif spec.norm in ("layer", "rms"):
+        return y.numel() // math.prod(y.shape[-spec.norm_size :])
     return y.numel() // y.shape[axis]
 
 
@@ -177,6 +185,13 @@ def _rows(
     return inputs, outputs
 
 
+def _without_patches(spec: LayerSpec) -> bool:
+    """Whether Σ a aᵀ can be had from `patches.second_moment_sum`."""
+    plain = spec.kind == "convolution" and spec.padding_mode == "zeros" and not spec.reduce
+    tall = len(spec.kernel) == 2 and spec.kernel[0] > 1 and spec.stride[0] == 1
+    return plain and tall and not spec.diagonal[0]
+
+
 def _row_count(spec: LayerSpec, x: torch.Tensor) -> int:
     if spec.kind == "dense":
         return x.numel() // x.shape[-1]
@@ -202,15 +217,15 @@ def _norm_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positio
             x = F.rms_norm(x, shape, eps=spec.eps)  # None: that of the dtype
         width = math.prod(shape)
         x, gradient = (t.reshape(*t.shape[: t.ndim - len(shape)], width) for t in (x, gradient))
-        positions = gradient.numel() // width
     elif spec.norm == "group":
         x = F.group_norm(x, spec.norm_size, eps=eps)
     elif spec.norm == "batch":
         x = F.batch_norm(x, None, None, training=True, eps=eps)
     elif spec.norm == "instance":
+        if x.ndim == -spec.channel_axis:  # no batch axis
+            x, gradient = x[None], gradient[None]
         x = F.instance_norm(x, eps=eps)
-    if not spec.channels_last:
-        x, gradient = x.movedim(1, -1), gradient.movedim(1, -1)
+    x, gradient = x.movedim(spec.channel_axis, -1), gradient.movedim(spec.channel_axis, -1)
     shifts = gradient
     scales = gradient * x
     if spec.reduce and x.ndim > 2:
@@ -239,14 +254,11 @@ def _embedding_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, po
 
 
 def _channel_rows(gradient: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
-    if not spec.channels_last:
-        gradient = gradient.movedim(1, -1)
+    gradient = gradient.movedim(spec.channel_axis, -1)
     if spec.reduce and gradient.ndim > 2:
         gradient = gradient.sum(tuple(range(1, gradient.ndim - 1)))
     return gradient.reshape(1, -1, gradient.shape[-1])
 
 
 def _counts(like: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
-    return torch.stack(
-        [torch.full((), float(n), dtype=torch.float32, device=like.device) for n in (rows, positions)]
-    )
+    return torch.stack([like.new_full((), float(n)) for n in (rows, positions)])

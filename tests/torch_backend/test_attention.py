@@ -1,0 +1,203 @@
+"""nn.MultiheadAttention with K-FAC attached: torch's numbers, and sums over the rows of its products."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from conftest import assert_close
+from suite.torch import KFAC
+from torch_backend.rows_by_loops import (
+    assert_sums,
+    double,
+    held,
+    loss_of,
+    numbers,
+    stepped,
+    with_one,
+)
+
+E, H, L, S, N = 4, 2, 3, 5, 2
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
+LATE = torch.zeros(N, S, dtype=torch.bool)
+LATE[1, -2:] = True
+ATTENTION = {
+    "self": ({}, {}),
+    "self without bias": ({"bias": False}, {"need_weights": False}),
+    "self causal": ({}, {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False}),
+    "self causal with weights": ({}, {"attn_mask": CAUSAL, "is_causal": True}),
+    "self causal and padded": (
+        {},
+        {
+            "attn_mask": CAUSAL,
+            "is_causal": True,
+            "key_padding_mask": torch.where(LATE[:, 2:], -math.inf, 0.0).double(),
+            "need_weights": False,
+        },
+    ),
+    "cross": ({}, {"need_weights": False}),
+    "cross masked": ({}, {"attn_mask": numbers(L, S, seed=4) > 0.8}),
+    "cross masked by head": ({}, {"attn_mask": numbers(N * H, L, S), "need_weights": False}),
+    "cross padded": ({}, {"key_padding_mask": LATE, "average_attn_weights": False}),
+    "cross padded and masked": (
+        {},
+        {"key_padding_mask": LATE, "attn_mask": numbers(L, S, seed=4) > 0.8, "need_weights": False},
+    ),
+    "kdim vdim": ({"kdim": 3, "vdim": 6}, {}),
+    "kdim vdim without bias": ({"kdim": 3, "vdim": 6, "bias": False}, {"need_weights": False}),
+    "bias_kv": ({"add_bias_kv": True}, {"key_padding_mask": LATE}),
+    "zero": ({"add_zero_attn": True}, {"key_padding_mask": LATE, "need_weights": False}),
+    "bias_kv and zero": (
+        {"add_bias_kv": True, "add_zero_attn": True},
+        {"attn_mask": numbers(L, S, seed=4) > 0.8, "key_padding_mask": LATE},
+    ),
+    "self causal bias_kv": (
+        {"add_bias_kv": True},
+        {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False},
+    ),
+    "unbatched": ({}, {"attn_mask": numbers(H, L, S, seed=6) > 0.8, "key_padding_mask": LATE[1]}),
+}
+
+
+class Attends(nn.Module):
+    """Attention, and a head on what it gives for each query; the loss has N L terms."""
+
+    def __init__(self, options, call, batch_first):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(E, H, batch_first=batch_first, **options)
+        self.head, self.call = nn.Linear(E, 3), call
+
+    def forward(self, query, key, value):
+        out, weights = self.attention(query, key, value, **self.call)
+        self.weights = weights
+        return self.head(torch.tanh(out))
+
+
+def attention_inputs(name, options, batch_first):
+    shapes = [(L, N, E), (S, N, options.get("kdim", E)), (S, N, options.get("vdim", E))]
+    if name == "unbatched":
+        shapes = [(shape[0], shape[2]) for shape in shapes]
+    elif batch_first:
+        shapes = [(n, length, d) for length, n, d in shapes]
+    query, key, value = (numbers(*shape, seed=i) for i, shape in enumerate(shapes))
+    return (query, query, query) if name.startswith("self") else (query, key, value)
+
+
+def attention_products(model, query, key, value):
+    """(input, product) of q, k, v and out, by torch's own attention on projections taken before."""
+    module, call = model.attention, dict(model.call)
+    separate = not module._qkv_same_embed_dim
+    weights = (
+        (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        if separate
+        else module.in_proj_weight.chunk(3)
+    )
+    biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    inputs = [query, key, value]
+    q, k, v = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+    swapped = module.batch_first and query.ndim == 3
+    eye = torch.eye(E, dtype=torch.float64)
+    call.pop("average_attn_weights", None)
+    attended, _ = F.multi_head_attention_forward(
+        *((x.transpose(0, 1) if swapped else x) for x in (q, k, v)),
+        E, H, torch.cat([eye] * 3), None, module.bias_k, module.bias_v, module.add_zero_attn,
+        0.0, eye, None, **call,
+    )  # fmt: skip
+    attended = attended.transpose(0, 1) if swapped else attended
+    out = F.linear(attended, module.out_proj.weight, module.out_proj.bias)
+    for y in (q, k, v, out):
+        y.retain_grad()
+    loss_of(model.head(torch.tanh(out))).backward()
+    return list(zip((*inputs, attended.detach()), (q, k, v, out), strict=True))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_computes_what_it_did_and_its_products_are_sums_over_rows(name, batch_first):
+    options, call = ATTENTION[name]
+    model = double(lambda: Attends(options, call, batch_first))
+    with torch.no_grad():
+        for p in model.parameters():  # biases start at zero
+            p += 0.1 * numbers(*p.shape, seed=7)
+    inputs = [x.requires_grad_() for x in attention_inputs(name, options, batch_first)]
+    reference, by_hand = copy.deepcopy(model), copy.deepcopy(model)
+
+    def passes(model):
+        f = model(*inputs)
+        wanted = [*model.parameters(), *dict.fromkeys(inputs)]
+        grads = torch.autograd.grad(loss_of(f), wanted, retain_graph=True)
+        return f, model.weights, grads
+
+    expected = passes(reference)
+    kfac = KFAC(model, kl_clip=None)
+    torch.testing.assert_close(passes(model), expected, rtol=1e-12, atol=1e-12)
+    kfac.zero_grad()
+    inputs = [x.detach() for x in inputs]
+    inputs = [inputs[0]] * 3 if name.startswith("self") else inputs
+    loss_of(model(*inputs)).backward()
+    products = attention_products(by_hand, *inputs)
+    kfac.step()
+    factors, bias = held(kfac), model.attention.in_proj_bias is not None
+    rows = L if name == "unbatched" else L * N
+    for key, (x, y) in zip(("in_proj.q", "in_proj.k", "in_proj.v", "out_proj"), products, strict=True):
+        a, g = x.reshape(1, -1, x.shape[-1]), y.grad.reshape(1, -1, E)
+        assert_sums(factors[f"attention.{key}"], with_one(a) if bias else a, g, rows)
+    names = {x: f"attention.in_proj.{x}" for x in "qkv"}
+    shared = {names["k"]: names["q"], names["v"]: names["q"]} if name.startswith("self") else {}
+    assert kfac.state_dict()["kfac"]["inputs"] == shared
+
+
+def test_attention_biases_of_keys_and_values_are_diagonal_sums_over_examples():
+    model = double(lambda: Attends({"add_bias_kv": True}, {}, True))
+    inputs = attention_inputs("cross", {}, True)
+    squares = {"bias_k": 0.0, "bias_v": 0.0}
+    for n in range(N):
+        alone = copy.deepcopy(model)
+        loss_of(alone(*(x[n : n + 1] for x in inputs)), "sum").backward()
+        for name in squares:
+            squares[name] = squares[name] + getattr(alone.attention, name).grad.flatten().square()
+    factors = held(stepped(model, *inputs))
+    for name, expected in squares.items():
+        A, G = factors[f"attention.{name}"]
+        assert_close(A * G[:, 0], expected[None] / (N * L))
+
+
+def test_attention_runs_as_torch_does_in_eval_and_after_detach():
+    model = double(lambda: Attends({}, {}, True))
+    inputs, reference = attention_inputs("self", {}, True), copy.deepcopy(model)
+    kfac = KFAC(model)
+    model.eval(), reference.eval()
+    torch.testing.assert_close(model(*inputs), reference(*inputs), rtol=0, atol=0)
+    assert kfac._engine.take_statistics() == [None] * 5
+    kfac.detach()
+    assert "forward" not in model.attention.__dict__
+
+
+def test_attention_dropout_draws_the_same_mask():
+    model = double(lambda: Attends({"dropout": 0.5}, {}, True))
+    inputs, reference = attention_inputs("cross", {}, True), copy.deepcopy(model)
+    KFAC(model)
+    outputs = []
+    for one in (model, reference):
+        torch.manual_seed(5)
+        outputs.append(one(*inputs))
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+
+
+def test_reduce_takes_the_examples_of_an_attention_whatever_its_axes():
+    """Self-attention is the same function with batch_first and transposed inputs."""
+    found = []
+    for batch_first in (True, False):
+        model = double(lambda batch_first=batch_first: Attends({}, {}, batch_first))
+        x = attention_inputs("self", {}, True)[0]
+        x = x if batch_first else x.transpose(0, 1).contiguous()
+        kfac = stepped(model, x, x, x, weight_sharing={"MultiheadAttention": "reduce"})
+        found.append(held(kfac))
+    for name in ("attention.in_proj.q", "attention.in_proj.v", "attention.out_proj"):
+        for factor, other in zip(*(one[name] for one in found), strict=True):
+            assert_close(factor, other)
