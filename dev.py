@@ -19,6 +19,15 @@ STAMP = ENVIRONMENT / "installed"
 # On Linux, PyPI's torch is the CUDA build, gigabytes of it; elsewhere PyPI has the CPU build.
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
+# The tests' independent K-FAC. Its dependencies ask for torchvision and with it another torch.
+CURVLINOPS = (
+    "curvlinops-for-pytorch",
+    "backpack-for-pytorch",
+    "einconv",
+    "einops",
+    "linear-operator",
+)
+
 
 def main(arguments: list[str]) -> int:
     commands = {"demo": demo, "test": test}
@@ -42,6 +51,7 @@ def install() -> None:
     cpu = ["--extra-index-url", CPU_WHEELS, "--retries", "1"] if sys.platform == "linux" else []
     subprocess.run([*pip, "--no-deps", *cpu, *constraints, "torch"], check=True)
     subprocess.run([*pip, *constraints, "--editable", f"{ROOT}[dev]"], check=True)
+    subprocess.run([*pip, "--no-deps", *constraints, *CURVLINOPS], check=True)
     STAMP.write_text(wanted)
 
 

@@ -62,6 +62,20 @@ FREE = {
         SEQUENCE,
         (3, 2),
     ),
+    "x + (p + q)": (
+        lambda x, p, q: x + (p + q),
+        lambda x, p, q: x + torch.stack([p[:, t, 0, t] for t in (0, 1)], 1) + q[:, :, 0, 0],
+        [(1, 2, 4), (1, 1, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x * (p * q)": (
+        lambda x, p, q: x * (p * q),
+        lambda x, p, q: x * p * q,
+        [(4,), (4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
     "p - x": (
         lambda x, p: p - x,
         lambda x, p: p[:, :, 0, :, 0].mT - x,

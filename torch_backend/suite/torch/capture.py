@@ -17,6 +17,7 @@ from torch import nn
 from suite.core.noise import unit_noise
 from suite.core.statistics import LayerStatistics
 from suite.torch.free import FreeParameters, Watched
+from suite.torch.hooks import Hook, ModeAround, in_backward
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import Bases, LayerSpec, bag_second_moments, output_positions, sums
 
@@ -72,32 +73,6 @@ class _Probe(torch.autograd.Function):
         return gradient, None, A, G, counts, products, *(None,) * 6
 
 
-class _Hook:
-    """A forward hook that belongs to one module. A copy of the model gets an inert one."""
-
-    def __init__(self, capture: Any, module: nn.Module, site: int = 0) -> None:
-        self.capture = weakref.ref(capture)
-        self.module = weakref.ref(module)
-        self.site = site
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        capture = self.capture()
-        if capture is None or self.module() is not module:
-            return None
-        return capture.observe(self.site, args, kwargs, output)
-
-    def __deepcopy__(self, memo: Any) -> _InertHook:
-        return _InertHook()
-
-    def __reduce__(self) -> Any:
-        return (_InertHook, ())
-
-
-class _InertHook:
-    def __call__(self, *args: Any) -> None:
-        return None
-
-
 class LayerCapture:
     """One layer's slots and hooks."""
 
@@ -126,7 +101,7 @@ class LayerCapture:
         self.handles = []
         if layer.spec.kind != "free":
             for i, site in enumerate(layer.sites):
-                hook = _Hook(self, site.module, i)
+                hook = Hook(self, site.module, i)
                 handle = site.module.register_forward_hook(hook, with_kwargs=True)
                 self.handles.append(handle)
 
@@ -165,7 +140,7 @@ class LayerCapture:
         if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.requires_grad:
             return None
         spec = site.spec
-        again = _in_backward()
+        again = in_backward()
         with torch.no_grad():
             x, scale = _prepared(site, x, y, args, kwargs)
         self._note(site, x, y, again)
@@ -321,65 +296,42 @@ def _bag(
     return bag_second_moments(flat, bags, share, module.num_embeddings)
 
 
-class FreeCapture:
-    """Enters `FreeParameters` around the forward of a module with parameters of its own."""
+class FreeCapture(ModeAround):
+    """`FreeParameters` around the forward of a module with parameters of its own."""
 
     def __init__(self, module: nn.Module, captures: list[LayerCapture]) -> None:
-        self.module = module
+        super().__init__(module)
         self.captures = captures
-        self.modes: list[FreeParameters | None] = []
-        self.handles = [
-            module.register_forward_pre_hook(_Enter(self, module)),
-            module.register_forward_hook(_Hook(self, module), with_kwargs=True, always_call=True),
-        ]
 
-    def enter(self) -> None:
-        mode = None
-        if self.captures[0].wanted(self.captures[0].layer.sites[0]):
-            mode = FreeParameters([self._watched(capture) for capture in self.captures])
-            mode.__enter__()
-        self.modes.append(mode)
-
-    def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
-        mode = self.modes.pop() if self.modes else None
-        if mode is not None:
-            mode.__exit__(None, None, None)
+    def make_mode(self) -> FreeParameters | None:
+        first = self.captures[0]
+        if not first.wanted(first.layer.sites[0]):
+            return None
+        return FreeParameters([self._watched(capture) for capture in self.captures])
 
     def _watched(self, capture: LayerCapture) -> Watched:
         parameter = capture.layer.weight.parameter
-        if not torch.compiler.is_compiling() and not _in_backward():
+        if not torch.compiler.is_compiling() and not in_backward():
             capture._forget_what_was_discarded()
         clock = capture.clock if capture.clock.sampled else None
         return Watched(parameter, capture.A, capture.G, capture.counts, clock)
 
 
-class _Enter(_Hook):
-    def __call__(self, module: nn.Module, args: Any) -> None:  # type: ignore[override]
-        capture = self.capture()
-        if capture is not None and self.module() is module:
-            capture.enter()
-
-
 class OutputWatch:
-    """The hook of a layer that is not covered: it may be the model's last, whose rows are counted."""
+    """Watches a layer that is not covered: it may be the model's last, whose positions are counted."""
 
     def __init__(self, module: nn.Module, channels: int, clock: CaptureClock) -> None:
-        self.module, self.channels, self.clock = weakref.ref(module), channels, weakref.ref(clock)
-        self.handles = [module.register_forward_hook(self)]
+        self.channels, self.clock = channels, clock
+        self.owner = weakref.ref(module)
+        hook = Hook(self, module)
+        self.handles = [module.register_forward_hook(hook, with_kwargs=True)]
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        clock = self.clock()
-        if clock is None or self.module() is not module or not isinstance(output, torch.Tensor):
+    def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
+        module, clock = self.owner(), self.clock
+        if module is None or not isinstance(output, torch.Tensor) or in_backward():
             return
-        wanted = clock.wanted and module.training and output.requires_grad
-        if wanted and not _in_backward():
+        if clock.wanted and module.training and output.requires_grad:
             clock.last, clock.last_positions = None, output.numel() // self.channels
-
-    def __deepcopy__(self, memo: Any) -> _InertHook:
-        return _InertHook()
-
-    def __reduce__(self) -> Any:
-        return (_InertHook, ())
 
 
 class CaptureClock:
@@ -420,10 +372,3 @@ class CaptureClock:
     def forget(self) -> None:
         """Drop what `token` remembers."""
         self._tokens.clear()
-
-
-def _in_backward() -> bool:
-    """Whether a backward pass is running: activation checkpointing then runs layers a second time."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1

@@ -16,7 +16,7 @@ from torch import nn
 
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.noise import unit_noise
-from suite.torch.capture import _Hook, _in_backward
+from suite.torch.hooks import Hook, in_backward
 from suite.torch.kfac_engine import KFACEngine
 
 FisherType = Literal["empirical", "mc", "type-2"]
@@ -47,14 +47,14 @@ class FisherSampler:
         self._forwards = 0
         self.draws = 0  # so far: the noise's step count, part of a checkpoint
         self.clock.sampled = True
-        hook = _Hook(self, model)
+        hook = Hook(self, model)
         self.handles = [model.register_forward_hook(hook, with_kwargs=True)]
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         """Wait for the gradient of this forward pass's output."""
         model = self.model()
         wanted = self.clock.wanted and torch.is_grad_enabled()
-        if model is None or not model.training or not wanted or _in_backward():
+        if model is None or not model.training or not wanted or in_backward():
             return
         f = self.output_of(output)
         if not isinstance(f, torch.Tensor):

@@ -48,34 +48,34 @@ class FreeParameters(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         before = args
-        if function in (T.mul_, T.__imul__) and self._known(args[1]) is not None:
+        if not kwargs and function in (T.mul_, T.__imul__) and self._known(args[1]):
             before = (args[0].detach().clone(), args[1])  # the product takes its place
         output = function(*args, **kwargs)
         if not isinstance(output, T) or not output.requires_grad:
             return output
         for place, operand in enumerate(args[:3]):
-            watched = self._known(operand)
-            if watched is None:
-                continue
-            number = args[1 - place] if len(args) == 2 else None
-            if function in _VIEW and place == 0:
-                slot = function(watched.slot, *args[1:], **kwargs)
-                self.watched.append(watched._replace(tensor=output, slot=slot))
-            elif function in _CAST and place == 0:
-                self.watched.append(watched._replace(tensor=output))
-            elif not kwargs and isinstance(number, int | float) and function in _SUM | _PRODUCT:
-                # 1 + p has no rows before it meets x; the square of a factor goes into squares.
-                slot = watched.slot * (1 if function in _SUM else number**2)
-                self.watched.append(watched._replace(tensor=output, slot=slot))
-            elif not kwargs:
-                output = _probed(function, output, before, place, watched)
+            for watched in self._known(operand):
+                if function in _VIEW and place == 0:
+                    slot = function(watched.slot, *args[1:], **kwargs)
+                    self.watched.append(watched._replace(tensor=output, slot=slot))
+                elif function in _CAST and place == 0:
+                    self.watched.append(watched._replace(tensor=output))
+                elif not kwargs and function in _SUM | _PRODUCT and self._without_rows(args[1 - place]):
+                    # 1 + p has no rows before it meets x. The square of a factor goes into squares.
+                    factor = args[1 - place] if function in _PRODUCT else 1
+                    square = factor.detach().square() if isinstance(factor, T) else factor**2
+                    slot = (watched.slot * square).expand(output.shape)
+                    self.watched.append(watched._replace(tensor=output, slot=slot))
+                elif not kwargs:
+                    output = _probed(function, output, before, place, watched)
         return output
 
-    def _known(self, operand: Any) -> Watched | None:
-        for watched in self.watched:
-            if watched.tensor is operand:
-                return watched
-        return None
+    def _known(self, operand: Any) -> list[Watched]:
+        return [watched for watched in self.watched if watched.tensor is operand]
+
+    def _without_rows(self, operand: Any) -> bool:
+        """Whether an operand is a number, or a parameter's."""
+        return isinstance(operand, int | float) or bool(self._known(operand))
 
 
 def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -> T:

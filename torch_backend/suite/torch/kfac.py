@@ -72,7 +72,7 @@ class KFAC(torch.optim.Optimizer):
             predictive distribution; 'type-2': exactly that distribution's, by one backward pass for
             each output coordinate. The last two run backward passes of their own, for statistics only.
         likelihood: what the outputs mean, for 'mc' and 'type-2': a `Categorical`, `Bernoulli` or
-            `Gaussian`, or such a name in lower case.
+            `Gaussian`, or such a name in lower case. 'empirical' has no use for it.
         output_of: picks the tensor that `likelihood` is about from what the model returns.
         fisher_samples: how many targets 'mc' draws.
         seed: of the noise behind 'mc' and `max_rows`.
@@ -98,6 +98,12 @@ class KFAC(torch.optim.Optimizer):
         loglevel: of the routing report, which goes to the logger 'suite.torch'.
 
     The first six and lr take a number or a function of the step count.
+
+    Notes:
+        When `kl_clip` binds, the direction is scaled by 1/lr. A base optimizer with momentum keeps those
+        directions and multiplies them with later rates: with a rising rate (warm-up) they overshoot.
+        Weight decay of the base optimizer is added after preconditioning: it is decoupled.
+        Steps that a GradScaler skips never arrive here and are not in `skipped_steps`.
 
     Raises:
         ValueError, TypeError: a bad value, a model on which nothing would be preconditioned, or one
@@ -575,9 +581,8 @@ def _likelihood(given: Likelihood | str | None, fisher: str) -> Likelihood | Non
         check_choice("likelihood", given, tuple(_LIKELIHOODS))
         given = _LIKELIHOODS[given]()
     if fisher == "empirical":
-        if given is not None:
-            raise ValueError("likelihood must be None with fisher='empirical', which has no use for it")
-    elif given is None:
+        return None
+    if given is None:
         raise ValueError(f"likelihood must be given with fisher={fisher!r}, got None")
     return given
 

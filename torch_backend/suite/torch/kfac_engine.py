@@ -22,8 +22,8 @@ from suite.torch.capture import (
     FreeCapture,
     LayerCapture,
     OutputWatch,
-    _Hook,
 )
+from suite.torch.hooks import Hook
 from suite.torch.layers import FoundLayers, Layer, plain_name
 from suite.torch.uses import UseCounter
 
@@ -95,7 +95,7 @@ class KFACEngine:
             hooked = list(module._forward_hooks.values())
             if isinstance(forward, Attention):
                 hooked += list(forward.product("q")._forward_hooks.values())
-            if any(isinstance(h, _Hook) and h.capture() is not None for h in hooked):
+            if any(isinstance(h, Hook) and h.owner() is not None for h in hooked):
                 raise ValueError(
                     f"layer {plain_name(name)!r} already has a K-FAC attached: detach() that one first"
                 )

@@ -1,0 +1,81 @@
+"""Forward hooks that belong to one module and to one owner, who may go away first."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class Hook:
+    """Calls `owner.observe(site, args, kwargs, output)` after the module's forward.
+
+    The owner is not kept alive, and a copy of the module, be it deep or pickled, gets an inert hook.
+    """
+
+    def __init__(self, owner: Any, module: nn.Module, site: int = 0) -> None:
+        self.owner = weakref.ref(owner)
+        self.module = weakref.ref(module)
+        self.site = site
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        owner = self.owner()
+        if owner is None or self.module() is not module:
+            return None
+        return owner.observe(self.site, args, kwargs, output)
+
+    def __deepcopy__(self, memo: Any) -> InertHook:
+        return InertHook()
+
+    def __reduce__(self) -> Any:
+        return (InertHook, ())
+
+
+class InertHook:
+    """What a copy gets."""
+
+    def __call__(self, *args: Any) -> None:
+        return None
+
+
+class ModeAround:
+    """A torch function mode around every forward of a module, entered if `make_mode` returns one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modes: list[TorchFunctionMode | None] = []
+        self.handles = [
+            module.register_forward_pre_hook(_Enter(self, module)),
+            module.register_forward_hook(Hook(self, module), with_kwargs=True, always_call=True),
+        ]
+
+    def make_mode(self) -> TorchFunctionMode | None:
+        raise NotImplementedError
+
+    def enter(self) -> None:
+        mode = self.make_mode()
+        if mode is not None:
+            mode.__enter__()
+        self.modes.append(mode)
+
+    def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
+        """The forward is over, or has raised."""
+        mode = self.modes.pop() if self.modes else None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+
+
+class _Enter(Hook):
+    def __call__(self, module: nn.Module, args: Any) -> None:  # type: ignore[override]
+        owner = self.owner()
+        if owner is not None and self.module() is module:
+            owner.enter()
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running: activation checkpointing then runs layers a second time."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
