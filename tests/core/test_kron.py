@@ -24,7 +24,9 @@ from suite.core.kron import Geometry, Kron, KronState, balance
 GEOMETRIES = get_args(Geometry)
 NAMES = ", ".join(map(repr, GEOMETRIES))
 # Not EQ, which is triangular, nor QEP, whose steps depend on the balance and so on largest entries.
-SYMMETRIC = tuple(g for g in GEOMETRIES if g not in ("EQ", "QEP"))  # geometries that know no order of the coordinates
+SYMMETRIC = tuple(
+    g for g in GEOMETRIES if g not in ("EQ", "QEP")
+)  # geometries that know no order of the coordinates
 SHAPE = (3, 3)
 
 every_geometry = pytest.mark.parametrize("geometry", GEOMETRIES)

@@ -296,6 +296,58 @@ def test_a_weight_that_is_used_outside_of_its_layer_is_reported_once():
         assert all("'embedding'" in s and "'body'" not in s for s in said)
 
 
+def test_a_free_parameter_with_a_use_that_is_not_understood_is_reported():
+    class Free(nn.Module):
+        def __init__(self, strange: bool) -> None:
+            super().__init__()
+            self.scale, self.layer, self.strange = nn.Parameter(torch.ones(3)), nn.Linear(3, 3), strange
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x) * self.scale
+            return x * self.scale.exp() if self.strange else x
+
+    for strange in (True, False):
+        model = Free(strange)
+        kfac = KFAC(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.randn(4, 3)).square().sum().backward()
+                kfac.step()
+        assert len(caught) == strange
+        assert all("'scale'" in str(w.message) for w in caught)
+
+
+def test_a_forward_that_raises_leaves_no_mode_behind():
+    class Raises(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.layer = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x * self.scale)
+
+    model = Raises()
+    kfac = KFAC(model)
+    before = torch.overrides._len_torch_function_stack()
+    with pytest.raises(RuntimeError):
+        model(torch.randn(4, 2))
+    assert torch.overrides._len_torch_function_stack() == before
+    model(torch.randn(4, 3)).sum().backward()
+    kfac.step()
+
+
+def test_a_bias_whose_weight_is_frozen_lets_inputs_change_in_place():
+    layer = nn.Linear(3, 3)
+    layer.weight.requires_grad_(False)
+    kfac = KFAC(nn.Sequential(layer, nn.Linear(3, 2)))
+    x = torch.randn(4, 3)
+    y = layer(x)
+    x.add_(1)
+    y.sum().backward()
+    assert kfac._engine.take_statistics()[0] is not None
+
+
 def test_training_in_eval_mode_is_reported():
     model = nn.Linear(3, 2).eval()
     kfac = KFAC(model)

@@ -455,3 +455,19 @@ def test_a_normed_weight_has_scaled_gradients_and_its_magnitude_a_diagonal(name,
         A, G = factors["layer.magnitude"]
         assert_close(per_row.sum(1).flatten(), reference.layer.get_parameter(magnitude).grad.flatten())
         assert_close(A * G[:, 0], terms * per_row.square().sum(1).reshape(1, -1))
+
+
+def test_a_magnitude_of_zero_has_its_curvature_all_the_same():
+    layer = nn.utils.parametrizations.weight_norm(double(lambda: nn.Linear(3, 2)))
+    with torch.no_grad():
+        layer.parametrizations.weight.original0[0] = 0
+    kfac = KFAC(layer, kl_clip=None, loss_reduction="sum")
+    x = numbers(5, 3)
+    layer(x).sum().backward()
+    kfac.step()
+    assert kfac.skipped_steps == 0
+    state = kfac.state_dict()["kfac"]["layers"]["magnitude"]
+    v = layer.parametrizations.weight.original1.detach()
+    along = x @ (v / v.norm(dim=1, keepdim=True)).T  # what each row says of each magnitude
+    found = state["A"] / state["A_weight"] * state["G"][:, 0] / state["G_weight"]
+    assert_close(found, along.square().sum(0)[None])

@@ -5,7 +5,9 @@ of single rows really have there,
 
     S = E[(Q_Gᵀ g aᵀ Q_A)²] = E[(Q_Gᵀ g)² ((Q_Aᵀ a)²)ᵀ]   (elementwise squares),
 
-the diagonal closest to the Fisher matrix in that basis, in Frobenius norm.
+the diagonal closest to the Fisher matrix in that basis, in Frobenius norm, where rows are examples.
+Where several rows belong to one (positions, tokens) they count one by one, as in K-FAC-expand; George
+et al. square the sum over an example's rows.
 
 Source: George et al. 2018 (arXiv:1806.03884), section 3.
 """

@@ -37,7 +37,7 @@ class _Probe(torch.autograd.Function):
     def forward(
         ctx: Any,
         y: torch.Tensor,
-        x: torch.Tensor,
+        x: torch.Tensor | None,
         A: torch.Tensor | None,
         G: torch.Tensor,
         counts: torch.Tensor,
@@ -67,7 +67,7 @@ class _Probe(torch.autograd.Function):
             g = gradient.to(ctx.dtype)
             if scale is not None:
                 g = g * scale
-            if x.is_floating_point():
+            if x is not None and x.is_floating_point():
                 x = x.to(ctx.dtype)
             A, G, counts, products = sums(ctx.spec, x, g, noise=noise, want_A=wanted[2], bases=bases)
         return gradient, None, A, G, counts, products, *(None,) * 6
@@ -149,7 +149,7 @@ class LayerCapture:
         bases = None if site.transposed else self.bases
         return _Probe.apply(
             y,
-            x,
+            None if spec.kind == "bias" else x,  # what is saved must not be changed in place
             None if shared else slots[0],
             slots[1],
             slots[2],
@@ -242,9 +242,13 @@ def _prepared(
         return x, None
     shape = (-1,) if isinstance(module, nn.Linear) else (-1, *(1,) * len(module.kernel_size))
     if site.scaling == "magnitude":
-        # What the magnitude scales: the output without its bias, divided by it.
-        shifted = y if module.bias is None else y - module.bias.reshape(shape)
-        return shifted / _weight_norm(module)[0].reshape(shape), None
+        # What the magnitude scales. Not the output divided by it: it may be zero.
+        direction = _weight_norm(module)[1]
+        lengths = torch.linalg.vector_norm(direction.flatten(1), dim=1)
+        unit = direction / lengths.reshape(-1, *(1,) * (direction.ndim - 1))
+        if isinstance(module, nn.Linear):
+            return nn.functional.linear(x, unit), None
+        return module._conv_forward(x, unit, None), None
     if site.scaling == "spectral_norm":
         stack = module.parametrizations.weight
         return x, 1 / _spectral_norm(stack[0], stack.original)
@@ -314,7 +318,9 @@ class FreeCapture(ModeAround):
         if not torch.compiler.is_compiling() and not in_backward():
             capture._forget_what_was_discarded()
         clock = capture.clock if capture.clock.sampled else None
-        return Watched(parameter, capture.A, capture.G, capture.counts, clock)
+        strays = capture.clock.strays if capture.clock.discovering else None
+        slots = capture.A, capture.G, capture.counts
+        return Watched(parameter, *slots, clock, strays, capture.layer.name)
 
 
 class OutputWatch:
@@ -348,6 +354,7 @@ class CaptureClock:
         self.positions: dict[str, int] = {}  # of covered layers, in their last call
         self.discovering = True  # which layers read the same inputs
         self.strangers: set[str] = set()  # layers that turned out not to
+        self.strays: set[str] = set()  # free parameters with a use that is not understood
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
         self.calls = 0

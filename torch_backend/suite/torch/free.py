@@ -36,6 +36,8 @@ class Watched(NamedTuple):
     ones: T  # (1, 1, 1), the slot of G
     counts: T  # (2,), the slot of the counts
     clock: Any = None  # says when statistics are taken, where not in every backward pass
+    strays: Any = None  # a set, to put `name` into when a use is not understood
+    name: str = ""
 
 
 class FreeParameters(TorchFunctionMode):
@@ -66,8 +68,12 @@ class FreeParameters(TorchFunctionMode):
                     square = factor.detach().square() if isinstance(factor, T) else factor**2
                     slot = (watched.slot * square).expand(output.shape)
                     self.watched.append(watched._replace(tensor=output, slot=slot))
-                elif not kwargs:
-                    output = _probed(function, output, before, place, watched)
+                else:
+                    bare = output
+                    if not kwargs:
+                        output = _probed(function, output, before, place, watched)
+                    if output is bare and watched.strays is not None:
+                        watched.strays.add(watched.name)
         return output
 
     def _known(self, operand: Any) -> list[Watched]:

@@ -70,7 +70,8 @@ class KFAC(torch.optim.Optimizer):
         warm_start: of eigenbases: start from the last one, a QR instead of a full eigendecomposition.
         fisher: 'empirical': of the gradients of the loss; 'mc': of targets drawn from the model's
             predictive distribution; 'type-2': exactly that distribution's, by one backward pass for
-            each output coordinate. The last two run backward passes of their own, for statistics only.
+            each output coordinate. The last two run backward passes of their own, for statistics only;
+            activation checkpointing must then be the kind without reentrance.
         likelihood: what the outputs mean, for 'mc' and 'type-2': a `Categorical`, `Bernoulli` or
             `Gaussian`, or such a name in lower case. 'empirical' has no use for it.
         output_of: picks the tensor that `likelihood` is about from what the model returns.

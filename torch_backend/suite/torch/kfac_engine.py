@@ -231,7 +231,8 @@ class KFACEngine:
         """How many terms the loss has: the output positions of the layer that ran last.
 
         That is the number of examples for a classifier, of tokens for a language model, of pixels for a
-        segmentation network.
+        segmentation network. A layer that runs several times counts each time: right for a head that
+        reads one token at a time, too many for a last layer that is applied to its own output.
         """
         first = next(t.main.rows for t in taken if t is not None)
         if self.clock.sampled:
@@ -290,13 +291,14 @@ class KFACEngine:
 
     def _report_strays(self) -> None:
         """Once: warn about weights that something else than their layers uses."""
-        names = ", ".join(repr(name) for name in self._uses.strays())
+        strays = [*self._uses.strays(), *sorted(self.clock.strays)]
         self._uses.detach()
-        if names:
+        if strays:
+            names = ", ".join(repr(name) for name in strays)
             warnings.warn(
-                "the weights of these layers are also used outside of them, by a function of "
-                f"torch.nn.functional perhaps, and statistics miss those uses: {names}. Call a layer "
-                "that shares the weight instead, or name them in skip_layers",
+                "statistics miss some uses of these weights, outside of their layer (by a function of "
+                f"torch.nn.functional perhaps) or in an operation K-FAC does not know: {names}. Call a "
+                "layer that shares the weight instead, or name them in skip_layers",
                 RuntimeWarning,
                 stacklevel=8,
             )
@@ -458,7 +460,9 @@ class KFACEngine:
     def _give_bases(self) -> None:
         """Tell the captures in which bases to sum second moments."""
         for i, layer in enumerate(self.layers):
-            if layer.spec.kind not in ("dense", "convolution", "transposed") or not self._is_ready(i):
+            known = layer.spec.kind in ("dense", "convolution", "transposed")
+            tied = any(site.transposed for site in layer.sites)  # sums would miss those uses
+            if not known or tied or not self._is_ready(i):
                 continue
             sides = []
             for side in ("A", "G"):

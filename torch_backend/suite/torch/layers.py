@@ -169,7 +169,8 @@ class FoundLayers:
         self._max_rows = max_rows
         self._only = only
         self._reasons: dict[int, str] = {}
-        self._by_weight: dict[int, int] = {}  # parameter -> its layer's place in `layers`
+        # (parameter, first row) -> its layer's place in `layers`
+        self._by_weight: dict[tuple[int, int], int] = {}
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[str]] = {}
         strip = model.named_parameters(remove_duplicate=False)
@@ -299,7 +300,9 @@ class FoundLayers:
         """A bias by itself: a product with the input 1."""
         axis = _channel_axis(module)
         spec = LayerSpec("bias", channel_axis=axis, reduce=self._reduces(module))
-        if id(bias) not in self._by_weight and bias.ndim == 1:
+        if bias.ndim != 1:
+            self._reasons.setdefault(id(bias), "a shift of several axes without its scale")
+        elif (id(bias), 0) not in self._by_weight:
             self._add(_join(name, "bias"), Piece(bias), None, "bias", Site(module, module, spec))
 
     def _attention(self, name: str, module: nn.MultiheadAttention) -> None:
@@ -378,7 +381,7 @@ class FoundLayers:
             if reason or any(p.search(_join(name, key)) for p in self._patterns):
                 self._reasons.setdefault(id(parameter), reason or "named by skip_layers")
                 continue
-            if id(parameter) in self._by_weight:
+            if (id(parameter), 0) in self._by_weight:
                 continue
             spec = LayerSpec("free", diagonal=(True, False))
             site = Site(user, user, spec)
@@ -389,8 +392,8 @@ class FoundLayers:
 
     def _add(self, name: str, weight: Piece, bias: Piece | None, layout: Layout, site: Site) -> None:
         """A new block, or another use of the weight of one."""
-        place = self._by_weight.get(id(weight.parameter))
-        if place is not None and weight.stop is None:
+        place = self._by_weight.get((id(weight.parameter), weight.start))
+        if place is not None:
             self._tie(place, name, bias, layout, site)
             return
         spec = site.spec
@@ -416,7 +419,7 @@ class FoundLayers:
         )
         site = replace(site, spec=spec._replace(diagonal=diagonal))
         layer = Layer(name, weight, bias, layout, blocks, sizes, diagonal, (site,))
-        self._by_weight.setdefault(id(weight.parameter), len(self.layers))
+        self._by_weight[id(weight.parameter), weight.start] = len(self.layers)
         self.layers.append(layer)
 
     def _tie(self, place: int, name: str, bias: Piece | None, layout: Layout, site: Site) -> None:
@@ -436,12 +439,19 @@ class FoundLayers:
             layer = self.layers[place]
             site = replace(site, spec=site.spec._replace(bias=False))
             if bias is not None:
-                self._bias(name, site.module, bias.parameter)
+                self._bias_apart(name, site.module, bias)
         if alike:
             site = replace(site, spec=layer.spec)
             self.layers[place] = replace(layer, sites=(*layer.sites, site))
         else:
             self._tie_table(place, layout, site)
+
+    def _bias_apart(self, name: str, module: nn.Module, bias: Piece) -> None:
+        if bias.stop is None:
+            self._bias(name, module, bias.parameter)
+        else:
+            reason = "a product that has its own part of this bias shares its weight with another"
+            self._reasons.setdefault(id(bias.parameter), reason)
 
     def _split_bias(self, place: int) -> None:
         layer = self.layers[place]
@@ -454,7 +464,7 @@ class FoundLayers:
             sites=tuple(replace(s, spec=s.spec._replace(bias=False)) for s in layer.sites),
         )
         module = layer.sites[0].module
-        self._bias(layer.name, module, layer.bias.parameter)
+        self._bias_apart(layer.name, module, layer.bias)
 
     def _tie_table(self, place: int, layout: Layout, site: Site) -> None:
         """An embedding whose table is a linear layer's weight: the block is the linear layer's."""

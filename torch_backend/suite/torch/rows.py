@@ -49,7 +49,7 @@ class Sums(NamedTuple):
 
 def sums(
     spec: LayerSpec,
-    x: torch.Tensor,
+    x: torch.Tensor | None,
     gradient: torch.Tensor,
     *,
     noise: torch.Tensor | None,
@@ -59,20 +59,21 @@ def sums(
     """Σ a aᵀ, Σ g gᵀ and counts of one call of a layer.
 
     Args:
-        x: the layer's input; of a bag, its second moments (`bag_second_moments`).
+        x: the layer's input; of a bag, its second moments (`bag_second_moments`); of a bias, None.
         gradient: of the loss by the layer's output.
         noise: (max_rows,), uniform on (0, 1), for a subset of rows.
         want_A: whether Σ a aᵀ is to be computed; another layer with the same input may have it.
         bases: eigenvectors of A and G, to sum second moments in; None: do not.
     """
     positions = output_positions(spec, gradient)
-    if spec.kind == "norm":
-        return _norm_sums(spec, x, gradient, positions)
     if spec.kind == "bias":
         rows = _channel_rows(gradient, spec)
         one = gradient.new_full((1, 1, 1), rows.shape[1])
         G = second_moment_sum(rows, diagonal=spec.diagonal[1])
         return Sums(one, G, _counts(gradient, rows.shape[1], positions), None)
+    assert x is not None
+    if spec.kind == "norm":
+        return _norm_sums(spec, x, gradient, positions)
     if spec.kind in ("embedding", "bag"):
         return _embedding_sums(spec, x, gradient, positions)
     total = _row_count(spec, x)
