@@ -123,7 +123,8 @@ def test_a_thousand_steps_without_gradients_change_nothing(method):
 @pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
 def test_a_spike_of_a_million_passes(method):
     model = network()
-    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), compute_method=method)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, sgd, compute_method=method, inv_update_steps=2)
     losses = []
     for i in range(60):
         kfac.zero_grad()
@@ -144,7 +145,8 @@ def test_other_ways_to_the_inverse_train_like_the_plain_one(settings):
     ends = []
     for chosen in ({}, settings):
         model = network()
-        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **chosen)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        kfac = KFAC(model, sgd, inv_update_steps=2, **chosen)
         for _ in range(40):
             kfac.zero_grad()
             x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))

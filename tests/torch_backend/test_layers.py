@@ -193,5 +193,5 @@ def test_the_kind_of_weight_sharing_may_depend_on_the_kind_of_layer():
     assert "reduce" in kfac.routing()["0.weight"].reason
     assert "reduce" not in kfac.routing()["1.weight"].reason
     for wrong in ("spread", {"Linear": "spread"}):
-        with pytest.raises(ValueError, match="weight_sharing.*must be one of 'expand', 'reduce'"):
+        with pytest.raises(ValueError, match=r"weight_sharing.*must be one of 'expand', 'reduce'"):
             KFAC(nn.Linear(2, 2), weight_sharing=wrong)

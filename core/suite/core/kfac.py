@@ -257,7 +257,7 @@ class KFAC:
         succeeded = _finite(inverse, batch)
         replace = seen & succeeded
         return factor._replace(
-            inverse=_where(replace, inverse, factor.inverse),
+            inverse=where(replace, inverse, factor.inverse),
             ready=factor.ready | replace,
             failures=factor.failures + xp.astype(seen & ~succeeded, xp.int32),
         )
@@ -357,10 +357,11 @@ def _finite(inverse: Eigen | Array, batch: int) -> Array:
     return finite[0] if len(finite) == 1 else finite[0] & finite[1]
 
 
-def _where(condition: Array, new: Any, old: Any) -> Any:
+def where(condition: Array, new: Any, old: Any) -> Any:
+    """Of inverses or eigenbases over one batch: `new` where `condition` (...), else `old`."""
     if isinstance(new, Eigen):
-        vectors = None if new.vectors is None else _where(condition, new.vectors, old.vectors)
-        return Eigen(vectors, _where(condition, new.values, old.values))
+        vectors = None if new.vectors is None else where(condition, new.vectors, old.vectors)
+        return Eigen(vectors, where(condition, new.values, old.values))
     xp = array_namespace(condition)
     condition = xp.reshape(condition, (*condition.shape, *(1,) * (new.ndim - condition.ndim)))
     return xp.where(condition, xp.astype(new, old.dtype), old)

@@ -40,6 +40,36 @@ def trace(x: Array) -> Array:
     return array_namespace(x).sum(x * eye_like(x), axis=(-2, -1))
 
 
+def norm(x: Array) -> Array:
+    """√Σ x², over all axes; in units of the largest entry, so that no square overflows."""
+    xp = array_namespace(x)
+    x = lift(x)
+    largest = xp.max(xp.abs(x), axis=tuple(range(x.ndim)))
+    unit = x / _or_one(largest)
+    return largest * xp.sqrt(xp.sum(unit * unit))
+
+
+def row_norms(x: Array) -> Array:
+    """(rows, ...) -> (rows,): the norm of everything in a row."""
+    xp = array_namespace(x)
+    flat = xp.reshape(x, (x.shape[0], -1))
+    return xp.sqrt(xp.sum(flat * flat, axis=-1))
+
+
+def bilinear(u: Array, x: Array, v: Array) -> Array:
+    """uᵀ x v for x (m, n), u (m,), v (n,)."""
+    xp = array_namespace(x)
+    return xp.sum(u * xp.matmul(x, v))
+
+
+def condition_number(x: Array) -> Array:
+    """Largest over smallest eigenvalue of (..., n, n), the smallest taken as at least 1e-38; (...)."""
+    xp = array_namespace(x)
+    values, _ = eigh(x)
+    least = values[..., 0]
+    return values[..., -1] / xp.maximum(least, xp.zeros_like(least) + 1.2e-38)
+
+
 def add_diagonal(x: Array, value: Scalar) -> Array:
     """`x` + `value` I, for (..., n, n) matrices and a number or a (...) array."""
     xp = array_namespace(x)

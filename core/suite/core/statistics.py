@@ -81,6 +81,42 @@ def unit_second_moment_sum(scales: Array, shifts: Array, both: bool) -> Array:
     return xp.reshape(xp.stack([squares, cross, cross, shifted], axis=-1), (-1, 2, 2))
 
 
+def elementwise_second_moment_sum(
+    gradient: Array, other: Array | None, kind: str, shape: tuple[int, ...]
+) -> Array:
+    """Of a parameter's `shape`: Σ over the rows that share an element of its gradient's square.
+
+    Args:
+        gradient: of the loss by the output y of an operation on the parameter p.
+        other: what p was multiplied with; None for 'sum'.
+        kind: 'sum' (y = x + p), 'product' (x p, elementwise), 'linear' (x pᵀ), 'right' (x p) or 'left'
+            (p x). p was broadcast to what the operation needed.
+        shape: of p.
+    """
+    xp = array_namespace(gradient)
+    squares = gradient * gradient
+    if other is None:
+        return _sum_to(squares, shape)
+    others = other * other
+    if kind == "product":
+        return _sum_to(squares * others, shape)
+    if kind == "left":
+        return _sum_to(xp.matmul(squares, xp.matrix_transpose(others)), shape)
+    if len(shape) == 2:
+        squares = xp.reshape(squares, (-1, squares.shape[-1]))
+        others = xp.reshape(others, (-1, others.shape[-1]))
+    product = xp.matmul(xp.matrix_transpose(others), squares)
+    return xp.matrix_transpose(product) if kind == "linear" else _sum_to(product, shape)
+
+
+def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """Undo a broadcast from `shape` by sums."""
+    xp = array_namespace(x)
+    extra = x.ndim - len(shape)
+    grown = [i for i in range(x.ndim) if i < extra or (shape[i - extra] == 1 and x.shape[i] != 1)]
+    return xp.reshape(xp.sum(x, axis=tuple(grown)) if grown else x, shape)
+
+
 def normalize(
     statistics: LayerStatistics,
     terms: Array,

@@ -8,12 +8,14 @@ under activation checkpointing, never in a forward pass without a backward one.
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from suite.core import linalg
 from suite.core.noise import unit_noise
 from suite.core.statistics import LayerStatistics
 from suite.torch.free import FreeParameters, Watched
@@ -82,10 +84,12 @@ class LayerCapture:
         self.stream = stream  # of the noise that chooses rows
         self.bases: Bases | None = None  # set to sum second moments in
         self.input_of: LayerCapture | None = None  # whose A is this layer's, too
+        self.incomplete = False  # what `left_out` was for what was taken last
+        self.left_out = False  # whether a call of this step was left to the layer that shares its A
         self.inputs: list[int] = []  # tokens of the inputs of this step's calls
         self.first_call = 0  # its number among all layers' calls
         self.calls = 0  # in the first step, probed or not
-        self.last_input: Any = lambda: None
+        self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
         self.dtype = dtype
         self.A, self.G, self.counts = self._slots(layer.sizes, layer.diagonal)
@@ -102,7 +106,8 @@ class LayerCapture:
         if layer.spec.kind != "free":
             for i, site in enumerate(layer.sites):
                 hook = Hook(self, site.module, i)
-                handle = site.module.register_forward_hook(hook, with_kwargs=True)
+                # First, so that it sees what the layer computed and not what other hooks made of it.
+                handle = site.module.register_forward_hook(hook, with_kwargs=True, prepend=True)
                 self.handles.append(handle)
 
     def _slot(self, *shape: int) -> torch.Tensor:
@@ -129,7 +134,10 @@ class LayerCapture:
         return [self.A, self.counts, *self.transposed[::2]]
 
     def wanted(self, site: Site) -> bool:
-        return self.clock.wanted and site.owner.training and torch.is_grad_enabled()
+        if not self.clock.wanted or not site.owner.training or not torch.is_grad_enabled():
+            return False
+        # Under torch.func's transforms tensors are wrapped, and hooks cannot tell what is summed.
+        return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
 
     def observe(self, index: int, args: Any, kwargs: Any, y: Any) -> Any:
         """Probe a call of the layer, if it is part of training and this step wants statistics."""
@@ -166,22 +174,28 @@ class LayerCapture:
         positions = output_positions(spec, y)
         self.clock.ran(self.layer, site.transposed, positions, again)
         if spec.kernel and y.ndim > 2:
-            self.shape_of_places = y[0, 0].numel() if y.ndim == len(spec.kernel) + 2 else y[0].numel()
-        if again or torch.compiler.is_compiling():
+            self.shape_of_places = math.prod(y.shape[-len(spec.kernel) :])
+        if torch.compiler.is_compiling():
+            return
+        if self.input_of is None:  # it may lead
+            self.seen.append(weakref.ref(x))
+        if again:
             return
         if self.clock.discovering:
             if not self.inputs:
                 self.first_call = self.clock.calls
             self.clock.calls += 1
             self.inputs.append(self.clock.token(x))
-        self.last_input = weakref.ref(x)
         self._forget_what_was_discarded()
 
     def _has_input_of(self, x: torch.Tensor) -> bool:
-        """Whether this call's input is that of the layer whose A this layer shares."""
+        """Whether this call's input is one that the layer whose A this layer shares has summed."""
         assert self.input_of is not None
-        if torch.compiler.is_compiling() or self.input_of.last_input() is x:
-            return not torch.compiler.is_compiling()
+        if torch.compiler.is_compiling():
+            return False
+        if any(reference() is x for reference in self.input_of.seen):
+            self.left_out = True
+            return True
         self.clock.strangers.add(self.layer.name)
         return False
 
@@ -194,12 +208,13 @@ class LayerCapture:
         return (noise[0] / (2 * 3**0.5) + 0.5).clamp(0, 1 - 2**-24)
 
     def _forget_what_was_discarded(self) -> None:
-        """Clearing the model's gradients, with whatever `zero_grad`, clears its statistics."""
+        """Setting the model's gradients to None, whoever does it, clears its statistics."""
         if self._sum(self.G) is not None and self.layer.weight.parameter.grad is None:
             self.clear()
 
     def clear(self) -> None:
         self.sampled.clear()
+        self.seen.clear()
         self.terms = 0.0
         for slot in self.slots():
             slot.grad = None
@@ -215,6 +230,7 @@ class LayerCapture:
         if sums and sums[0] is not None and sums[1] is not None and sums[2] is not None:
             transposed, positions = LayerStatistics(sums[0], sums[1], sums[2][0]), sums[2][1]
         products, terms = self._sum(self.products), self.terms
+        self.incomplete, self.left_out = self.left_out, False
         self.clear()
         if counts is None or G is None:
             if transposed is None:
@@ -244,7 +260,7 @@ def _prepared(
     if site.scaling == "magnitude":
         # What the magnitude scales. Not the output divided by it: it may be zero.
         direction = _weight_norm(module)[1]
-        lengths = torch.linalg.vector_norm(direction.flatten(1), dim=1)
+        lengths = linalg.row_norms(direction)
         unit = direction / lengths.reshape(-1, *(1,) * (direction.ndim - 1))
         if isinstance(module, nn.Linear):
             return nn.functional.linear(x, unit), None
@@ -253,7 +269,7 @@ def _prepared(
         stack = module.parametrizations.weight
         return x, 1 / _spectral_norm(stack[0], stack.original)
     magnitude, direction = _weight_norm(module)
-    lengths = torch.linalg.vector_norm(direction.flatten(1), dim=1)
+    lengths = linalg.row_norms(direction)
     return x, (magnitude.reshape(-1) / lengths).reshape(shape)
 
 
@@ -267,10 +283,9 @@ def _weight_norm(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _spectral_norm(parametrization: Any, weight: torch.Tensor) -> torch.Tensor:
     """σ as torch's parametrization has it; asking the module would run another power iteration."""
-    if weight.ndim == 1:
-        return torch.linalg.vector_norm(weight)
     matrix = weight.movedim(parametrization.dim, 0).flatten(1)
-    return torch.vdot(parametrization._u, torch.mv(matrix, parametrization._v))
+    sigma: torch.Tensor = linalg.bilinear(parametrization._u, matrix, parametrization._v)
+    return sigma
 
 
 def _bag(
@@ -363,7 +378,7 @@ class CaptureClock:
         """A covered layer produced an output, possibly one that was made before."""
         if not transposed:
             self.positions[layer.name] = positions
-        if not again and layer.layout not in ("unit", "vector", "bias"):
+        if not again and layer.is_product:
             self.last, self.last_positions = layer.name, positions
             self.last_transposed = transposed
 

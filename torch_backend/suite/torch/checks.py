@@ -1,7 +1,9 @@
-"""Errors for bad torch-specific hyperparameters: name, rule and value."""
+"""Errors for bad torch-specific hyperparameters: name, rule and value; warnings where users look."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any
 
 import torch
@@ -11,3 +13,14 @@ def check_dtype(name: str, value: Any) -> None:
     """Raise unless `value` is a real floating-point torch.dtype or None."""
     if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
         raise TypeError(f"{name} must be a floating torch.dtype or None, got {value!r}")
+
+
+def warn_user(message: str) -> None:
+    """A RuntimeWarning at the line that called into torch or into this library."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.split(".")[0] not in ("torch", "contextlib") and not name.startswith("suite.torch"):
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level - 1)

@@ -15,6 +15,8 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from suite.core.statistics import elementwise_second_moment_sum
+
 T: Any = torch.Tensor
 
 _SUM = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__, torch.sub, T.sub, T.__sub__,
@@ -55,6 +57,8 @@ class FreeParameters(TorchFunctionMode):
         output = function(*args, **kwargs)
         if not isinstance(output, T) or not output.requires_grad:
             return output
+        if any(output is operand for operand in args[:1]) and function in _VIEW | _CAST:
+            return output  # nothing to view or to cast
         for place, operand in enumerate(args[:3]):
             for watched in self._known(operand):
                 if function in _VIEW and place == 0:
@@ -130,29 +134,7 @@ class _FreeProbe(torch.autograd.Function):
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             g = gradient.to(ctx.dtype)
             other = None if other is None else other.detach().to(ctx.dtype)
-            squares = squared_gradients(g, other, ctx.kind, ctx.shape)
+            squares = elementwise_second_moment_sum(g, other, ctx.kind, tuple(ctx.shape))
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
         counts = torch.tensor([1.0, 0.0], dtype=ctx.dtype, device=gradient.device)
         return gradient, None, squares, one, counts, None, None
-
-
-def squared_gradients(gradient: T, other: T | None, kind: str, shape: Any) -> T:
-    """Of the parameter's `shape`: Σ over the rows that share an element of its gradient's square.
-
-    Args:
-        gradient: of the loss by the operation's output.
-        other: what the parameter was multiplied with.
-        kind: 'sum', 'product', 'linear' (other Wᵀ), 'right' (other W) or 'left' (W other).
-        shape: of the parameter, which was broadcast to the output's.
-    """
-    if other is None:
-        return gradient.square().sum_to_size(shape)
-    if kind == "product":
-        return (gradient * other).square().sum_to_size(shape)
-    squares, others = gradient.square(), other.square()
-    if kind == "left":
-        return (squares @ others.mT).sum_to_size(shape)
-    if len(shape) == 2:
-        squares, others = squares.reshape(-1, squares.shape[-1]), others.reshape(-1, others.shape[-1])
-    product = others.mT @ squares
-    return product.mT if kind == "linear" else product.sum_to_size(shape)

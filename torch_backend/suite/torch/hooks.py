@@ -66,6 +66,15 @@ class ModeAround:
         if mode is not None:
             mode.__exit__(None, None, None)
 
+    def unwind(self) -> bool:
+        """Outside of any forward: leave a mode that an interrupted one left on torch's stack."""
+        while self.modes and self.modes[-1] is None:
+            self.modes.pop()
+        if not self.modes or torch.overrides._get_current_function_mode() is not self.modes[-1]:
+            return False
+        self.observe(0, None, None, None)
+        return True
+
 
 class _Enter(Hook):
     def __call__(self, module: nn.Module, args: Any) -> None:  # type: ignore[override]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import functools
+import inspect
 import logging
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
@@ -16,7 +17,7 @@ from suite.core import kfac as core_kfac
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.routing import Routing
-from suite.torch.checks import check_dtype
+from suite.torch.checks import check_dtype, warn_user
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.kfac_engine import KFACEngine
 from suite.torch.layers import FoundLayers
@@ -182,6 +183,22 @@ class KFAC(torch.optim.Optimizer):
         ):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} must be True or False, got {flag!r}")
+        if output_of is not None and not callable(output_of):
+            raise TypeError(f"output_of must be a function or None, got {output_of!r}")
+        check_integer("loglevel", loglevel, at_least=0)
+        if optimizer is not None:
+            closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                kind = type(optimizer).__name__
+                raise ValueError(
+                    f"optimizer must step without evaluating the model again, got {kind}, whose step "
+                    "needs a closure"
+                )
+        if method == "ekfac" and inv_update_steps == 1:
+            raise ValueError(
+                "inv_update_steps must be > 1 with compute_method='ekfac', whose second moments are "
+                "measured between refreshes, got 1"
+            )
         likelihood = _likelihood(likelihood, fisher)
         if factor_scaling == "kfac_pytorch" and method == "ekfac":
             raise ValueError("compute_method must not be 'ekfac' with factor_scaling='kfac_pytorch'")
@@ -213,6 +230,7 @@ class KFAC(torch.optim.Optimizer):
             max_rows=max_rows or 0,
             only=(nn.Linear, nn.Conv2d) if factor_scaling == "kfac_pytorch" else None,
         )
+        logging.getLogger("suite.torch").log(loglevel, "K-FAC:\n%s", found.routing)
         self._engine = KFACEngine(
             model,
             rule=core_kfac.KFAC(method),  # type: ignore[arg-type]
@@ -235,7 +253,7 @@ class KFAC(torch.optim.Optimizer):
                 output_of=output_of or _itself,
                 samples=fisher_samples,
                 seed=seed,
-                loss_scale=self._loss_scale,
+                loss_scale=functools.partial(_scale_of, grad_scaler),
             )
         self._settings = {
             "compute_method": method,
@@ -257,13 +275,11 @@ class KFAC(torch.optim.Optimizer):
             "grad_scaler": grad_scaler,
             **self._hyperparameters,
         }
-        logging.getLogger("suite.torch").log(loglevel, "K-FAC:\n%s", found.routing)
         covered = {id(p): p for layer in self._engine.layers for p in layer.parameters()}
         super().__init__(list(covered.values()), {})
         self._base = optimizer
         self._steps = 0
         self._skipped_steps = 0
-        self._uncompiled: Callable[..., Any] | None = None
 
     def _current(name: str) -> property:  # type: ignore[misc]
         def get(self: KFAC) -> Any:
@@ -318,9 +334,12 @@ class KFAC(torch.optim.Optimizer):
 
     def hyperparameter(self, name: str) -> Any:
         """The value of a hyperparameter at this step, e.g. `kfac.hyperparameter('damping')`."""
+        return self._at(name, self._steps)
+
+    def _at(self, name: str, step: int) -> Any:
         value = self._hyperparameters[name]
         if callable(value):
-            value = value(self._steps)
+            value = value(step)
             _check(name, value)
         return value
 
@@ -355,10 +374,9 @@ class KFAC(torch.optim.Optimizer):
         Returns:
             What `closure` returned.
         """
-        if self._uncompiled is None and "torch._dynamo" in sys.modules:
-            # Dynamo loses the gradients of slots. Asking for it when it is not loaded would load it.
-            self._uncompiled = torch.compiler.disable(self._step)
-        return (self._uncompiled or self._step)(closure)
+        # Dynamo loses the gradients of slots. Asking for it when it is not loaded would load it.
+        step = _uncompiled_step() if "torch._dynamo" in sys.modules else KFAC._step
+        return step(self, closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
@@ -370,8 +388,10 @@ class KFAC(torch.optim.Optimizer):
         damping = self.hyperparameter("damping")
         factor_decay = self.hyperparameter("factor_decay")
         kl_clip = self.hyperparameter("kl_clip")
+        self._at("factor_update_steps", self._steps + 1)  # what is wrong with it is said now
         lr_of = self._lr_of()
-        taken = self._engine.take_statistics(self._loss_scale())
+        self._engine.unwind()
+        taken = self._engine.take_statistics(_scale_of(self._grad_scaler))
         if self._sampler is not None:
             self._sampler.forget()
         parameters = self._parameters()
@@ -380,7 +400,7 @@ class KFAC(torch.optim.Optimizer):
                 self._engine.update(taken, factor_decay)
             if self._steps % inv_update_steps == 0:
                 self._engine.refresh(damping, self._steps)
-            self._engine.precondition(damping, kl_clip, lr_of)
+            self._engine.precondition(damping, kl_clip, lr_of, self._moves())
             if self._base is not None:
                 self._base.step()
             self._steps += 1
@@ -388,11 +408,9 @@ class KFAC(torch.optim.Optimizer):
             self._skipped_steps += 1
             for parameter in parameters:
                 parameter.grad = None
-            warnings.warn(
+            warn_user(
                 f"step {self._steps} was skipped: a gradient or a statistic was not finite "
-                f"({self._skipped_steps} skipped so far)",
-                RuntimeWarning,
-                stacklevel=5,
+                f"({self._skipped_steps} skipped so far)"
             )
         self._set_clock()
         return loss
@@ -403,30 +421,34 @@ class KFAC(torch.optim.Optimizer):
         self._engine.clock.count.fill_(self._steps)
 
     def _parameters(self) -> list[torch.Tensor]:
-        """The model's parameters as they are now, and whatever else the base optimizer moves."""
-        groups = self._base.param_groups if self._base is not None else []
-        own = [*self._engine.model.parameters(), *(p for group in groups for p in group["params"])]
-        return list({id(p): p for p in own}.values())
+        """What the base optimizer moves; without one, the model's parameters as they are now."""
+        if self._base is None:
+            return list(self._engine.model.parameters())
+        moved = [p for group in self._base.param_groups for p in group["params"]]
+        return list({id(p): p for p in moved}.values())
+
+    def _moves(self) -> Callable[[nn.Parameter], bool]:
+        """Whether a parameter's gradient is the optimizer's business, and cleared by it."""
+        if self._base is None:
+            return lambda parameter: True
+        moved = {id(p) for p in self._parameters()}
+        return lambda parameter: id(parameter) in moved
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy is a new KFAC on the copied model, whose hooks do not come along.
         state = self.state_dict()["kfac"]
         return _rebuilt, (type(self), self._engine.model, self._base, self._settings, state)
 
-    def _loss_scale(self) -> float:
-        if self._grad_scaler is None:
-            return 1.0
-        scaler = self._grad_scaler
-        return float(scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler())
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and statistics of backward passes that no step has used."""
         super().zero_grad(set_to_none)
-        self.reset_batch()
+        self._engine.take_statistics(1.0)
 
     def reset_batch(self) -> None:
-        """Forget statistics of backward passes that no step has used."""
+        """Forget statistics, and forward passes, that no step has used."""
         self._engine.take_statistics(1.0)
+        if self._sampler is not None:
+            self._sampler.forget()
 
     def _lr_of(self) -> Callable[[nn.Parameter], Any]:
         lr = self.hyperparameter("lr")
@@ -438,7 +460,7 @@ class KFAC(torch.optim.Optimizer):
 
     def routing(self) -> Routing:
         """What happens to every parameter of the model and why; prints as a table."""
-        return self._engine.current_routing()
+        return self._engine.current_routing(self._moves())
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes that K-FAC's own state will take: {'factors': ..., 'inverses': ...}.
@@ -495,6 +517,7 @@ class KFAC(torch.optim.Optimizer):
                 include_factors=include_factors, include_inverses=include_inverses
             ),
             "inputs": self._engine.sharing(),
+            "discovered": not self._engine.clock.discovering,
         }
         base = self._base.state_dict() if self._base is not None else {}
         return {**base, "kfac": kfac}
@@ -521,7 +544,7 @@ class KFAC(torch.optim.Optimizer):
                 f"got {kfac['compute_method']!r}"
             )
         before = self._engine.snapshot()
-        self._engine.load_state_dict(kfac["layers"], kfac["inputs"])
+        self._engine.load_state_dict(kfac["layers"], kfac["inputs"], kfac["discovered"])
         if self._base is not None:
             try:
                 self._base.load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
@@ -557,9 +580,22 @@ class KFAC(torch.optim.Optimizer):
 KFACPreconditioner = KFAC
 
 
+@functools.cache
+def _uncompiled_step() -> Callable[[KFAC, Callable[[], Any] | None], Any]:
+    return torch.compiler.disable(KFAC._step)
+
+
+def _scale_of(grad_scaler: torch.amp.GradScaler | Callable[[], float] | None) -> float:
+    if grad_scaler is None:
+        return 1.0
+    if isinstance(grad_scaler, torch.amp.GradScaler):
+        return float(grad_scaler.get_scale())
+    return float(grad_scaler())
+
+
 def _rebuilt(kind: type[KFAC], model: Any, base: Any, settings: Any, state: Any) -> KFAC:
     made = kind(model, base, **settings)
-    made._engine.load_state_dict(state["layers"], state["inputs"])
+    made._engine.load_state_dict(state["layers"], state["inputs"], state["discovered"])
     made._load_counts(state)
     return made
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from suite.core import buckets, ekfac, statistics
+from suite.core import buckets, ekfac, linalg, statistics
 from suite.core import kfac as core_kfac
 from suite.core.noise import stream_numbers
 from suite.core.routing import Route, Routing
@@ -23,14 +23,25 @@ from suite.torch.capture import (
     LayerCapture,
     OutputWatch,
 )
-from suite.torch.hooks import Hook
-from suite.torch.layers import FoundLayers, Layer, plain_name
+from suite.torch.checks import warn_user
+from suite.torch.hooks import Hook, ModeAround
+from suite.torch.layers import FoundLayers, Layer
 from suite.torch.uses import UseCounter
 
 Taken = list[Captured | None]
 
 # Another try at a factor that failed: more damping, in units of its mean eigenvalue, then float64.
 _RETRIES = ((1e-3, None), (0.0, torch.float64))
+
+
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 class _Place(NamedTuple):
@@ -73,7 +84,15 @@ class KFACEngine:
         self.captures: list[LayerCapture] = []
         self._attached: list[Any] = []  # everything with hooks
         self._attentions = found.attentions
-        self._attach(model, found, seed)
+        self._name_of = found.name_of
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        try:
+            self._attach(model, found, seed)
+        except Exception:
+            self.detach()
+            raise
+        # Whoever drops the last reference gets the model back as it was.
+        weakref.finalize(self, _take_off, self._attached, self._attentions)
         self.buckets = buckets.plan_buckets(
             [
                 ((layer.sizes, layer.diagonal, layer.dtype, layer.device), layer.blocks)
@@ -81,6 +100,9 @@ class KFACEngine:
             ]
         )
         self.input_of: dict[int, int] = {}  # layer -> the one whose A it shares
+        self.factor_buckets: tuple[buckets.Bucket, ...] = ()
+        self.owners: list[tuple[int, str]] = []  # (layer, side) of each stack in them
+        self.places: dict[tuple[int, str], _Place] = {}
         self.factors: list[core_kfac.Factor] = []  # one stack for each size; empty until needed
         self.products: list[tuple[torch.Tensor, torch.Tensor]] = []  # one for each bucket
         self.retries = 0  # factorizations that a second or third try saved
@@ -97,7 +119,8 @@ class KFACEngine:
                 hooked += list(forward.product("q")._forward_hooks.values())
             if any(isinstance(h, Hook) and h.owner() is not None for h in hooked):
                 raise ValueError(
-                    f"layer {plain_name(name)!r} already has a K-FAC attached: detach() that one first"
+                    f"layer {found.name_of(name)!r} already has a K-FAC attached: "
+                    "detach() that one first"
                 )
             if isinstance(forward, Attention):  # of a K-FAC that is gone
                 forward.detach()
@@ -117,21 +140,27 @@ class KFACEngine:
                 self._attached.append(FreeCapture(module, captures))
         covered = {id(site.module) for layer in self.layers for site in layer.sites}
         covered |= {id(attention.module.out_proj) for attention in found.attentions}
-        self._attached += [
-            OutputWatch(module, module.weight.shape[0], self.clock)
-            for module in model.modules()
-            if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
-            and id(module) not in covered
-        ]
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and id(module) not in covered:
+                self._attached.append(OutputWatch(module, module.out_features, self.clock))
+            elif isinstance(module, _CONVOLUTIONS) and id(module) not in covered:
+                self._attached.append(OutputWatch(module, module.out_channels, self.clock))
 
     def detach(self) -> None:
         """Take all hooks off the model."""
-        for attached in self._attached:
-            for handle in attached.handles:
-                handle.remove()
-        for attention in self._attentions:
-            attention.detach()
-        self._attached = []
+        self.unwind()
+        _take_off(self._attached, self._attentions)
+        self._attached.clear()
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._attached)
+
+    def unwind(self) -> None:
+        """Leave the modes that an interrupted forward pass left on torch's stack."""
+        around = [attached for attached in self._attached if isinstance(attached, ModeAround)]
+        while any([one.unwind() for one in around]):  # noqa: C419 (each must have its turn)
+            pass
 
     # ---- statistics ----------------------------------------------------------------------------
 
@@ -145,6 +174,7 @@ class KFACEngine:
         gradients = [p.grad for p in parameters if p.grad is not None]
         tensors = [g._values() if g.is_sparse else g for g in gradients]
         tensors += [x for t in taken if t is not None for x in _arrays(t)]
+        tensors = [x for x in tensors if x.numel()]
         if not tensors:
             return True
         largest = nn.utils.get_total_norm(tensors, norm_type=float("inf"))
@@ -156,12 +186,13 @@ class KFACEngine:
             self._report_nothing()
             return
         self._report_unseen(taken)
-        self._settle_sharing()
+        self._report_thawed()
+        partial = self._settle_sharing()
         self._allocate()
         terms = self._terms(taken)
         new = [None if t is None else self._normalized(i, t, terms) for i, t in enumerate(taken)]
         for number, bucket in enumerate(self.factor_buckets):
-            self._update_bucket(number, bucket, new, factor_decay)
+            self._update_bucket(number, bucket, new, partial, factor_decay)
         if self.rule.compute_method == "ekfac":
             self._update_products(taken, terms, factor_decay)
         self._cache.clear()
@@ -193,13 +224,14 @@ class KFACEngine:
         number: int,
         bucket: buckets.Bucket,
         new: list[tuple[torch.Tensor, torch.Tensor] | None],
+        partial: set[int],
         factor_decay: float,
     ) -> None:
         factor = self.factors[number]
         parts, seen = [], []
         for member in bucket.members:
-            layer, side = self._owners[member.index]
-            found = new[layer]
+            layer, side = self.owners[member.index]
+            found = None if side == "A" and layer in partial else new[layer]
             seen += [found is not None] * (member.stop - member.start)
             if found is None:
                 parts.append(torch.zeros_like(factor.average[member.start : member.stop]))
@@ -262,13 +294,15 @@ class KFACEngine:
         said = f"K-FAC saw no layer run in training mode with gradients since the last step{through}"
         gradients = [layer.weight.grad() for layer in self.layers]
         moving = any(g is not None and bool(g.any()) for g in gradients)
-        if self.model.training and moving and not self._unseen_reported:
+        if not self.attached:
+            said = "K-FAC was detached: there are no statistics"
+        elif self.model.training and moving and not self._unseen_reported:
             raise RuntimeError(
                 f"{said}, although its layers have gradients: their hooks were lost. A model that "
                 "torch.compile has compiled before K-FAC was attached does that: attach first, or call "
                 "torch._dynamo.reset()"
             )
-        warnings.warn(f"{said}, so its factors were not updated", RuntimeWarning, stacklevel=7)
+        warn_user(f"{said}, so its factors were not updated")
 
     def _report_unseen(self, taken: Taken) -> None:
         """Once: warn about layers that have a gradient but never ran where a hook could see it."""
@@ -282,11 +316,18 @@ class KFACEngine:
                 unseen.append(layer)
         if unseen:
             names = ", ".join(repr(layer.name) for layer in unseen)
-            warnings.warn(
+            warn_user(
                 "these layers got a gradient but were not seen running in training mode, and keep "
-                f"their plain gradient until they are: {names}",
-                RuntimeWarning,
-                stacklevel=7,
+                f"their plain gradient until they are: {names}"
+            )
+
+    def _report_thawed(self) -> None:
+        """Once: warn about parameters that were frozen and have a gradient now."""
+        if any(p.requires_grad and p.grad is not None for p in self._frozen):
+            self._frozen = []
+            warn_user(
+                "parameters that were frozen when K-FAC was attached have gradients now and keep them "
+                "plain: detach() and attach again to cover them"
             )
 
     def _report_strays(self) -> None:
@@ -295,44 +336,52 @@ class KFACEngine:
         self._uses.detach()
         if strays:
             names = ", ".join(repr(name) for name in strays)
-            warnings.warn(
+            warn_user(
                 "statistics miss some uses of these weights, outside of their layer (by a function of "
                 f"torch.nn.functional perhaps) or in an operation K-FAC does not know: {names}. Call a "
-                "layer that shares the weight instead, or name them in skip_layers",
-                RuntimeWarning,
-                stacklevel=8,
+                "layer that shares the weight instead, or name them in skip_layers"
             )
 
     # ---- layers that read the same input -------------------------------------------------------
 
-    def _settle_sharing(self) -> None:
-        """After the first passes: one A for layers that read the same tensors in every call."""
+    def _settle_sharing(self) -> set[int]:
+        """Which layers share an A: those that read the same tensors in every call of the first passes.
+
+        Returns:
+            Layers that shared one and did not in this step, whose own A is therefore incomplete.
+        """
         if self.clock.discovering:
             self.clock.discovering = False
-            first: dict[Any, int] = {}
-            # The one that runs first leads: it has the input when the others come.
-            order = sorted(range(len(self.captures)), key=lambda i: self.captures[i].first_call)
-            for i in order:
-                capture = self.captures[i]
-                layer, spec = capture.layer, capture.layer.spec
-                if not capture.inputs or spec.kind not in ("dense", "convolution"):
-                    continue
-                if len(layer.sites) > 1 or i in self.input_of:
-                    continue
-                alike = spec._replace(diagonal=(layer.diagonal[0], False))
-                key = (tuple(capture.inputs), alike, layer.sizes[0], layer.blocks, layer.dtype)
-                leader = first.setdefault(key, i)
-                if leader != i and not self.factors:
-                    self.input_of[i] = leader
             self._report_strays()
+            found = self._find_sharing()
             for capture in self.captures:
                 capture.inputs = []
             self.clock.forget()
-            self._point_captures()
-        if self.clock.strangers:
-            names, self.clock.strangers = self.clock.strangers, set()
-            kept = {i: j for i, j in self.input_of.items() if self.layers[i].name not in names}
-            self._share(kept)
+            self._share(found)
+        names, self.clock.strangers = self.clock.strangers, set()
+        strangers = {i for i in self.input_of if self.layers[i].name in names}
+        if strangers:
+            self._share({i: j for i, j in self.input_of.items() if i not in strangers})
+        return {i for i in strangers if self.captures[i].incomplete}
+
+    def _find_sharing(self) -> dict[int, int]:
+        first: dict[Any, int] = {}
+        input_of: dict[int, int] = {}
+        # The one that runs first leads: it has the input when the others come.
+        order = sorted(range(len(self.captures)), key=lambda i: self.captures[i].first_call)
+        for i in order:
+            capture = self.captures[i]
+            layer, spec = capture.layer, capture.layer.spec
+            if not capture.inputs or spec.kind not in ("dense", "convolution"):
+                continue
+            if len(layer.sites) > 1:
+                continue
+            alike = spec._replace(diagonal=(layer.diagonal[0], False))
+            key = (tuple(capture.inputs), alike, layer.sizes[0], layer.blocks, layer.dtype, layer.device)
+            leader = first.setdefault(key, i)
+            if leader != i:
+                input_of[i] = leader
+        return input_of
 
     def _share(self, input_of: dict[int, int]) -> None:
         """Change which layers share an A; those that no longer do start from what was shared."""
@@ -358,9 +407,9 @@ class KFACEngine:
 
     # ---- memory --------------------------------------------------------------------------------
 
-    def _plan_factors(self) -> list[tuple[Any, int]]:
-        """(key, blocks) of every factor, those of a bucket's layers next to each other."""
-        self._owners: list[tuple[int, str]] = []
+    def _plan_factors(self) -> tuple[list[tuple[Any, int]], list[tuple[int, str]]]:
+        """(key, blocks) and (layer, side) of every factor, those of a bucket's layers together."""
+        owners: list[tuple[int, str]] = []
         stacks = []
         for bucket in self.buckets:
             for side in ("A", "G"):
@@ -371,14 +420,15 @@ class KFACEngine:
                     at = 0 if side == "A" else 1
                     key = (layer.sizes[at], layer.diagonal[at], layer.dtype, layer.device)
                     stacks.append((key, layer.blocks))
-                    self._owners.append((member.index, side))
-        return stacks
+                    owners.append((member.index, side))
+        return stacks, owners
 
     def _allocate(self) -> None:
         if self.factors:
             return
-        self.factor_buckets = buckets.plan_buckets(self._plan_factors())
-        self.places: dict[tuple[int, str], _Place] = {}
+        stacks, self.owners = self._plan_factors()
+        self.factor_buckets = buckets.plan_buckets(stacks)
+        self.places = {}
         for number, bucket in enumerate(self.factor_buckets):
             (side, diagonal, dtype, device) = bucket.key
             like = torch.empty(0, dtype=self.factor_dtype or _at_least_single(dtype), device=device)
@@ -395,7 +445,7 @@ class KFACEngine:
             )
             for member in bucket.members:
                 place = _Place(number, member.start, member.stop)
-                self.places[self._owners[member.index]] = place
+                self.places[self.owners[member.index]] = place
         for i, leader in self.input_of.items():
             self.places[i, "A"] = self.places[leader, "A"]
         self.products = []
@@ -411,7 +461,7 @@ class KFACEngine:
     def memory_plan(self) -> dict[str, int]:
         """Bytes that `memory_usage` will show, without allocating them."""
         plan = {"factors": 0, "inverses": 0}
-        for (side, diagonal, dtype, _), blocks in self._plan_factors():
+        for (side, diagonal, dtype, _), blocks in self._plan_factors()[0]:
             count = blocks * (side if diagonal else side * side)
             wide = _at_least_single(dtype)
             factor, inverse = self.factor_dtype or wide, self.inv_dtype or wide
@@ -454,11 +504,12 @@ class KFACEngine:
                 A, _ = self._gathered(number, "A")
                 G, _ = self._gathered(number, "G")
                 self.products[number] = ekfac.restart(A, G)
-        if self.rule.compute_method == "ekfac":
-            self._give_bases()
+        self._give_bases()
 
     def _give_bases(self) -> None:
-        """Tell the captures in which bases to sum second moments."""
+        """Tell the captures in which bases to sum second moments, for EKFAC."""
+        if self.rule.compute_method != "ekfac":
+            return
         for i, layer in enumerate(self.layers):
             known = layer.spec.kind in ("dense", "convolution", "transposed")
             tied = any(site.transposed for site in layer.sites)  # sums would miss those uses
@@ -512,7 +563,7 @@ class KFACEngine:
             new = core_kfac.Factor(
                 new.average,
                 new.weight,
-                core_kfac._where(saved, again.inverse, new.inverse),
+                core_kfac.where(saved, again.inverse, new.inverse),
                 new.ready | saved,
                 torch.where(saved, old.failures, new.failures),
             )
@@ -520,31 +571,34 @@ class KFACEngine:
             if not bool(failed.any()):
                 return new
         names = ", ".join(
-            f"{self.layers[self._owners[m.index][0]].name!r} ({self._owners[m.index][1]})"
+            f"{self.layers[self.owners[m.index][0]].name!r} ({self.owners[m.index][1]})"
             for m in self.factor_buckets[number].members
             if bool(failed[m.start : m.stop].any())
         )
-        warnings.warn(
+        warn_user(
             f"factorizations failed, also with more damping and in float64; the inverses before them "
-            f"stay in use: {names}",
-            RuntimeWarning,
-            stacklevel=7,
+            f"stay in use: {names}"
         )
         return new
 
     # ---- directions ----------------------------------------------------------------------------
 
     def precondition(
-        self, damping: float, kl_clip: float | None, lr_of: Callable[[nn.Parameter], Any]
+        self,
+        damping: float,
+        kl_clip: float | None,
+        lr_of: Callable[[nn.Parameter], Any],
+        moves: Callable[[nn.Parameter], bool],
     ) -> None:
-        """Replace the gradients of all layers by directions, in place."""
+        """Replace the gradients of all layers that the optimizer `moves` by directions, in place."""
         self._allocate()
         gradients: list[Any] = [None] * len(self.layers)
         directions: list[Any] = [None] * len(self.layers)
         for number, bucket in enumerate(self.buckets):
             for member in bucket.members:
                 layer = self.layers[member.index]
-                if layer.weight.parameter.grad is not None:
+                weight = layer.weight.parameter
+                if weight.grad is not None and moves(weight):
                     gradients[member.index] = layer.gradient_matrix()
             present = [m for m in bucket.members if gradients[m.index] is not None]
             if not present:
@@ -608,7 +662,7 @@ class KFACEngine:
 
     # ---- reports -------------------------------------------------------------------------------
 
-    def current_routing(self) -> Routing:
+    def current_routing(self, moves: Callable[[nn.Parameter], bool]) -> Routing:
         """The routing report; a layer without evidence yet says so, one that shares an A, too."""
         notes: dict[int, list[str]] = {}
         for i, layer in enumerate(self.layers):
@@ -618,10 +672,16 @@ class KFACEngine:
                 said.append(f"shares A with {self.layers[leader].name}")
             if self._unseen_reported and self.factors and not self._is_ready(i):
                 said.append("no statistics yet, its gradient passes through")
-        names = {plain_name(n): p for n, p in self.model.named_parameters()}
+        names = {self._name_of(n): p for n, p in self.model.named_parameters()}
         routes = []
         for route in self.routing:
-            said = notes.get(id(names.get(route.parameter)), [])
+            parameter = names.get(route.parameter)
+            said = list(notes.get(id(parameter), []))
+            if parameter is not None and not moves(parameter):
+                said.append("not in the optimizer: its gradient is left alone")
+            if route.treatment == "frozen" and parameter is not None and parameter.requires_grad:
+                reason = "was frozen when K-FAC was attached: attach again to cover it"
+                route = Route(route.parameter, route.shape, "plain", "", reason)
             if route.treatment == "kfac" and said:
                 reason = "; ".join([route.reason, *dict.fromkeys(said)])
                 route = Route(route.parameter, route.shape, "kfac", route.factors, reason)
@@ -653,8 +713,8 @@ class KFACEngine:
                 record["ready"] = self._is_ready(i)
             gradient = layer.weight.grad()
             if gradient is not None:
-                norm = float(torch.linalg.vector_norm(layer.weight.parameter.detach()))
-                record["update_to_weight"] = float(torch.linalg.vector_norm(gradient)) / max(norm, 1e-30)
+                norm = float(linalg.norm(layer.weight.parameter.detach()))
+                record["update_to_weight"] = float(linalg.norm(gradient)) / max(norm, 1e-30)
             layers[layer.name] = record
         coefficient = self.clip_coefficient
         return {
@@ -675,8 +735,9 @@ class KFACEngine:
     def state_dict(
         self, *, include_factors: bool = True, include_inverses: bool = True
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Tensors by layer name."""
-        self._allocate()
+        """Tensors by layer name; nothing for any before the first step."""
+        if not self.factors:
+            return {layer.name: {} for layer in self.layers}
         layers: dict[str, dict[str, torch.Tensor]] = {}
         for i, layer in enumerate(self.layers):
             record: dict[str, torch.Tensor] = {}
@@ -700,7 +761,10 @@ class KFACEngine:
         return layers
 
     def load_state_dict(
-        self, layers: Mapping[str, Mapping[str, torch.Tensor]], sharing: Mapping[str, str]
+        self,
+        layers: Mapping[str, Mapping[str, torch.Tensor]],
+        sharing: Mapping[str, str],
+        discovered: bool,
     ) -> None:
         """Take over `state_dict()`'s tensors; ValueError, and no change, if they do not fit."""
         names = [layer.name for layer in self.layers]
@@ -714,11 +778,12 @@ class KFACEngine:
             self._require_fit(name, layers[name], shared=name in sharing)
         at = {name: i for i, name in enumerate(names)}
         self.input_of = {at[a]: at[b] for a, b in sharing.items()}
+        self.clock.discovering = not discovered
         self.factors = []
-        self.clock.discovering = False
         self._point_captures()
-        self._allocate()
-        self._restore(layers)
+        if any(layers.values()):
+            self._allocate()
+            self._restore(layers)
 
     def snapshot(self) -> tuple[Any, ...]:
         """All state, for `rewind`."""
@@ -732,6 +797,7 @@ class KFACEngine:
         if factors:
             self._allocate()
             self.factors, self.products = factors, products
+            self._give_bases()
 
     def has_inverses(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
         """Whether a state dict's layers have what a refresh computes, or nothing to compute it from."""
@@ -739,21 +805,30 @@ class KFACEngine:
 
     def _require_fit(self, name: str, record: Mapping[str, torch.Tensor], *, shared: bool) -> None:
         layer = next(layer for layer in self.layers if layer.name == name)
+        blocks, sizes = layer.blocks, layer.sizes
+        expected: dict[str, tuple[int, ...]] = {
+            "products": (blocks, sizes[1], sizes[0]),
+            "products_weight": (blocks,),
+        }
         for at, side in enumerate(("A", "G")):
-            if side not in record or (side == "A" and shared):
+            if side == "A" and shared:
                 continue
-            size = layer.sizes[at]
-            shape = (layer.blocks, size) if layer.diagonal[at] else (layer.blocks, size, size)
-            if tuple(record[side].shape) != shape:
+            square = (blocks, sizes[at], sizes[at])
+            full = (blocks, sizes[at]) if layer.diagonal[at] else square
+            expected |= {side: full, f"{side}_inverse": full, f"{side}_vectors": square}
+            expected |= {f"{side}_values": (blocks, sizes[at])}
+            expected |= {f"{side}_{key}": (blocks,) for key in ("weight", "ready", "failures")}
+        for key, tensor in record.items():
+            if tuple(tensor.shape) != expected.get(key):
                 raise ValueError(
-                    f"state of layer {name!r} must have shape {shape} for {side}, "
-                    f"got {tuple(record[side].shape)}"
+                    f"state of layer {name!r} must have shape {expected.get(key)} for {key}, "
+                    f"got {tuple(tensor.shape)}"
                 )
 
     def _restore(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for number, bucket in enumerate(self.factor_buckets):
             factor = self.factors[number]
-            side_of = [self._owners[m.index] for m in bucket.members]
+            side_of = [self.owners[m.index] for m in bucket.members]
             fields: dict[str, torch.Tensor] = {}
             for field, own in _tensors(factor, "").items():
                 parts = []
@@ -772,8 +847,7 @@ class KFACEngine:
                         torch.cat([r["products"].to(average) for r in records]),
                         torch.cat([r["products_weight"].to(weight) for r in records]),
                     )
-        if self.rule.compute_method == "ekfac":
-            self._give_bases()
+        self._give_bases()
         self._cache.clear()
 
 
@@ -803,12 +877,18 @@ def _at_least_single(dtype: torch.dtype) -> torch.dtype:
 
 def _condition(average: torch.Tensor) -> float:
     """Largest over smallest eigenvalue, worst over the blocks."""
+    average = average.double()
     if average.ndim == 2:
-        values = average.double()
-    else:
-        values = torch.linalg.eigvalsh(average.double())
-    least = values.amin(-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return float((values.amax(-1) / least).amax())
+        average = torch.diag_embed(average)
+    return float(linalg.condition_number(average).amax())
+
+
+def _take_off(attached: list[Any], attentions: list[Attention]) -> None:
+    for one in attached:
+        for handle in one.handles:
+            handle.remove()
+    for attention in attentions:
+        attention.detach()
 
 
 def _tensors(factor: core_kfac.Factor, side: str) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_BATCH_NORMS, *_INSTANCE_NORM
 _KINDS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED, nn.Embedding, nn.EmbeddingBag, *_NORMS)
 _RECURRENT = (RNN, LSTM, GRU)
 _HIDDEN = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.SyncBatchNorm)
+_PRODUCTS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED, nn.Embedding, nn.EmbeddingBag, Product)
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 _WRAPPERS = re.compile(
     r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)"
@@ -89,6 +90,11 @@ class Layer:
     @property
     def device(self) -> torch.device:
         return self.weight.parameter.device
+
+    @property
+    def is_product(self) -> bool:
+        """Whether its module multiplies with a weight, so that it may be what a loss is made of."""
+        return isinstance(self.sites[0].module, _PRODUCTS)
 
     def parameters(self) -> list[nn.Parameter]:
         return [piece.parameter for piece in (self.weight, self.bias) if piece is not None]
@@ -171,14 +177,18 @@ class FoundLayers:
         self._reasons: dict[int, str] = {}
         # (parameter, first row) -> its layer's place in `layers`
         self._by_weight: dict[tuple[int, int], int] = {}
-        self._names: dict[int, str] = {}
         self._owners: dict[int, list[str]] = {}
-        strip = model.named_parameters(remove_duplicate=False)
-        for full, parameter in strip:
-            self._names.setdefault(id(parameter), plain_name(full))
-            self._owners.setdefault(id(parameter), []).append(plain_name(full).rpartition(".")[0])
+        named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        # A model may have a part named `module` of its own, without which names would be ambiguous.
+        self._strip = len(set(map(plain_name, named))) == len(named)
+        for full, parameter in model.named_parameters(remove_duplicate=False):
+            self._owners.setdefault(id(parameter), []).append(self.name_of(full).rpartition(".")[0])
         self._walk(model)
         self.routing = self._routes(model)
+
+    def name_of(self, full: str) -> str:
+        """The name in reports and checkpoints of a module or parameter with this name in the model."""
+        return plain_name(full) if self._strip else full
 
     # ---- the walk ------------------------------------------------------------------------------
 
@@ -187,7 +197,7 @@ class FoundLayers:
         claimed: set[nn.Module] = set()  # by a module around them that runs them itself
         parents: dict[str, nn.Module] = {}
         for raw, module in model.named_modules():
-            name = plain_name(raw)
+            name = self.name_of(raw)
             parent = raw.rpartition(".")[0]
             around = parents.get(parent)
             parents[raw] = around if isinstance(module, _CONTAINERS) and around is not None else module
@@ -207,8 +217,8 @@ class FoundLayers:
                 kind = type(module).__name__
                 self._say(module, f"{kind} is not a kind of layer that kfac-pytorch covers")
             elif isinstance(module, nn.MultiheadAttention):
-                self._attention(name, module)
-                claimed.add(module.out_proj)
+                if self._attention(name, module):
+                    claimed.add(module.out_proj)
             elif isinstance(module, _RECURRENT):
                 self._recurrent(name, module)
             elif nn.utils.parametrize.is_parametrized(module) or hasattr(module, "weight_v"):
@@ -232,8 +242,8 @@ class FoundLayers:
     def _module(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """One module of a known kind."""
         kind = next(k for k in _KINDS if isinstance(module, k))
-        if type(module).forward is not kind.forward:
-            self._say(module, f"{type(module).__name__} has a forward of its own")
+        if type(module).forward is not kind.forward or "forward" in vars(module):
+            self._say(module, f"this {type(module).__name__} has a forward of its own")
             return
         weight, bias = own.get("weight"), own.get("bias")
         if weight is None:
@@ -305,17 +315,16 @@ class FoundLayers:
         elif (id(bias), 0) not in self._by_weight:
             self._add(_join(name, "bias"), Piece(bias), None, "bias", Site(module, module, spec))
 
-    def _attention(self, name: str, module: nn.MultiheadAttention) -> None:
+    def _attention(self, name: str, module: nn.MultiheadAttention) -> bool:
         """The four products of nn.MultiheadAttention, which its own forward does not show."""
-        if type(
-            module
-        ).forward is not nn.MultiheadAttention.forward or nn.utils.parametrize.is_parametrized(module):
+        own = vars(module).get("forward")
+        original = type(module).forward is nn.MultiheadAttention.forward
+        if not original or not (own is None or isinstance(own, Attention)):
             self._say(module, f"{type(module).__name__} has a forward of its own")
-            return
+            return False
         attention = Attention(module)
         self.attentions.append(attention)
         for key, weight, bias, start, stop in attention.products():
-            pieces = weight, bias
             if weight is None or _why_not(weight):
                 continue
             piece = Piece(weight, start, stop)
@@ -324,7 +333,6 @@ class FoundLayers:
                 out = piece.shape[0]
                 at = {"q": 0, "k": out, "v": 2 * out}.get(key) if key != "out" else None
                 bias_piece = Piece(bias) if at is None else Piece(bias, at, at + out)
-            del pieces
             spec = LayerSpec(
                 "dense",
                 bias=bias_piece is not None,
@@ -338,6 +346,7 @@ class FoundLayers:
             parameter = getattr(module, key)
             if parameter is not None:
                 self._free_parameters(name, module, {key: parameter})
+        return True
 
     def _recurrent(self, name: str, module: nn.Module) -> None:
         """The products of a recurrent module that is written out."""
@@ -510,7 +519,7 @@ class FoundLayers:
                 used.setdefault(id(parameter), []).append(layer)
         routes = []
         for full, parameter in model.named_parameters():
-            name, shape = plain_name(full), tuple(parameter.shape)
+            name, shape = self.name_of(full), tuple(parameter.shape)
             layers = used.get(id(parameter))
             if layers:
                 routes.append(Route(name, shape, "kfac", _factors(layers), self._why(layers)))

@@ -24,6 +24,7 @@ class UseCounter(ModeAround):
 
     def __init__(self, model: nn.Module, captures: list[LayerCapture]) -> None:
         super().__init__(model)
+        self.model = model
         self.captures = [
             c
             for c in captures
@@ -38,6 +39,8 @@ class UseCounter(ModeAround):
         compiling = torch.compiler.is_compiling()
         if clock is None or not clock.discovering or not clock.wanted or compiling:
             return None
+        if not self.model.training or not torch.is_grad_enabled():
+            return None
         return _Counting({id(c.layer.weight.parameter) for c in self.captures}, self.counts)
 
     def strays(self) -> list[str]:
@@ -49,6 +52,7 @@ class UseCounter(ModeAround):
         ]
 
     def detach(self) -> None:
+        """Stop counting."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
