@@ -95,11 +95,11 @@ def test_metrics_are_plain_numbers():
     assert metrics["damping"] == 0.001
     assert 0 < metrics["kl_clip_coefficient"] < 1
     layer = kfac.state_dict()["kfac"]["layers"]["2"]
-    for side in ("A", "G"):
-        factor = layer[side][0].double() / layer[f"{side}_weight"][0].double()
-        values = torch.linalg.eigvalsh(factor)
-        condition = float(values[-1] / values[0].clamp_min(torch.finfo(torch.float32).tiny))
-        assert metrics["layers"]["2"][f"condition_{side}"] == pytest.approx(condition, rel=1e-2)
+    values = torch.linalg.eigvalsh(layer["A"][0].double() / layer["A_weight"][0].double())
+    assert metrics["layers"]["2"]["condition_A"] == pytest.approx(
+        float(values[-1] / values[0]), rel=1e-6
+    )
+    assert metrics["layers"]["2"]["condition_G"] > 1e6  # gradients by logits sum to zero: singular
     ratio = model[2].weight.grad.norm() / model[2].weight.detach().norm()
     assert metrics["layers"]["2"]["update_to_weight"] == pytest.approx(float(ratio), rel=1e-5)
 

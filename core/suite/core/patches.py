@@ -151,7 +151,7 @@ def second_moment_sum(
     ]
     rows = x.shape[2]
     # (n, groups, channels / groups, rows, width, wide) -> (groups, rows, n * width, features of a row)
-    cut = xp.reshape(xp.stack(slices, axis=-1), (n, groups, -1, rows, width, wide))
+    cut = xp.reshape(xp.stack(slices, axis=-1), (n, groups, channels // groups, rows, width, wide))
     features = channels // groups * wide
     cut = xp.reshape(xp.permute_dims(cut, (1, 3, 0, 4, 2, 5)), (groups, rows, n * width, features))
 

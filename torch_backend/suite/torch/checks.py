@@ -23,4 +23,4 @@ def warn_user(message: str) -> None:
         if name.split(".")[0] not in ("torch", "contextlib") and not name.startswith("suite.torch"):
             break
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, RuntimeWarning, stacklevel=level - 1)
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
