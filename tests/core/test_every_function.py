@@ -96,8 +96,8 @@ def factor_of(compute_method, average):
     return factor._replace(average=0.6 * average, weight=np.full(B, 0.6))
 
 
-def eigen_of(n):
-    values, vectors = np.linalg.eigh(positive_definite(B, n))
+def eigen_of(n, seed=0):
+    values, vectors = np.linalg.eigh(positive_definite(B, n, seed=seed))
     return kfac.Eigen(vectors, values)
 
 
@@ -130,6 +130,10 @@ CASES = {
     "statistics.unit_second_moment_sum diagonal": (
         transposed_first(lambda x, y: statistics.unit_second_moment_sum(x, y, both=False)[0, ...]),
         (normal(B, 5), normal(B, 5, seed=1)),
+    ),
+    "statistics.elementwise_second_moment_sum": (
+        lambda g, x: statistics.elementwise_second_moment_sum(g, x, "right", (g.shape[0], 4, 2)),
+        (normal(B, 5, 2), normal(B, 5, 4)),
     ),
     "statistics.normalize": (
         lambda A, G: statistics.normalize(
@@ -166,6 +170,8 @@ CASES = {
     "linalg.transpose": (linalg.transpose, (normal(B, 4, 3),)),
     "linalg.symmetrize": (linalg.symmetrize, (normal(B, 4, 4),)),
     "linalg.trace": (linalg.trace, (normal(B, 4, 4),)),
+    "linalg.row_norms": (linalg.row_norms, (normal(B, 4, 2),)),
+    "linalg.condition_number": (linalg.condition_number, (positive_definite(B, 4),)),
     "linalg.add_diagonal": (linalg.add_diagonal, (normal(B, 4, 4), normal(B))),
     "linalg.damped_inverse": (linalg.damped_inverse, (positive_definite(B, 4), np.abs(normal(B)))),
     "linalg.newton_schulz_inverse": (
@@ -234,6 +240,7 @@ for method, diagonal in (
     )
 CASES["kfac.mean_eigenvalue"] = (kfac.mean_eigenvalue, (factor_of("eigen", positive_definite(B, 4)),))
 CASES["kfac.eigenvalue_products"] = (kfac.eigenvalue_products, (eigen_of(4), eigen_of(3)))
+CASES["kfac.where"] = (kfac.where, (SEEN, eigen_of(4), eigen_of(4, seed=1)))
 CASES["kfac.KFAC.split_damping"] = (
     lambda A, G: kfac.KFAC("inverse").split_damping(A, G, 0.1, (4, 1)),
     (np.abs(normal(B)), np.array([0.5, 0.0, 2.0])),
@@ -345,6 +352,7 @@ def test_half_precision_goes_in_and_comes_out(name):
 # Parts of `apply` and `gram`, which are cases; functions of no stack.
 OTHERS = {
     *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
+    *("linalg.norm", "linalg.bilinear"),
     *("linalg.eye_like", "step_size.inner_product", "step_size.kl_clip_coefficient"),
 }
 

@@ -340,6 +340,45 @@ def test_trace_transpose_and_symmetrize_act_on_each_matrix(xp):
     assert_close(linalg.symmetrize(xp.asarray(x)), (x + np.swapaxes(x, -1, -2)) / 2)
 
 
+def test_norm_is_that_of_all_entries(xp):
+    x = normal(2, 3, 4)
+    assert_close(xp.run(linalg.norm, xp.asarray(x)), math.sqrt(sum(v**2 for v in x.flat)))
+    assert_identical(xp.run(linalg.norm, xp.asarray(np.zeros((2, 3)))), np.zeros(()))
+    assert_close(xp.run(linalg.norm, xp.asarray(np.array(-3.0))), 3.0)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_norm_neither_overflows_nor_underflows(xp, size):
+    x = xp.asarray(np.full((3, 3), -size, dtype=np.float32))
+    np.testing.assert_allclose(xp.numpy(xp.run(linalg.norm, x)), 3 * size, rtol=1e-5)
+
+
+def test_row_norms_are_the_norms_of_all_that_is_in_a_row(xp):
+    x = normal(3, 2, 4)
+    expected = [math.sqrt(sum(v**2 for v in row.flat)) for row in x]
+    assert_close(xp.run(linalg.row_norms, xp.asarray(x)), expected)
+
+
+def test_bilinear_is_the_double_sum(xp):
+    u, x, v = normal(3), normal(3, 4), normal(4)
+    expected = sum(u[i] * x[i, j] * v[j] for i in range(3) for j in range(4))
+    assert_close(xp.run(linalg.bilinear, *xp.convert((u, x, v))), expected)
+
+
+def test_condition_number_is_the_ratio_of_the_extreme_eigenvalues(xp):
+    U, values = orthogonal(3), np.array([[1.0, 2.0, 5.0], [4.0, 0.5, 1.0], [3.0, 3.0, 3.0]])
+    got = xp.run(linalg.condition_number, xp.asarray((U * values[:, None, :]) @ U.T))
+    assert_close(got, [5.0, 8.0, 1.0])
+
+
+def test_condition_number_of_a_singular_matrix_is_large_and_of_one_that_is_not_finite_nan(xp):
+    x = np.stack([np.diag([0.0, 1.0]), np.zeros((2, 2)), np.full((2, 2), np.nan), np.eye(2)])
+    got = xp.numpy(xp.run(linalg.condition_number, xp.asarray(x)))
+    assert got[0] > 1e30
+    assert np.isnan(got[2])
+    assert_close(got[[1, 3]], [0.0, 1.0])
+
+
 def test_any_number_of_leading_axes(xp):
     x = positive_definite(2, 2, 3)
     inverse = xp.run(linalg.damped_inverse, xp.asarray(x), 0.1)
@@ -366,6 +405,8 @@ def test_any_number_of_leading_axes(xp):
         linalg.eigh,
         lambda x: linalg.warm_eigh(x, linalg.eye_like(x)),
         linalg.spectral_norm_bound,
+        linalg.norm,
+        linalg.condition_number,
         lambda x: linalg.solve_triangular(x, x, upper=True),
     ],
     ids=[
@@ -374,6 +415,8 @@ def test_any_number_of_leading_axes(xp):
         "eigh",
         "warm_eigh",
         "spectral_norm_bound",
+        "norm",
+        "condition_number",
         "solve_triangular",
     ],
 )

@@ -17,6 +17,7 @@ from conftest import (
 from suite.core.statistics import (
     LayerStatistics,
     add_transposed,
+    elementwise_second_moment_sum,
     normalize,
     normalize_products,
     second_moment_sum,
@@ -151,6 +152,53 @@ def test_units_in_half_precision_are_summed_in_single_precision(xp):
     got = xp.run(unit_second_moment_sum, rows, rows, both=True)
     assert dtype_name(got) == "float32"
     assert_identical(got, np.full((1, 2, 2), 64 * 4096.0))
+
+
+# kind: (shape of the parameter p, shape of the other operand x), with every way to broadcast
+USES = {
+    "sum": [((4,), (3, 2, 4)), ((2, 1), (3, 2, 4)), ((1, 1, 4), (3, 2, 4)), ((3, 2, 4), (4,)), ((), (3,))],
+    "product": [((4,), (3, 2, 4)), ((2, 1), (3, 2, 4)), ((1, 1, 4), (3, 2, 4)), ((3, 4), (4,)), ((), (3,))],
+    "linear": [((2, 4), (5, 4)), ((2, 4), (3, 5, 4)), ((2, 4), (4,))],
+    "right": [((4, 2), (5, 4)), ((4, 2), (3, 5, 4)), ((3, 4, 2), (3, 5, 4)), ((1, 4, 2), (3, 5, 4)),
+              ((3, 4, 2), (5, 4))],
+    "left": [((2, 4), (4, 5)), ((2, 4), (3, 4, 5)), ((3, 2, 4), (3, 4, 5)), ((1, 2, 4), (3, 4, 5)),
+             ((3, 2, 4), (4, 5))],
+}  # fmt: skip
+
+
+def output(kind, p, x):
+    """y, of which every entry is a sum over terms x[...] p[...]."""
+    operation = {
+        "sum": lambda: x + p,
+        "product": lambda: x * p,
+        "linear": lambda: x @ p.T,
+        "right": lambda: x @ p,
+        "left": lambda: p @ x,
+    }
+    return operation[kind]()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "other_shape"),
+    [(kind, *shapes) for kind in USES for shapes in USES[kind]],
+    ids=str,
+)
+def test_elementwise_second_moments_are_the_squares_of_every_rows_gradient(xp, kind, shape, other_shape):
+    """A row is an entry of x's that p meets: its gradient by p, entry by entry of p."""
+    x = normal(*other_shape, seed=1)
+    g = normal(*output(kind, np.zeros(shape), x).shape, seed=2)
+    expected = np.zeros(shape)
+    for at in np.ndindex(shape):
+        unit = np.zeros(shape)
+        unit[at] = 1.0
+        # y is linear in p: what p's entry is multiplied with on its way to every entry of y.
+        slope = output(kind, unit, x) - output(kind, np.zeros(shape), x)
+        for to in np.ndindex(g.shape):
+            expected[at] += (g[to] * slope[to]) ** 2
+    other = None if kind == "sum" else xp.asarray(x)
+    got = xp.run(elementwise_second_moment_sum, xp.asarray(g), other, kind=kind, shape=shape)
+    assert got.shape == shape
+    assert_close(got, expected)
 
 
 def test_kfac_pytorch_scaling_is_that_of_its_covariances(xp):

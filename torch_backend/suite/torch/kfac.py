@@ -468,11 +468,11 @@ class KFAC(torch.optim.Optimizer):
         Nothing is allocated before the first step. Layers that turn out to read the same input then
         share a factor, and take less than planned.
         """
-        return self._engine.memory_plan()
+        return self._engine.factors.memory_plan()
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of K-FAC's own state: {'factors': ..., 'inverses': ...}."""
-        return self._engine.memory_usage()
+        return self._engine.factors.memory_usage()
 
     @torch.no_grad()
     def metrics(self) -> dict[str, Any]:
@@ -516,7 +516,7 @@ class KFAC(torch.optim.Optimizer):
             "layers": self._engine.state_dict(
                 include_factors=include_factors, include_inverses=include_inverses
             ),
-            "inputs": self._engine.sharing(),
+            "inputs": self._engine.factors.sharing(),
             "discovered": not self._engine.clock.discovering,
         }
         base = self._base.state_dict() if self._base is not None else {}
@@ -552,7 +552,7 @@ class KFAC(torch.optim.Optimizer):
                 self._engine.rewind(before)
                 raise
         self._load_counts(kfac)
-        if compute_inverses and not self._engine.has_inverses(kfac["layers"]):
+        if compute_inverses and not self._engine.factors.has_inverses(kfac["layers"]):
             self._engine.refresh(self.hyperparameter("damping"), self._steps)
 
     def _load_counts(self, kfac: dict[str, Any]) -> None:
