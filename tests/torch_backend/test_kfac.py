@@ -205,6 +205,69 @@ def test_groups_of_the_optimizer_are_its_groups():
     kfac.step()
 
 
+def test_tensor_learning_rates_and_maximize():
+    ends = []
+    for settings, sign in (
+        ({"lr": 0.05}, 1),
+        ({"lr": torch.tensor(0.05, dtype=torch.float64)}, 1),
+        ({"lr": 0.05, "maximize": True}, -1),
+    ):
+        model = network()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), momentum=0.9, **settings))
+        for seed in range(4):
+            kfac.zero_grad()
+            x, y = batch(seed)
+            (sign * nn.functional.cross_entropy(model(x), y)).backward()
+            kfac.step()
+        ends.append(dict(model.state_dict()))
+    for end in ends[1:]:
+        for name, expected in ends[0].items():
+            torch.testing.assert_close(end[name], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_hooks_of_steps_and_states_run():
+    model, calls = network(), []
+    kfac = KFAC(model, sgd(model))
+    kfac.register_step_pre_hook(lambda *_: calls.append("before"))
+    kfac.register_step_post_hook(lambda *_: calls.append("after"))
+    kfac.register_state_dict_pre_hook(lambda _: calls.append("save"))
+    kfac.register_state_dict_post_hook(lambda _, state: {**state, "note": 1})
+    kfac.register_load_state_dict_pre_hook(lambda _, state: calls.append(state["note"]))
+    kfac.register_load_state_dict_post_hook(lambda _: calls.append("loaded"))
+    backward(model)
+    kfac.step()
+    kfac.load_state_dict(kfac.state_dict())
+    assert calls == ["before", "after", "save", 1, "loaded"]
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_factors_and_inverses_may_be_kept_in_half_precision(method):
+    losses = []
+    for dtype in (None, torch.bfloat16):
+        model = network().float()
+        kfac = KFAC(
+            model, sgd(model), compute_method=method, damping=0.01, factor_dtype=dtype, inv_dtype=dtype
+        )
+        for _ in range(30):
+            kfac.zero_grad()
+            x, y = batch(0)
+            loss = nn.functional.cross_entropy(model(x.float()), y)
+            loss.backward()
+            kfac.step()
+        losses.append(loss.item())
+    assert kfac.state_dict()["kfac"]["layers"]["0"]["A"].dtype == torch.bfloat16
+    assert losses[1] < 2 * losses[0] + 0.05
+
+
+def test_no_damping_and_no_decay_are_honoured():
+    model = network()
+    kfac = KFAC(model, damping=0.0, factor_decay=0.0, kl_clip=None, lr=0.0)
+    backward(model, 0, 64)
+    kfac.step()
+    assert (kfac.damping, kfac.factor_decay, kfac.kl_clip, kfac.lr) == (0.0, 0.0, None, 0.0)
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
 def test_schedules_are_functions_of_the_step():
     model = network()
     asked: list[int] = []

@@ -52,14 +52,14 @@ def norm(x: Array) -> Array:
 def row_norms(x: Array) -> Array:
     """(rows, ...) -> (rows,): the norm of everything in a row."""
     xp = array_namespace(x)
-    flat = xp.reshape(x, (x.shape[0], -1))
+    flat = xp.reshape(lift(x), (x.shape[0], -1))
     return xp.sqrt(xp.sum(flat * flat, axis=-1))
 
 
 def bilinear(u: Array, x: Array, v: Array) -> Array:
     """uᵀ x v for x (m, n), u (m,), v (n,)."""
     xp = array_namespace(x)
-    return xp.sum(u * xp.matmul(x, v))
+    return xp.sum(lift(u) * xp.matmul(lift(x), lift(v)))
 
 
 def condition_number(x: Array) -> Array:

@@ -49,6 +49,7 @@ class FisherSampler:
         self.clock.sampled = True
         hook = Hook(self, model)
         self.handles = [model.register_forward_hook(hook, with_kwargs=True)]
+        weakref.finalize(self, _take_off, self.handles)
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         """Wait for the gradient of this forward pass's output."""
@@ -78,8 +79,7 @@ class FisherSampler:
 
     def detach(self) -> None:
         """Take the hook off the model."""
-        for handle in self.handles:
-            handle.remove()
+        _take_off(self.handles)
 
     def _sample(self, number: int) -> None:
         f = self._waiting.pop(number, None)
@@ -130,6 +130,11 @@ class FisherSampler:
                 known = capture.sampled.get(id(slot))
                 capture.sampled[id(slot)] = gradient if known is None else known + gradient
             at += len(slots)
+
+
+def _take_off(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

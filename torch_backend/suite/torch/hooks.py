@@ -55,7 +55,9 @@ class ModeAround:
         raise NotImplementedError
 
     def enter(self) -> None:
-        mode = self.make_mode()
+        # An interrupted forward may have left a mode, which goes on watching until `unwind`.
+        watched = any([mode is not None for mode in self.modes])  # noqa: C419 (torch.compile)
+        mode = None if watched else self.make_mode()
         if mode is not None:
             mode.__enter__()
         self.modes.append(mode)

@@ -504,6 +504,8 @@ class KFAC(torch.optim.Optimizer):
             include_inverses: what was computed from them. Without it a resumed run computes inverses
                 from the averages as saved, which is the same run only where they were due.
         """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
         numbers = {k: v for k, v in self._hyperparameters.items() if not callable(v)}
         kfac = {
             "version": 2,
@@ -520,7 +522,10 @@ class KFAC(torch.optim.Optimizer):
             "discovered": not self._engine.clock.discovering,
         }
         base = self._base.state_dict() if self._base is not None else {}
-        return {**base, "kfac": kfac}
+        saved = {**base, "kfac": kfac}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            saved = post_hook(self, saved) or saved
+        return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], compute_inverses: bool = True) -> None:
@@ -533,6 +538,9 @@ class KFAC(torch.optim.Optimizer):
         Raises:
             ValueError: layers that do not fit, by name; nothing has changed then.
         """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         if "kfac" not in state_dict:
             raise ValueError(f"state_dict must have a 'kfac' entry, got keys {sorted(state_dict)}")
         kfac = state_dict["kfac"]
@@ -554,6 +562,8 @@ class KFAC(torch.optim.Optimizer):
         self._load_counts(kfac)
         if compute_inverses and not self._engine.factors.has_inverses(kfac["layers"]):
             self._engine.refresh(self.hyperparameter("damping"), self._steps)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def _load_counts(self, kfac: dict[str, Any]) -> None:
         for name, value in kfac["hyperparameters"].items():

@@ -270,6 +270,9 @@ class Kron(torch.optim.Optimizer):
         Raises:
             ValueError: state that does not fit a parameter; nothing has changed then.
         """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
         if len(saved) != len(own) or len(state_dict["param_groups"]) != len(self.param_groups):
@@ -289,6 +292,8 @@ class Kron(torch.optim.Optimizer):
             group.update({k: v for k, v in saved_group.items() if k not in ("params", "param_names")})
         for engine in self._engines:
             engine.after_load()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
 
 def _widest(tensors: list[torch.Tensor]) -> torch.dtype:

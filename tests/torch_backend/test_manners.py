@@ -1,0 +1,573 @@
+"""K-FAC as a guest: in models, loops and optimizers that do as they like."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack as mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from conftest import same
+from suite.torch import KFAC
+
+T64 = torch.float64
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = T64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().to(T64)
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def step(kfac: KFAC, loss: torch.Tensor) -> None:
+    loss.backward()
+    kfac.step()
+    kfac.zero_grad()
+
+
+def records(kfac: KFAC) -> dict[str, dict[str, torch.Tensor]]:
+    return kfac.state_dict()["kfac"]["layers"]
+
+
+def average(kfac: KFAC, name: str, side: str) -> torch.Tensor:
+    """A factor of a layer: its running average, free of the bias towards its start."""
+    record = records(kfac)[name]
+    weight = record[f"{side}_weight"]
+    return record[side] / weight.reshape(-1, *(1,) * (record[side].ndim - 1))
+
+
+def sharing(kfac: KFAC) -> dict[str, str]:
+    """Layer -> the one whose A it shares."""
+    return kfac.state_dict()["kfac"]["inputs"]
+
+
+def gram(rows: torch.Tensor) -> torch.Tensor:
+    """The mean of a aᵀ over rows a = [x, 1]."""
+    rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
+    return rows.T @ rows / len(rows)
+
+
+def close(a: object, b: object, rtol: float = 1e-12) -> None:
+    torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + ("forward" in vars(m))
+        for m in model.modules()
+    )
+
+
+class Gated(nn.Module):
+    """Two layers that read one input, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(3, 2)
+        self.gate, self.up = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.checkpointing: bool | None = None  # with reentrance or without; None: none
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return torch.tanh(self.gate(x)) * self.up(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointing is None:
+            return self.head(self.block(x))
+        return self.head(checkpoint(self.block, x, use_reentrant=self.checkpointing))
+
+
+# Inputs that layers share
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_share_an_input_lose_nothing_under_checkpointing(reentrant):
+    ends = []
+    for checkpointing in (None, reentrant):
+        model = seeded(Gated)
+        model.checkpointing = checkpointing
+        kfac = KFAC(model, sgd(model))
+        for seed in range(3):
+            step(kfac, model(randn(8, 4, seed=seed).requires_grad_()).square().mean())
+            # With reentrance no layer is seen before the backward pass: none is known to share.
+            assert sharing(kfac) == ({} if checkpointing else {"up": "gate"})
+        ends.append(list(model.parameters()))
+    close(ends[0], ends[1])
+
+
+def test_layers_called_once_for_each_of_two_inputs_sum_both():
+    class TwoViews(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.head = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            a, b = self.q(x), self.q(y)
+            return self.head(a * self.k(x) + b * self.k(y))
+
+    model = seeded(TwoViews)
+    kfac = KFAC(model, factor_decay=0.0)
+    for seed in range(3):
+        x, y = randn(8, 4, seed=seed), randn(8, 4, seed=seed + 10)
+        step(kfac, model(x, y).square().mean())
+        assert sharing(kfac) == {"k": "q"}
+        close(average(kfac, "q", "A")[0], gram(torch.cat([x, y])))
+
+
+@pytest.mark.parametrize("before", ["state_dict", "load_state_dict", "deepcopy"])
+def test_saving_loading_or_copying_before_the_first_step_changes_nothing(before):
+    ends = []
+    for treated in (False, True):
+        model = seeded(Gated)
+        kfac = KFAC(model, sgd(model), compute_method="inverse")
+        if treated and before == "deepcopy":
+            model, kfac = copy.deepcopy((model, kfac))
+        elif treated:
+            state = kfac.state_dict()
+            if before == "load_state_dict":
+                kfac.load_state_dict(state)
+        for seed in range(3):
+            step(kfac, model(randn(8, 4, seed=seed)).square().mean())
+        assert sharing(kfac) == {"up": "gate"}
+        ends.append(list(model.parameters()))
+    close(ends[0], ends[1], rtol=0)
+
+
+# Free parameters
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda p, x: p.to(x.dtype),
+        lambda p, x: p.to(x.dtype).to(x.dtype).to(x.dtype),
+        lambda p, x: p.type_as(x),
+        lambda p, x: p.double(),
+        lambda p, x: p.contiguous(),
+        lambda p, x: p.flatten(),
+    ],
+    ids=["to", "to thrice", "type_as", "double", "contiguous", "flatten"],
+)
+def test_casts_and_views_that_return_the_parameter_itself_count_once(view):
+    class Scaled(nn.Module):
+        def __init__(self, view: Callable[..., torch.Tensor]) -> None:
+            super().__init__()
+            self.layer, self.p, self.view = nn.Linear(3, 3), nn.Parameter(torch.randn(3)), view
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x * self.view(self.p, x))
+
+    found = []
+    for one in (lambda p, x: p, view):
+        model = seeded(lambda one=one: Scaled(one))
+        kfac = KFAC(model)
+        step(kfac, model(randn(5, 3)).square().sum())
+        found.append((average(kfac, "p", "A"), average(kfac, "p", "G")))
+    close(found[0], found[1])
+
+
+# Optimizers
+
+
+def test_what_the_optimizer_does_not_move_is_left_alone_and_clips_nothing():
+    ends = []
+    for skip in ([], ["^0$"]):
+        model = seeded(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)))
+        kfac = KFAC(model, sgd(model[2]), skip_layers=skip, kl_clip=1e-6)
+        plain = copy.deepcopy(model)
+        for m in (plain, model):
+            (m(randn(16, 3)) - 1).square().mean().backward()
+        kfac.step()
+        for p, q in zip(model[0].parameters(), plain[0].parameters(), strict=True):
+            close(p.grad, q.grad, rtol=0)
+        assert kfac.metrics()["kl_clip_coefficient"] < 1
+        ends.append([p.grad for p in model[2].parameters()])
+        if not skip:
+            routing = kfac.routing()
+            assert "not in the optimizer" in routing["0.weight"].reason
+            assert "not in the optimizer" not in routing["2.weight"].reason
+    close(ends[0], ends[1])
+
+
+def test_an_optimizer_that_needs_a_closure_is_an_error():
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="got LBFGS"):
+        KFAC(model, torch.optim.LBFGS(model.parameters()))
+    assert hooks(model) == 0
+
+
+# How many terms the loss has
+
+
+def G_of_first(model: nn.Module, x: torch.Tensor, **settings) -> torch.Tensor:
+    kfac = KFAC(model, **settings)
+    step(kfac, model(x).square().mean())
+    return average(kfac, "0", "G")
+
+
+def test_a_last_layer_with_a_frozen_weight_tells_the_number_of_terms():
+    found = []
+    for frozen in (False, True):
+        model = seeded(
+            lambda: nn.Sequential(
+                nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2)
+            )
+        )
+        model[4].weight.requires_grad_(not frozen)
+        found.append(G_of_first(model, randn(4, 1, 8, 8)))
+    close(found[0], found[1])
+
+
+@pytest.mark.parametrize("skip", ["^2$", "ConvTranspose"])
+def test_a_last_transposed_convolution_that_is_skipped_tells_the_number_of_terms(skip):
+    found = []
+    for skip_layers in ([], [skip]):
+        model = seeded(
+            lambda: nn.Sequential(
+                nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.ConvTranspose2d(2, 1, 2, stride=2)
+            )
+        )
+        found.append(G_of_first(model, randn(4, 1, 8, 8), skip_layers=skip_layers))
+    close(found[0], found[1])
+
+
+def test_an_earlier_hook_that_changes_the_output_is_not_part_of_the_layer():
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    model[2].register_forward_hook(lambda module, args, output: 3 * output)
+    x = randn(5, 3)
+    kfac = KFAC(model)
+    y = model[2].forward(torch.tanh(model[0].forward(x))).detach().requires_grad_()
+    (3 * y).square().mean().backward()
+    step(kfac, model(x).square().mean())
+    close(average(kfac, "2", "G")[0], 5 * y.grad.T @ y.grad)
+
+
+# Models with a will of their own
+
+
+def test_a_forward_of_ones_own_is_plain_with_a_reason():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    layer = model[0]
+    layer.forward = lambda x: 5 * F.linear(x, layer.weight, layer.bias)
+    routing = KFAC(model).routing()
+    assert routing["0.weight"].treatment == routing["0.bias"].treatment == "plain"
+    assert "forward of its own" in routing["0.weight"].reason
+    assert routing["1.weight"].treatment == "kfac"
+
+
+def test_the_output_projection_of_an_attention_with_its_own_forward_is_a_linear_layer():
+    class Own(nn.MultiheadAttention):
+        def forward(self, x):
+            q, k, v = F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+            return self.out_proj(F.scaled_dot_product_attention(q, k, v))
+
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Own(4, 2)))
+    kfac = KFAC(model)
+    routing = kfac.routing()
+    assert "forward of its own" in routing["1.in_proj_weight"].reason
+    assert routing["1.out_proj.weight"].treatment == "kfac"
+    step(kfac, model(randn(3, 5, 4)).square().mean())
+    assert kfac.metrics()["layers"]["1.out_proj"]["ready"]
+
+
+def test_two_attentions_with_one_input_projection_are_one_block_and_sum_both():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.MultiheadAttention(4, 2, batch_first=True) for _ in range(2))
+            self.b.in_proj_weight = self.a.in_proj_weight
+            self.b.in_proj_bias = self.a.in_proj_bias
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.a(x, x, x)[0]
+            self.between = x.detach()
+            return self.b(x, x, x)[0]
+
+    model = seeded(Tied)
+    kfac = KFAC(model)
+    routing = kfac.routing()
+    assert "one block for 2 uses" in routing["a.in_proj_weight"].reason
+    (layer,) = [layer for layer in kfac._engine.layers if "in_proj.q" in layer.name]
+    gradients: list[torch.Tensor] = []
+    for site in layer.sites:
+        site.module.register_forward_hook(
+            lambda module, args, output: output.register_hook(gradients.append) and None
+        )
+    x = randn(3, 5, 4)
+    step(kfac, model(x).square().mean())
+    rows = torch.cat([x.flatten(0, 1), model.between.flatten(0, 1)])
+    close(average(kfac, layer.name, "A")[0], gram(rows))
+    g = torch.cat([gradient.flatten(0, 1) for gradient in gradients])
+    close(average(kfac, layer.name, "G")[0], 15 * g.T @ g)
+
+
+def test_a_part_named_module_keeps_its_name():
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.ConvTranspose1d(2, 2, 1)
+            self.bias = nn.Parameter(torch.zeros(2, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x) + self.bias
+
+    model = seeded(Wrapped)
+    kfac = KFAC(model)
+    names = [layer.name for layer in kfac._engine.layers]
+    assert sorted(names) == ["bias", "module", "module.bias"]
+    step(kfac, model(randn(2, 2, 5)).square().sum())
+    state = copy.deepcopy(kfac.state_dict())
+    kfac.load_state_dict(state)
+    assert same(state, kfac.state_dict())
+
+
+def test_a_parameter_that_is_unfrozen_later_is_plain_and_says_so_once():
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    model[0].requires_grad_(False)
+    kfac = KFAC(model)
+    assert kfac.routing()["0.weight"].treatment == "frozen"
+    model[0].requires_grad_(True)
+    route = kfac.routing()["0.weight"]
+    assert route.treatment == "plain"
+    assert "was frozen" in route.reason
+    model(randn(4, 3)).square().mean().backward()
+    plain = model[0].weight.grad.clone()
+    with pytest.warns(RuntimeWarning, match="were frozen when K-FAC was attached") as caught:
+        kfac.step()
+    assert [w.filename for w in caught] == [__file__]
+    close(model[0].weight.grad, plain, rtol=0)
+    step(kfac, model(randn(4, 3)).square().mean())  # warnings are errors
+
+
+def test_nothing_is_a_fine_amount_of_parameters_and_of_examples():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.none = nn.Linear(3, 2), nn.Parameter(torch.zeros(0, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) + self.none.sum()
+
+    model = seeded(Odd)
+    step(KFAC(model), model(randn(4, 3)).square().mean())
+    convolution = seeded(lambda: nn.Conv2d(1, 2, 3))
+    kfac = KFAC(convolution)
+    step(kfac, convolution(randn(0, 1, 5, 5)).sum())
+    step(kfac, convolution(randn(4, 1, 5, 5)).square().sum())
+    assert kfac.skipped_steps == 0
+
+
+def test_the_input_of_a_layer_whose_weight_is_frozen_may_change_in_place():
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.last.weight.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            x += self.last(x)
+            return x
+
+    model = seeded(InPlace)
+    plain = copy.deepcopy(model)
+    kfac = KFAC(model)
+    for m in (plain, model):
+        m(randn(4, 3)).square().sum().backward()
+    close(model.first.weight.grad, plain.first.weight.grad, rtol=0)
+    kfac.step()
+
+
+def test_functional_gradients_of_a_model_with_hooks_are_those_without():
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    p = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    x = randn(5, 3)
+
+    def loss(p, x):
+        return functional_call(model, p, (x,)).square().sum()
+
+    def gradients():
+        return grad(loss)(p, x), vmap(grad(loss), (None, 0))(p, x)
+
+    expected = gradients()
+    kfac = KFAC(model)
+    close(gradients(), expected, rtol=0)
+    step(kfac, model(x).square().mean())
+    close(gradients(), expected, rtol=0)
+
+
+# Mistakes and interruptions
+
+
+def test_ekfac_that_refreshes_at_every_step_is_an_error():
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="inv_update_steps must be > 1 with compute_method='ekfac'"):
+        KFAC(model, compute_method="ekfac", inv_update_steps=1)
+    assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("wrong", [{"loglevel": "INFO"}, {"output_of": 3}], ids=str)
+def test_a_wrong_argument_leaves_the_model_as_it_was(wrong):
+    model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8))
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        KFAC(model, fisher="mc", likelihood="gaussian", **wrong)
+    assert hooks(model) == 0
+    KFAC(model)
+
+
+class Interrupted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shift, self.stop = nn.Linear(3, 3), nn.Parameter(torch.randn(3)), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x + self.shift)
+        if self.stop:
+            raise KeyboardInterrupt
+        return y
+
+
+@pytest.mark.parametrize("after", ["step", "detach"])
+def test_an_interrupted_forward_leaves_no_mode_behind(after):
+    model = seeded(Interrupted)
+    model.stop = False
+    kfac = KFAC(model)
+    step(kfac, model(randn(4, 3)).square().mean())
+    model.stop, before = True, mode_stack()
+    with pytest.raises(KeyboardInterrupt):
+        model(randn(4, 3))
+    if after == "detach":
+        kfac.detach()
+    else:
+        model.stop = False
+        step(kfac, model(randn(4, 3)).square().mean())
+    assert mode_stack() == before == []
+
+
+def test_an_interrupted_forward_leaves_no_statistics():
+    found = []
+    for stop in (False, True):
+        model = seeded(Interrupted)
+        kfac = KFAC(model)
+        model.stop = stop
+        if stop:
+            with pytest.raises(KeyboardInterrupt):
+                model(randn(4, 3))
+        model.stop = False
+        step(kfac, model(randn(4, 3)).square().mean())
+        found.append(records(kfac))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "mc"])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_dropped_kfac_is_freed_and_gives_the_model_back(fisher, steps):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(4, 2), nn.Linear(4, 2)
+            self.shift = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.attention(x, x, x)[0] + self.shift)
+
+    model = seeded(Model)
+    kfac = KFAC(model, sgd(model), fisher=fisher, likelihood="gaussian")
+    for _ in range(steps):
+        step(kfac, model(randn(3, 5, 4)).square().mean())
+    engine, kfac = weakref.ref(kfac._engine), weakref.ref(kfac)
+    assert kfac() is engine() is None  # at once: without the help of a garbage collector
+    assert hooks(model) == 0
+    step(KFAC(model), model(randn(3, 5, 4)).square().mean())
+
+
+def test_forward_passes_without_backward_are_freed_with_the_batch():
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 200), nn.Linear(200, 2)))
+    kfac = KFAC(model, fisher="mc", likelihood="gaussian")
+    outputs = []
+    for _ in range(3):
+        outputs.append(weakref.ref(model(randn(4, 3))))
+        kfac.reset_batch()
+    gc.collect()
+    assert [output() for output in outputs] == [None] * 3
+
+
+def test_a_schedule_that_will_be_invalid_is_an_error_before_anything_moves():
+    model = seeded(lambda: nn.Linear(3, 2))
+    kfac = KFAC(model, sgd(model), factor_update_steps=lambda t: 1 if t < 1 else 0.5)
+    model(randn(4, 3)).square().mean().backward()
+    before = copy.deepcopy((model.state_dict(), model.weight.grad, kfac.state_dict()))
+    with pytest.raises((TypeError, ValueError), match="factor_update_steps"):
+        kfac.step()
+    assert same(before, (model.state_dict(), model.weight.grad, kfac.state_dict()))
+
+
+def test_a_step_after_detaching_says_that_it_was_detached():
+    model = seeded(lambda: nn.Linear(3, 2))
+    kfac = KFAC(model)
+    kfac.detach()
+    model(randn(4, 3)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="K-FAC was detached") as caught:
+        kfac.step()
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_warnings_point_at_the_line_that_stepped():
+    model = seeded(lambda: nn.Linear(3, 2))
+    kfac = KFAC(model, sgd(model))
+    (model(randn(4, 3)).sum() * float("nan")).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kfac.step()
+    assert [w.filename for w in caught] == [__file__]
+
+
+# Checkpoints that do not fit
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
+def test_a_field_of_the_wrong_shape_is_an_error_that_names_it_and_changes_nothing(method):
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    kfac = KFAC(model, sgd(model), compute_method=method, inv_update_steps=2)
+    for seed in range(2):
+        step(kfac, model(randn(4, 3, seed=seed)).square().mean())
+    before = copy.deepcopy(kfac.state_dict())
+    for key, tensor in before["kfac"]["layers"]["1"].items():
+        bad = copy.deepcopy(before)
+        bad["kfac"]["steps"] = 77
+        bad["kfac"]["layers"]["0"]["G"] += 1
+        bad["kfac"]["layers"]["1"][key] = torch.zeros(*tensor.shape, 9, dtype=tensor.dtype)
+        with pytest.raises(ValueError, match=rf"layer '1' must have shape .* for {key}, got"):
+            kfac.load_state_dict(bad)
+        assert same(before, kfac.state_dict())
+
+
+def test_what_the_optimizer_refuses_leaves_the_captures_as_they_were():
+    def trained(size):
+        model = seeded(lambda: nn.Linear(3, 2))
+        kfac = KFAC(model, sgd(model), compute_method="ekfac", inv_update_steps=10)
+        step(kfac, model(size * randn(4, 3, seed=int(size))).square().mean())
+        return kfac
+
+    kfac, other = trained(1.0), trained(10.0).state_dict()
+    other["param_groups"] = []
+    before = copy.deepcopy((kfac.state_dict(), kfac._engine.captures[0].bases))
+    with pytest.raises(ValueError, match="parameter group"):
+        kfac.load_state_dict(other)
+    assert same(before, (kfac.state_dict(), kfac._engine.captures[0].bases))
