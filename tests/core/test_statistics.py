@@ -279,3 +279,17 @@ def test_equal_uses_are_twice_the_one(xp):
     got = [to_numpy(x) for x in xp.run(add_transposed, *xp.convert((A, G, G, A)))]
     for k in range(2):
         assert_close(np.kron(got[1][k], got[0][k]), 2 * np.kron(G[k], A[k]))
+
+
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("axis", [0, 1, -2, 2])
+def test_channels_may_be_on_any_axis(xp, both, axis):
+    scales, shifts = normal(3, 4, 5, seed=1), normal(3, 4, 5, seed=2)
+    channels = scales.shape[axis]
+    rows = [np.moveaxis(x, axis, -1).reshape(-1, channels) for x in (scales, shifts)]
+    z = np.stack(rows, axis=-1)  # (rows, channels, 2)
+    expected = np.einsum("rci,rcj->cij", z, z) if both else (rows[0] ** 2).sum(0)[None]
+    got = xp.run(
+        lambda s, t: unit_second_moment_sum(s, t, both, axis), xp.asarray(scales), xp.asarray(shifts)
+    )
+    assert_close(got, expected)

@@ -61,23 +61,25 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
     return xp.concat([xp.concat([products, sums[:, None, :]], axis=-2), right], axis=-1)
 
 
-def unit_second_moment_sum(scales: Array, shifts: Array, both: bool) -> Array:
+def unit_second_moment_sum(scales: Array, shifts: Array, both: bool, channel_axis: int = -1) -> Array:
     """Σ z zᵀ for every channel of a layer that scales and shifts each channel by itself.
 
     Source: Amari et al. 2019 (arXiv:1808.07172), unit-wise Fisher; Osawa et al. 2019
     (arXiv:1811.12019), section 4.2, for normalization layers.
 
     Args:
-        scales: (rows, channels), each row's gradient by the scale.
-        shifts: (rows, channels), each row's gradient by the shift.
+        scales: (rows, channels), each row's gradient by the scale; rows may be on several axes.
+        shifts: likewise, each row's gradient by the shift.
+        channel_axis: where the channels are.
         both: (channels, 2, 2) of z = (scale, shift); else the diagonal (1, channels) of the scales.
     """
     xp = array_namespace(scales)
     scales, shifts = lift(scales), lift(shifts)
-    squares = xp.sum(scales * scales, axis=0)
+    rows = tuple(i for i in range(scales.ndim) if i != channel_axis % scales.ndim)
+    squares = xp.sum(scales * scales, axis=rows)
     if not both:
         return squares[None, :]
-    cross, shifted = xp.sum(scales * shifts, axis=0), xp.sum(shifts * shifts, axis=0)
+    cross, shifted = xp.sum(scales * shifts, axis=rows), xp.sum(shifts * shifts, axis=rows)
     return xp.reshape(xp.stack([squares, cross, cross, shifted], axis=-1), (-1, 2, 2))
 
 

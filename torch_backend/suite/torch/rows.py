@@ -226,14 +226,13 @@ def _norm_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positio
         if x.ndim == -spec.channel_axis:  # no batch axis
             x, gradient = x[None], gradient[None]
         x = F.instance_norm(x, eps=eps)
-    x, gradient = x.movedim(spec.channel_axis, -1), gradient.movedim(spec.channel_axis, -1)
-    shifts = gradient
-    scales = gradient * x
+    axis = spec.channel_axis % x.ndim
+    channels = x.shape[axis]
+    scales, shifts = gradient * x, gradient
     if spec.reduce and x.ndim > 2:
-        inner = tuple(range(1, x.ndim - 1))
-        scales, shifts = scales.sum(inner), shifts.sum(inner)
-    channels = x.shape[-1]
-    A = unit_second_moment_sum(scales.reshape(-1, channels), shifts.reshape(-1, channels), spec.bias)
+        inner = tuple(i for i in range(1, x.ndim) if i != axis)
+        scales, shifts, axis = scales.sum(inner), shifts.sum(inner), 1
+    A = unit_second_moment_sum(scales, shifts, spec.bias, axis)
     rows = scales.numel() // channels
     ones = gradient.new_full((A.shape[0], 1, 1), rows)
     return Sums(A, ones, _counts(gradient, rows, positions), None)
