@@ -158,7 +158,12 @@ def parse() -> argparse.Namespace:
     model = parser.add_argument_group("model")
     for name, default in (("context", 64), ("width", 64), ("heads", 4), ("depth", 4)):
         model.add_argument(f"--{name}", type=training.whole, default=default, help=f"default: {default}")
-    return training.parse(parser)
+    options = training.parse(parser)
+    if options.width % options.heads:
+        parser.error(f"--width must be a multiple of --heads, got {options.width} and {options.heads}")
+    if options.text is not None and not options.text.is_file():
+        parser.error(f"--text must be a file, got {options.text}")
+    return options
 
 
 def main() -> None:
@@ -168,7 +173,7 @@ def main() -> None:
         fake_text(options.fake_length, options.seed) if options.fake_data else options.text.read_bytes()
     )
     text = Text(raw)
-    test_starts = torch.arange(0, len(text.test) - context, context)
+    test_starts = torch.arange(0, max(len(text.test) - context, 0), context)
     if not len(test_starts):
         raise SystemExit(f"the text is too short for --context {context}")
     torch.manual_seed(options.seed)

@@ -36,7 +36,6 @@ SETTINGS: training.Settings = {
         "factor_update_steps": 1,
         "inv_update_steps": 5,
         "compute_method": "inverse",
-        "fisher": "empirical",
         "warmup": 0.0,
     },
     "kron": {"lr": 3e-3, "b1": 0.9, "weight_decay": 0.0, "warmup": 0.0},

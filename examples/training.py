@@ -24,6 +24,10 @@ from suite.torch import KFAC, Kron
 
 Settings: TypeAlias = dict[str, dict[str, float | str]]  # hyperparameters by optimizer
 AMP = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+CHOICES = {
+    "compute_method": ("eigen", "inverse", "newton_schulz", "ekfac"),
+    "fisher": ("empirical", "mc", "type-2"),
+}
 # What must be the same in the run that wrote a checkpoint and the one that resumes it.
 IDENTITY = ("optimizer", "settings", "seed", "epochs", "batch_size", "accumulate", "amp")
 
@@ -71,12 +75,20 @@ def parser(
     run.add_argument(
         "--checkpoint-every", type=whole, metavar="STEPS", help="and this often within epochs"
     )
-    run.add_argument("--resume", action="store_true", help="go on from --checkpoint, if it exists")
+    run.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from --checkpoint, if it exists, to the epoch it was started for",
+    )
     run.add_argument("--output", type=Path, metavar="PATH", help="a log of all epochs, in JSON")
     group = result.add_argument_group("optimizer")
     group.add_argument("--optimizer", choices=settings, default="kfac", help="default: %(default)s")
     for name in dict.fromkeys(key for values in settings.values() for key in values):
         kind = type(next(values[name] for values in settings.values() if name in values))
+        if name in CHOICES:
+            used = ", ".join(optimizer for optimizer, values in settings.items() if name in values)
+            group.add_argument(f"--{name.replace('_', '-')}", choices=CHOICES[name], help=f"of {used}")
+            continue
         used = ", ".join(optimizer for optimizer, values in settings.items() if name in values)
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=f"of {used}")
     result.set_defaults(all_settings=settings, likelihood=likelihood)
@@ -135,7 +147,7 @@ def make_optimizer(
     return KFAC(
         model,
         torch.optim.SGD(model.parameters(), **descent),
-        likelihood=None if settings["fisher"] == "empirical" else options.likelihood,
+        likelihood=None if settings.get("fisher", "empirical") == "empirical" else options.likelihood,
         seed=options.seed,
         grad_scaler=scaler,
         **settings,

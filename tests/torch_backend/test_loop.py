@@ -236,7 +236,7 @@ def test_hooks_that_a_compiled_model_ignores_are_an_error():
     kfac = KFAC(model)
     compiled(torch.ones(3, 4)).sum().backward()
     before = copy.deepcopy(kfac.state_dict())
-    with pytest.raises(RuntimeError, match="their hooks were lost"):
+    with pytest.raises(RuntimeError, match=r"torch\.compile has compiled before"):
         kfac.step()
     assert same(before, kfac.state_dict())
 

@@ -571,3 +571,73 @@ def test_what_the_optimizer_refuses_leaves_the_captures_as_they_were():
     with pytest.raises(ValueError, match="parameter group"):
         kfac.load_state_dict(other)
     assert same(before, (kfac.state_dict(), kfac._engine.captures[0].bases))
+
+
+# ---- mistakes that would train nothing, or something else ------------------------------------------
+
+
+def scaled_step(kfac, model, scaler):
+    scaler.scale(model(torch.ones(3, 4)).square().sum()).backward()
+    scaler.step(kfac)
+
+
+def test_a_grad_scaler_that_kfac_does_not_know_is_an_error():
+    model = nn.Linear(4, 2)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="grad_scaler must be given to KFAC"):
+        scaled_step(kfac, model, torch.amp.GradScaler("cpu"))
+    scaled_step(kfac, model, torch.amp.GradScaler("cpu", enabled=False))
+    assert kfac.steps == 1
+
+
+def test_gradients_that_are_still_scaled_are_an_error():
+    model = nn.Linear(4, 2)
+    scaler = torch.amp.GradScaler("cpu")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, grad_scaler=scaler)
+    scaler.scale(model(torch.ones(3, 4)).square().sum()).backward()
+    before = copy.deepcopy(model.weight.grad)
+    with pytest.raises(RuntimeError, match="must be unscaled before step"):
+        kfac.step()
+    assert torch.equal(before, model.weight.grad)
+    scaler.unscale_(sgd)
+    kfac.step()
+    scaler.step(sgd)
+    scaler.update()
+    assert kfac.steps == 1
+
+
+def test_an_optimizer_of_other_parameters_is_an_error():
+    other = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="would precondition nothing") as caught:
+        KFAC(nn.Linear(2, 2), torch.optim.SGD(other.parameters(), lr=0.1))
+    assert "not in the optimizer" in str(caught.value)
+
+
+def test_states_with_and_without_an_optimizer_are_not_exchanged():
+    def make(with_optimizer):
+        model = nn.Linear(2, 2)
+        return KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1) if with_optimizer else None)
+
+    for one in (True, False):
+        with pytest.raises(ValueError, match="state_dict must be of a KFAC with"):
+            make(one).load_state_dict(make(not one).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"skip_layers": ["("]}, r"skip_layers must be regular expressions, got '\('"),
+        ({"weight_sharing": {"Conv2D": "reduce"}}, "weight_sharing must name classes"),
+        ({"compute_method": "eig"}, "compute_method must be one of 'eigen', 'inverse', "),
+    ],
+)
+def test_settings_that_mean_nothing_are_errors(settings, message):
+    with pytest.raises(ValueError, match=message):
+        KFAC(nn.Linear(2, 2), **settings)
+
+
+def test_ekfac_keeps_a_period_above_one():
+    kfac = KFAC(nn.Linear(2, 2), compute_method="ekfac", inv_update_steps=2)
+    with pytest.raises(ValueError, match="inv_update_steps must be > 1"):
+        kfac.set_hyperparameter("inv_update_steps", 1)

@@ -64,7 +64,8 @@ class KFAC(torch.optim.Optimizer):
         kl_clip: bound of lr² Σ⟨direction, gradient⟩; None switches clipping off.
         lr: the learning rate in that bound. Default: the optimizer's for each parameter, or 0.1
             without one.
-        compute_method: 'eigen', 'inverse', 'newton_schulz' or 'ekfac', see `suite.core.kfac.KFAC`.
+        compute_method: 'eigen', 'inverse', 'newton_schulz' or 'ekfac', see `suite.core.kfac.KFAC`;
+            'ekfac' needs inv_update_steps > 1.
         compute_eigenvalue_outer_product: of 'eigen': keep d_G d_Aᵀ between refreshes, of the size of the
             gradient, and save an outer product a step. Damping is added at every step, so a schedule
             takes effect at once.
@@ -72,7 +73,7 @@ class KFAC(torch.optim.Optimizer):
         fisher: 'empirical': of the gradients of the loss; 'mc': of targets drawn from the model's
             predictive distribution; 'type-2': exactly that distribution's, by one backward pass for
             each output coordinate. The last two run backward passes of their own, for statistics only;
-            activation checkpointing must then be the kind without reentrance.
+            call the model itself then, and use the activation checkpointing without reentrance.
         likelihood: what the outputs mean, for 'mc' and 'type-2': a `Categorical`, `Bernoulli` or
             `Gaussian`, or such a name in lower case. 'empirical' has no use for it.
         output_of: picks the tensor that `likelihood` is about from what the model returns.
@@ -93,13 +94,15 @@ class KFAC(torch.optim.Optimizer):
         loss_reduction: 'mean' or 'sum': what the loss does over its terms.
         grad_scaler: the GradScaler of mixed-precision training, or a function that returns the scale of
             the loss: statistics are taken of scaled gradients and have to be unscaled. Gradients must be
-            unscaled before `step()`: `scaler.unscale_(optimizer)`, or `scaler.step(kfac)`.
+            unscaled before `step()`: `scaler.unscale_(optimizer)`, or `scaler.step(kfac)`. With a
+            GradScaler that is not given here, or gradients that it has not unscaled, `step` raises.
         symmetry_aware, update_factors_in_hook, compute_factor_in_hook, accumulation_steps: of
             kfac-pytorch, without effect in one process: factors are always averaged in `step()` from
             everything since the last one, however many backward passes that was.
         loglevel: of the routing report, which goes to the logger 'suite.torch'.
 
-    The first six and lr take a number or a function of the step count.
+    factor_update_steps, inv_update_steps, damping, factor_decay, kl_clip and lr take a number or a
+    function of the step count.
 
     Notes:
         When `kl_clip` binds, the direction is scaled by 1/lr. A base optimizer with momentum keeps those
@@ -159,9 +162,8 @@ class KFAC(torch.optim.Optimizer):
         if isinstance(compute_method, ComputeMethod):
             method = compute_method.value
         else:
-            names = tuple(member.value for member in ComputeMethod)
-            check_choice("compute_method", compute_method, (*names, *map(str.upper, names)))
-            method = compute_method.lower()
+            method = compute_method.lower() if isinstance(compute_method, str) else compute_method
+            check_choice("compute_method", method, tuple(member.value for member in ComputeMethod))
         check_integer("max_factor_size", max_factor_size, at_least=1)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         check_choice("fisher", fisher, ("empirical", "mc", "type-2"))
@@ -194,11 +196,8 @@ class KFAC(torch.optim.Optimizer):
                     f"optimizer must step without evaluating the model again, got {kind}, whose step "
                     "needs a closure"
                 )
-        if method == "ekfac" and inv_update_steps == 1:
-            raise ValueError(
-                "inv_update_steps must be > 1 with compute_method='ekfac', whose second moments are "
-                "measured between refreshes, got 1"
-            )
+        if method == "ekfac":
+            _check_period_of_ekfac(inv_update_steps)
         likelihood = _likelihood(likelihood, fisher)
         if factor_scaling == "kfac_pytorch" and method == "ekfac":
             raise ValueError("compute_method must not be 'ekfac' with factor_scaling='kfac_pytorch'")
@@ -229,6 +228,7 @@ class KFAC(torch.optim.Optimizer):
             weight_sharing=weight_sharing,
             max_rows=max_rows or 0,
             only=(nn.Linear, nn.Conv2d) if factor_scaling == "kfac_pytorch" else None,
+            moved=None if optimizer is None else _moved_by(optimizer),
         )
         logging.getLogger("suite.torch").log(loglevel, "K-FAC:\n%s", found.routing)
         self._engine = KFACEngine(
@@ -285,7 +285,7 @@ class KFAC(torch.optim.Optimizer):
         def get(self: KFAC) -> Any:
             return self.hyperparameter(name)
 
-        return property(get, doc=f"The value of `{name}` at this step.")
+        return property(get, doc=f"The value of `{name}` at this step, as given.")
 
     factor_update_steps = _current("factor_update_steps")
     inv_update_steps = _current("inv_update_steps")
@@ -354,6 +354,8 @@ class KFAC(torch.optim.Optimizer):
         if callable(self._hyperparameters[name]):
             raise ValueError(f"{name} was given as a function of the step count and cannot be set")
         _check(name, value)
+        if name == "inv_update_steps" and self._engine.rule.compute_method == "ekfac":
+            _check_period_of_ekfac(value)
         self._hyperparameters[name] = value
         self._set_clock()
 
@@ -373,6 +375,10 @@ class KFAC(torch.optim.Optimizer):
 
         Returns:
             What `closure` returned.
+
+        Raises:
+            RuntimeError: layers have gradients but none was ever seen running (hooks lost to a graph
+                that was compiled before), or gradients are still scaled; nothing has changed then.
         """
         # Dynamo loses the gradients of slots. Asking for it when it is not loaded would load it.
         step = _uncompiled_step() if "torch._dynamo" in sys.modules else KFAC._step
@@ -390,6 +396,7 @@ class KFAC(torch.optim.Optimizer):
         kl_clip = self.hyperparameter("kl_clip")
         self._at("factor_update_steps", self._steps + 1)  # what is wrong with it is said now
         lr_of = self._lr_of()
+        self._require_unscaled()
         self._engine.unwind()
         taken = self._engine.take_statistics(_scale_of(self._grad_scaler))
         if self._sampler is not None:
@@ -431,8 +438,30 @@ class KFAC(torch.optim.Optimizer):
         """Whether a parameter's gradient is the optimizer's business, and cleared by it."""
         if self._base is None:
             return lambda parameter: True
-        moved = {id(p) for p in self._parameters()}
+        moved = _moved_by(self._base)
         return lambda parameter: id(parameter) in moved
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler.step asks an optimizer first; the one sign of it that an optimizer gets."""
+        if self._grad_scaler is None and self._sampler is None:
+            raise ValueError(
+                "grad_scaler must be given to KFAC where a GradScaler scales the loss: statistics are "
+                "of scaled gradients"
+            )
+        return False
+
+    def _require_unscaled(self) -> None:
+        """RuntimeError if a GradScaler has not unscaled any optimizer's gradients since its update."""
+        scaler = self._grad_scaler
+        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+            return
+        states = getattr(scaler, "_per_optimizer_states", None)  # since 2.0; no public question exists
+        if states is not None and not any(s["found_inf_per_device"] for s in states.values()):
+            raise RuntimeError(
+                "gradients must be unscaled before step(): call scaler.unscale_(optimizer), or "
+                "scaler.step(kfac)"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy is a new KFAC on the copied model, whose hooks do not come along.
@@ -551,6 +580,9 @@ class KFAC(torch.optim.Optimizer):
                 f"compute_method of the state_dict must be {self._engine.rule.compute_method!r}, "
                 f"got {kfac['compute_method']!r}"
             )
+        if (self._base is not None) != ("param_groups" in state_dict):
+            kinds = ("with", "without") if self._base is not None else ("without", "with")
+            raise ValueError(f"state_dict must be of a KFAC {kinds[0]} an optimizer, got one {kinds[1]}")
         before = self._engine.snapshot()
         self._engine.load_state_dict(kfac["layers"], kfac["inputs"], kfac["discovered"])
         if self._base is not None:
@@ -603,11 +635,23 @@ def _scale_of(grad_scaler: torch.amp.GradScaler | Callable[[], float] | None) ->
     return float(grad_scaler())
 
 
+def _moved_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def _rebuilt(kind: type[KFAC], model: Any, base: Any, settings: Any, state: Any) -> KFAC:
     made = kind(model, base, **settings)
     made._engine.load_state_dict(state["layers"], state["inputs"], state["discovered"])
     made._load_counts(state)
     return made
+
+
+def _check_period_of_ekfac(inv_update_steps: Any) -> None:
+    if inv_update_steps == 1:
+        raise ValueError(
+            "inv_update_steps must be > 1 with compute_method='ekfac', whose second moments are "
+            "measured between refreshes, got 1"
+        )
 
 
 def _itself(output: Any) -> Any:

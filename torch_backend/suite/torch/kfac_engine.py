@@ -235,18 +235,22 @@ class KFACEngine:
 
     def _report_nothing(self) -> None:
         """No layer was seen: an error if none ever was though there are gradients, else a warning."""
-        through = ", or no backward pass through the model's output" if self.clock.sampled else ""
-        said = f"K-FAC saw no layer run in training mode with gradients since the last step{through}"
+        said = "K-FAC saw no layer run in training mode with gradients since the last step"
+        why = (
+            "A model that torch.compile has compiled before K-FAC was attached loses its hooks: attach "
+            "first, or call torch._dynamo.reset()"
+        )
+        if self.clock.sampled:
+            said = "K-FAC saw no backward pass through the model's output since the last step"
+            why = "With a sampled Fisher call the model itself, not its parts"
         gradients = [layer.weight.grad() for layer in self.layers]
         moving = any(g is not None and bool(g.any()) for g in gradients)
         if not self.attached:
             said = "K-FAC was detached: there are no statistics"
-        elif self.model.training and moving and not self._unseen_reported:
-            raise RuntimeError(
-                f"{said}, although its layers have gradients: their hooks were lost. A model that "
-                "torch.compile has compiled before K-FAC was attached does that: attach first, or call "
-                "torch._dynamo.reset()"
-            )
+        elif self.model.training and moving:
+            if not self._unseen_reported:
+                raise RuntimeError(f"{said}, although its layers have gradients. {why}")
+            said = f"{said}, although its layers have gradients ({why})"
         warn_user(f"{said}, so its factors were not updated")
 
     def _report_unseen(self, taken: Taken) -> None:
@@ -411,8 +415,9 @@ class KFACEngine:
         for route in self.routing:
             parameter = names.get(route.parameter)
             said = list(notes.get(id(parameter), []))
-            if parameter is not None and not moves(parameter):
-                said.append("not in the optimizer: its gradient is left alone")
+            if route.treatment == "kfac" and parameter is not None and not moves(parameter):
+                reason = "not in the optimizer: its gradient is left alone"
+                route = Route(route.parameter, route.shape, "plain", "", reason)
             if route.treatment == "frozen" and parameter is not None and parameter.requires_grad:
                 reason = "was frozen when K-FAC was attached: attach again to cover it"
                 route = Route(route.parameter, route.shape, "plain", "", reason)

@@ -152,6 +152,7 @@ class FoundLayers:
 
     Args:
         skip_layers: regular expressions for names and class names.
+        moved: the parameters that the optimizer has; None: all.
         weight_sharing: 'expand' or 'reduce', or which of them for which class name.
         only: the kinds of modules to cover; default: all known ones, and free parameters.
     """
@@ -165,15 +166,24 @@ class FoundLayers:
         weight_sharing: str | Mapping[str, str] = "expand",
         max_rows: int = 0,
         only: tuple[type[nn.Module], ...] | None = None,
+        moved: set[int] | None = None,
     ) -> None:
         self.layers: list[Layer] = []
         self.attentions: list[Attention] = []
         self.free: dict[nn.Module, list[Layer]] = {}  # by the module whose forward uses them
-        self._patterns = [re.compile(pattern) for pattern in skip_layers]
+        self._patterns = [_pattern(text) for text in skip_layers]
         self._max_factor_size = max_factor_size
         self._weight_sharing = weight_sharing
         self._max_rows = max_rows
         self._only = only
+        self._moved = moved
+        if not isinstance(weight_sharing, str):
+            known = {type(module).__name__ for module in model.modules()}
+            unknown = sorted(set(weight_sharing) - known)
+            if unknown:
+                raise ValueError(
+                    f"weight_sharing must name classes of the model's modules, got {unknown}"
+                )
         self._reasons: dict[int, str] = {}
         # (parameter, first row) -> its layer's place in `layers`
         self._by_weight: dict[tuple[int, int], int] = {}
@@ -521,7 +531,10 @@ class FoundLayers:
         for full, parameter in model.named_parameters():
             name, shape = self.name_of(full), tuple(parameter.shape)
             layers = used.get(id(parameter))
-            if layers:
+            if layers and self._moved is not None and id(parameter) not in self._moved:
+                reason = "not in the optimizer: its gradient is left alone"
+                routes.append(Route(name, shape, "plain", "", reason))
+            elif layers:
                 routes.append(Route(name, shape, "kfac", _factors(layers), self._why(layers)))
             elif not parameter.requires_grad:
                 routes.append(Route(name, shape, "frozen", "", "requires_grad is False"))
@@ -577,6 +590,13 @@ def _channel_axis(module: nn.Module) -> int:
     return 1 if isinstance(module, (nn.GroupNorm, *_BATCH_NORMS)) else -1
 
 
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"skip_layers must be regular expressions, got {text!r}: {error}") from error
+
+
 def _join(*names: str) -> str:
     return ".".join(name for name in names if name)
 
@@ -606,9 +626,12 @@ def _why_not_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> str
 
 
 def _why_hidden(module: nn.Module) -> str:
-    if isinstance(module, nn.RNNBase):
-        kind = type(module).__name__
-        return f"nn.{kind} hides its steps: use suite.torch.{kind}, or replace_recurrent(model)"
+    for base in (nn.LSTM, nn.GRU, nn.RNN):
+        kind = base.__name__
+        if type(module) is base:
+            return f"nn.{kind} hides its steps: use suite.torch.{kind}, or replace_recurrent(model)"
+        if isinstance(module, base):
+            return f"a subclass of nn.{kind} hides its steps: derive it from suite.torch.{kind}"
     return f"{type(module).__name__} is not a kind of layer K-FAC covers"
 
 

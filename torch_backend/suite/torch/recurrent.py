@@ -263,7 +263,12 @@ def replace_recurrent(module: AnyModule) -> AnyModule:
 
     Returns:
         `module`.
+
+    Raises:
+        TypeError: not a torch.nn.Module.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     for part in list(module.modules()):
         written_out = _WRITTEN_OUT.get(type(part))
         if written_out is not None:
