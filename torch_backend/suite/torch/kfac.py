@@ -18,9 +18,9 @@ from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.routing import Routing
 from suite.torch.checks import check_dtype, warn_user
+from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.kfac_engine import KFACEngine
-from suite.torch.layers import FoundLayers
 
 Schedule: TypeAlias = float | Callable[[int], float]
 

@@ -24,21 +24,12 @@ from suite.torch.capture import (
 )
 from suite.torch.checks import warn_user
 from suite.torch.factors import LayerFactors, at_least_single
+from suite.torch.find_layers import FoundLayers
 from suite.torch.hooks import Hook, ModeAround
-from suite.torch.layers import FoundLayers, Layer
+from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer
 from suite.torch.uses import UseCounter
 
 Taken = list[Captured | None]
-
-
-_CONVOLUTIONS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 
 
 class KFACEngine:
@@ -122,7 +113,7 @@ class KFACEngine:
         for module in model.modules():
             if isinstance(module, nn.Linear) and id(module) not in covered:
                 self._attached.append(OutputWatch(module, module.out_features, self.clock))
-            elif isinstance(module, _CONVOLUTIONS) and id(module) not in covered:
+            elif isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) and id(module) not in covered:
                 self._attached.append(OutputWatch(module, module.out_channels, self.clock))
 
     def detach(self) -> None:

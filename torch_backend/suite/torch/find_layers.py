@@ -1,0 +1,575 @@
+"""Which parameters of a model K-FAC preconditions, and in which blocks."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from suite.core.routing import Route, Routing, describe_factors
+from suite.torch.attention import Attention
+from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer, Layout, Piece, Site
+from suite.torch.recurrent import GRU, LSTM, RNN, Product
+from suite.torch.rows import LayerSpec
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_BATCH_NORMS, *_INSTANCE_NORMS)
+_KINDS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED, nn.Embedding, nn.EmbeddingBag, *_NORMS)
+_RECURRENT = (RNN, LSTM, GRU)
+_HIDDEN = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.SyncBatchNorm)
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
+_WRAPPERS = re.compile(
+    r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)"
+)
+
+
+def plain_name(name: str) -> str:
+    """A module's or parameter's name without the parts that wrappers put into it."""
+    return _WRAPPERS.sub("", name).lstrip(".")
+
+
+class FoundLayers:
+    """All blocks of a model that K-FAC covers, and the treatment of every parameter.
+
+    Args:
+        skip_layers: regular expressions for names and class names.
+        moved: the parameters that the optimizer has; None: all.
+        weight_sharing: 'expand' or 'reduce', or which of them for which class name.
+        only: the kinds of modules to cover; default: all known ones, and free parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        skip_layers: Sequence[str] = (),
+        max_factor_size: int = 8192,
+        weight_sharing: str | Mapping[str, str] = "expand",
+        max_rows: int = 0,
+        only: tuple[type[nn.Module], ...] | None = None,
+        moved: set[int] | None = None,
+    ) -> None:
+        self.layers: list[Layer] = []
+        self.attentions: list[Attention] = []
+        self.free: dict[nn.Module, list[Layer]] = {}  # by the module whose forward uses them
+        self._patterns = [_pattern(text) for text in skip_layers]
+        self._max_factor_size = max_factor_size
+        self._weight_sharing = weight_sharing
+        self._max_rows = max_rows
+        self._only = only
+        self._moved = moved
+        if not isinstance(weight_sharing, str):
+            known = {type(module).__name__ for module in model.modules()}
+            unknown = sorted(set(weight_sharing) - known)
+            if unknown:
+                raise ValueError(
+                    f"weight_sharing must name classes of the model's modules, got {unknown}"
+                )
+        self._reasons: dict[int, str] = {}
+        # (parameter, first row) -> its layer's place in `layers`
+        self._by_weight: dict[tuple[int, int], int] = {}
+        self._owners: dict[int, list[str]] = {}
+        named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        # A model may have a part named `module` of its own, without which names would be ambiguous.
+        self._strip = len(set(map(plain_name, named))) == len(named)
+        for full, parameter in model.named_parameters(remove_duplicate=False):
+            self._owners.setdefault(id(parameter), []).append(self.name_of(full).rpartition(".")[0])
+        self._walk(model)
+        self.routing = self._routes(model)
+
+    def name_of(self, full: str) -> str:
+        """The name in reports and checkpoints of a module or parameter with this name in the model."""
+        return plain_name(full) if self._strip else full
+
+    # ---- the walk ------------------------------------------------------------------------------
+
+    def _walk(self, model: nn.Module) -> None:
+        skipped: set[str] = set()
+        claimed: set[nn.Module] = set()  # by a module around them that runs them itself
+        parents: dict[str, nn.Module] = {}
+        for raw, module in model.named_modules():
+            name = self.name_of(raw)
+            parent = raw.rpartition(".")[0]
+            around = parents.get(parent)
+            parents[raw] = around if isinstance(module, _CONTAINERS) and around is not None else module
+            if (raw and parent in skipped) or self._is_skipped(name, module):
+                skipped.add(raw)
+                self._say(module, "named by skip_layers")
+                continue
+            if module in claimed:
+                continue
+            if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+                raise ValueError(
+                    f"layer {name!r} is lazy and has no shape yet: run one forward pass before "
+                    "attaching K-FAC"
+                )
+            own = dict(module.named_parameters(recurse=False))
+            if self._only is not None and type(module) not in self._only:
+                kind = type(module).__name__
+                self._say(module, f"{kind} is not a kind of layer that kfac-pytorch covers")
+            elif isinstance(module, nn.MultiheadAttention):
+                if self._attention(name, module):
+                    claimed.add(module.out_proj)
+            elif isinstance(module, _RECURRENT):
+                self._recurrent(name, module)
+            elif nn.utils.parametrize.is_parametrized(module) or hasattr(module, "weight_v"):
+                self._parametrized(name, module, own)
+                claimed |= (
+                    set(module.parametrizations.modules())
+                    if hasattr(module, "parametrizations")
+                    else set()
+                )
+            elif isinstance(module, _KINDS):
+                self._module(name, module, own)
+            elif isinstance(module, _HIDDEN):
+                self._say(module, _why_hidden(module))
+            elif own:
+                self._free_parameters(name, parents[raw], own)
+
+    def _is_skipped(self, name: str, module: nn.Module) -> bool:
+        kind = type(module).__name__
+        return any(p.search(name) or p.search(kind) for p in self._patterns)
+
+    def _module(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
+        """One module of a known kind."""
+        kind = next(k for k in _KINDS if isinstance(module, k))
+        if type(module).forward is not kind.forward or "forward" in vars(module):
+            self._say(module, f"this {type(module).__name__} has a forward of its own")
+            return
+        weight, bias = own.get("weight"), own.get("bias")
+        if weight is None:
+            return
+        reason = _why_not(weight)
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            reason = reason or _why_not_embedding(name, module)
+        if reason:
+            self._reasons.setdefault(id(weight), reason)
+            if bias is not None and not _why_not(bias):
+                self._bias(name, module, bias)
+            return
+        spec = self._spec(module, weight, bias)
+        shared = bias is not None and len(set(self._owners[id(bias)])) > 1
+        with_bias = bias is not None and bias.requires_grad and not shared and not _why_not(bias)
+        if isinstance(module, TRANSPOSED):
+            self._add(name, Piece(weight), None, "transposed", Site(module, module, spec))
+            if with_bias:
+                assert bias is not None
+                self._bias(name, module, bias)
+            return
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            self._add(name, Piece(weight), None, "table", Site(module, module, spec))
+            return
+        spec = spec._replace(bias=with_bias)
+        layout: Layout = "matrix"
+        if isinstance(module, _NORMS):
+            layout = "unit" if with_bias else "vector"
+        piece = Piece(bias) if with_bias and bias is not None else None
+        self._add(name, Piece(weight), piece, layout, Site(module, module, spec))
+        if bias is not None and not with_bias and not shared and not _why_not(bias):
+            self._bias(name, module, bias)
+
+    def _spec(self, module: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None) -> LayerSpec:
+        reduce = self._reduces(module)
+        if isinstance(module, nn.Linear):
+            return LayerSpec("dense", reduce=reduce, max_rows=self._max_rows)
+        if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+            return LayerSpec(
+                "transposed" if isinstance(module, TRANSPOSED) else "convolution",
+                groups=module.groups,
+                kernel=tuple(module.kernel_size),
+                stride=tuple(module.stride),
+                padding=_padding(module),
+                dilation=tuple(module.dilation),
+                padding_mode=module.padding_mode,
+                reduce=reduce,
+                max_rows=self._max_rows,
+            )
+        if isinstance(module, nn.Embedding):
+            padding = -1 if module.padding_idx is None else module.padding_idx
+            rows = module.num_embeddings
+            return LayerSpec("embedding", padding_index=padding, norm_size=rows)
+        if isinstance(module, nn.EmbeddingBag):
+            return LayerSpec("bag", norm_size=module.num_embeddings)
+        return _norm_spec(module, reduce)
+
+    def _reduces(self, module: nn.Module) -> bool:
+        if isinstance(self._weight_sharing, str):
+            return self._weight_sharing == "reduce"
+        return self._weight_sharing.get(type(module).__name__, "expand") == "reduce"
+
+    def _bias(self, name: str, module: nn.Module, bias: nn.Parameter) -> None:
+        """A bias by itself: a product with the input 1."""
+        axis = _channel_axis(module)
+        spec = LayerSpec("bias", channel_axis=axis, reduce=self._reduces(module))
+        if bias.ndim != 1:
+            self._reasons.setdefault(id(bias), "a shift of several axes without its scale")
+        elif (id(bias), 0) not in self._by_weight:
+            self._add(_join(name, "bias"), Piece(bias), None, "bias", Site(module, module, spec))
+
+    def _attention(self, name: str, module: nn.MultiheadAttention) -> bool:
+        """The four products of nn.MultiheadAttention, which its own forward does not show."""
+        own = vars(module).get("forward")
+        original = type(module).forward is nn.MultiheadAttention.forward
+        if not original or not (own is None or isinstance(own, Attention)):
+            self._say(module, f"{type(module).__name__} has a forward of its own")
+            return False
+        attention = Attention(module)
+        self.attentions.append(attention)
+        for key, weight, bias, start, stop in attention.products():
+            if weight is None or _why_not(weight):
+                continue
+            piece = Piece(weight, start, stop)
+            bias_piece = None
+            if bias is not None and bias.requires_grad:
+                out = piece.shape[0]
+                at = {"q": 0, "k": out, "v": 2 * out}.get(key) if key != "out" else None
+                bias_piece = Piece(bias) if at is None else Piece(bias, at, at + out)
+            spec = LayerSpec(
+                "dense",
+                bias=bias_piece is not None,
+                max_rows=self._max_rows,
+                reduce=self._reduces(module),
+            )
+            inner = "out_proj" if key == "out" else f"in_proj.{key}"
+            site = Site(attention.product(key), module, spec)
+            self._add(_join(name, inner), piece, bias_piece, "matrix", site)
+        for key in ("bias_k", "bias_v"):
+            parameter = getattr(module, key)
+            if parameter is not None:
+                self._free_parameters(name, module, {key: parameter})
+        return True
+
+    def _recurrent(self, name: str, module: nn.Module) -> None:
+        """The products of a recurrent module that is written out."""
+        for product in module.modules():
+            if not isinstance(product, Product):
+                continue
+            weight = module.get_parameter(product.weight_name)
+            bias = module.get_parameter(product.bias_name) if product.bias_name else None
+            if _why_not(weight):
+                continue
+            with_bias = bias is not None and bias.requires_grad
+            spec = LayerSpec("dense", bias=with_bias, max_rows=self._max_rows)
+            piece = Piece(bias) if bias is not None and with_bias else None
+            site = Site(product, module, spec)
+            self._add(_join(name, product.weight_name), Piece(weight), piece, "matrix", site)
+
+    def _parametrized(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
+        """weight_norm and spectral_norm of a known layer: see `Site.scaling`."""
+        direction, magnitude, scaling = _parametrization(module)
+        reason = "its weight is computed by a parametrization that K-FAC does not know"
+        if not isinstance(module, (nn.Linear, *CONVOLUTIONS)) or direction is None:
+            self._say(module, reason, recurse=True)
+            return
+        bias = own.get("bias")
+        if not _why_not(direction):
+            spec = self._spec(module, direction, bias)
+            site = Site(module, module, spec, scaling=scaling)
+            self._add(name, Piece(direction), None, "matrix", site)
+        if magnitude is not None and not _why_not(magnitude):
+            axis = _channel_axis(module)
+            spec = LayerSpec("norm", channel_axis=axis, reduce=self._reduces(module))
+            site = Site(module, module, spec, scaling="magnitude")
+            self._add(_join(name, "magnitude"), Piece(magnitude), None, "vector", site)
+        if bias is not None and not _why_not(bias):
+            self._bias(name, module, bias)  # the scaling is not its
+
+    def _free_parameters(self, name: str, user: nn.Module, own: dict[str, nn.Parameter]) -> None:
+        """Parameters that a module's own forward uses: seen through `free.FreeParameters`."""
+        for key, parameter in own.items():
+            reason = _why_not(parameter)
+            if reason or any(p.search(_join(name, key)) for p in self._patterns):
+                self._reasons.setdefault(id(parameter), reason or "named by skip_layers")
+                continue
+            if (id(parameter), 0) in self._by_weight:
+                continue
+            spec = LayerSpec("free", diagonal=(True, False))
+            site = Site(user, user, spec)
+            self._add(_join(name, key), Piece(parameter), None, "vector", site)
+            self.free.setdefault(user, []).append(self.layers[-1])
+
+    # ---- blocks --------------------------------------------------------------------------------
+
+    def _add(self, name: str, weight: Piece, bias: Piece | None, layout: Layout, site: Site) -> None:
+        """A new block, or another use of the weight of one."""
+        place = self._by_weight.get((id(weight.parameter), weight.start))
+        if place is not None:
+            self._tie(place, name, bias, layout, site)
+            return
+        spec = site.spec
+        shape = weight.shape
+        count = math.prod(shape)
+        blocks, sizes = 1, (count, 1)
+        if layout == "matrix":
+            blocks = spec.groups
+            sizes = (count // shape[0] + spec.bias, shape[0] // blocks)
+        elif layout == "transposed":
+            blocks = spec.groups
+            sizes = (shape[0] // blocks, count // shape[0])
+        elif layout == "table":
+            sizes = shape  # type: ignore[assignment]
+        elif layout == "unit":
+            blocks, sizes = count, (2, 1)
+        elif layout == "bias":
+            sizes = (1, count)
+        limit = self._max_factor_size
+        diagonal = (
+            sizes[0] > limit or layout in ("table", "vector"),
+            sizes[1] > limit,
+        )
+        site = replace(site, spec=spec._replace(diagonal=diagonal))
+        layer = Layer(name, weight, bias, layout, blocks, sizes, diagonal, (site,))
+        self._by_weight[id(weight.parameter), weight.start] = len(self.layers)
+        self.layers.append(layer)
+
+    def _tie(self, place: int, name: str, bias: Piece | None, layout: Layout, site: Site) -> None:
+        """A weight in a second place: one block, whose statistics add up."""
+        layer = self.layers[place]
+        neither = (False, False)
+        spec = site.spec._replace(diagonal=neither, bias=False)
+        known = layer.spec._replace(diagonal=neither, bias=False)
+        alike = layout == layer.layout and spec == known
+        if not alike and {layout, layer.layout} != {"matrix", "table"}:
+            self._reasons[id(layer.weight.parameter)] = "its weight is used by layers of different kinds"
+            return
+        same = bias is not None and layer.bias is not None and bias.parameter is layer.bias.parameter
+        if not same and layer.layout != "unit":
+            # A bias that is not all uses' has a block of its own.
+            self._split_bias(place)
+            layer = self.layers[place]
+            site = replace(site, spec=site.spec._replace(bias=False))
+            if bias is not None:
+                self._bias_apart(name, site.module, bias)
+        if alike:
+            site = replace(site, spec=layer.spec)
+            self.layers[place] = replace(layer, sites=(*layer.sites, site))
+        else:
+            self._tie_table(place, layout, site)
+
+    def _bias_apart(self, name: str, module: nn.Module, bias: Piece) -> None:
+        if bias.stop is None:
+            self._bias(name, module, bias.parameter)
+        else:
+            reason = "a product that has its own part of this bias shares its weight with another"
+            self._reasons.setdefault(id(bias.parameter), reason)
+
+    def _split_bias(self, place: int) -> None:
+        layer = self.layers[place]
+        if layer.bias is None:
+            return
+        self.layers[place] = replace(
+            layer,
+            bias=None,
+            sizes=(layer.sizes[0] - 1, layer.sizes[1]),
+            sites=tuple(replace(s, spec=s.spec._replace(bias=False)) for s in layer.sites),
+        )
+        module = layer.sites[0].module
+        self._bias_apart(layer.name, module, layer.bias)
+
+    def _tie_table(self, place: int, layout: Layout, site: Site) -> None:
+        """An embedding whose table is a linear layer's weight: the block is the linear layer's."""
+        layer = self.layers[place]
+        dense = site if layout == "matrix" else next(s for s in layer.sites if s.spec.kind == "dense")
+        rows, width = layer.weight.parameter.shape
+        wide = width > self._max_factor_size
+        # The side of the table's rows is diagonal, because the lookups' is.
+        known = [s for s in (*layer.sites, site) if s is not dense]
+        dense = replace(dense, spec=dense.spec._replace(diagonal=(wide, True), bias=False))
+        others = [
+            replace(s, spec=dense.spec)
+            if s.spec.kind == "dense"
+            else replace(s, spec=s.spec._replace(diagonal=(True, wide)), transposed=True)
+            for s in known
+        ]
+        self.layers[place] = Layer(
+            layer.name,
+            layer.weight,
+            None,
+            "matrix",
+            1,
+            (width, rows),
+            (wide, True),
+            (dense, *others),
+        )
+
+    # ---- the report ----------------------------------------------------------------------------
+
+    def _say(self, module: nn.Module, reason: str, *, recurse: bool = False) -> None:
+        for parameter in module.parameters(recurse=recurse):
+            self._reasons.setdefault(id(parameter), reason)
+
+    def _routes(self, model: nn.Module) -> Routing:
+        used: dict[int, list[Layer]] = {}
+        self.layers = [
+            layer
+            for layer in self.layers
+            if self._reasons.get(id(layer.weight.parameter)) is None or layer.weight.stop is not None
+        ]
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                used.setdefault(id(parameter), []).append(layer)
+        routes = []
+        for full, parameter in model.named_parameters():
+            name, shape = self.name_of(full), tuple(parameter.shape)
+            layers = used.get(id(parameter))
+            if layers and self._moved is not None and id(parameter) not in self._moved:
+                reason = "not in the optimizer: its gradient is left alone"
+                routes.append(Route(name, shape, "plain", "", reason))
+            elif layers:
+                routes.append(Route(name, shape, "kfac", _factors(layers), self._why(layers)))
+            elif not parameter.requires_grad:
+                routes.append(Route(name, shape, "frozen", "", "requires_grad is False"))
+            else:
+                reason = self._reasons.get(
+                    id(parameter), "its layer's weight is preconditioned without it"
+                )
+                routes.append(Route(name, shape, "plain", "", reason))
+        return Routing(tuple(routes))
+
+    def _why(self, layers: list[Layer]) -> str:
+        layer = layers[0]
+        site = layer.sites[0]
+        kind = "free parameter" if site.spec.kind == "free" else type(site.owner).__name__
+        words = [kind]
+        if layer.layout == "unit":
+            words.append("a 2x2 block for each unit")
+        elif layer.layout == "vector":
+            words.append("diagonal")
+        if len(layer.sites) > 1:
+            words.append(f"one block for {len(layer.sites)} uses")
+        if site.spec.reduce:
+            words.append("one row an example (reduce)")
+        if site.scaling:
+            words.append(site.scaling.replace("_", " "))
+        large = max(layer.sizes) > self._max_factor_size and layer.layout in ("matrix", "transposed")
+        if large:
+            words.append(f"a side above max_factor_size={self._max_factor_size} is diagonal")
+        return "; ".join(words)
+
+
+def _norm_spec(module: nn.Module, reduce: bool) -> LayerSpec:
+    """The spec of a normalization layer."""
+    eps: Any = module.eps
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        norm = "layer" if isinstance(module, nn.LayerNorm) else "rms"
+        size = len(module.normalized_shape)
+        return LayerSpec("norm", norm=norm, norm_size=size, eps=eps, reduce=reduce)
+    if isinstance(module, nn.GroupNorm):
+        groups = module.num_groups
+        return LayerSpec("norm", norm="group", norm_size=groups, eps=eps, channel_axis=1, reduce=reduce)
+    norm = "batch" if isinstance(module, _BATCH_NORMS) else "instance"
+    axis = _channel_axis(module)
+    return LayerSpec("norm", norm=norm, eps=eps, channel_axis=axis, reduce=reduce)
+
+
+def _channel_axis(module: nn.Module) -> int:
+    """Where an output has its channels, counted from the end where a batch axis may be missing."""
+    if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+        return -1 - len(module.kernel_size)
+    if isinstance(module, _INSTANCE_NORMS):
+        return -2 - _INSTANCE_NORMS.index(next(k for k in _INSTANCE_NORMS if isinstance(module, k)))
+    return 1 if isinstance(module, (nn.GroupNorm, *_BATCH_NORMS)) else -1
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"skip_layers must be regular expressions, got {text!r}: {error}") from error
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def _why_not(parameter: nn.Parameter) -> str:
+    """Why a parameter cannot be preconditioned; '' if it can."""
+    if not parameter.requires_grad:
+        return "frozen"
+    if parameter.numel() == 0:
+        return "empty"
+    if parameter.is_complex():
+        return "complex parameters are not covered"
+    return ""
+
+
+def _why_not_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> str:
+    if module.sparse:
+        raise ValueError(
+            f"layer {name!r} has sparse gradients (sparse=True), which K-FAC cannot precondition: "
+            "use sparse=False, or name it in skip_layers"
+        )
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq makes its gradient another loss's"
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        return "a maximum over a bag is no product"
+    return ""
+
+
+def _why_hidden(module: nn.Module) -> str:
+    for base in (nn.LSTM, nn.GRU, nn.RNN):
+        kind = base.__name__
+        if type(module) is base:
+            return f"nn.{kind} hides its steps: use suite.torch.{kind}, or replace_recurrent(model)"
+        if isinstance(module, base):
+            return f"a subclass of nn.{kind} hides its steps: derive it from suite.torch.{kind}"
+    return f"{type(module).__name__} is not a kind of layer K-FAC covers"
+
+
+def _parametrization(
+    module: nn.Module,
+) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
+    """(what has the weight's shape, the magnitudes, how they scale) of a known parametrization."""
+    if hasattr(module, "weight_v") and hasattr(module, "weight_g"):  # nn.utils.weight_norm
+        return _by_rows(module.weight_v, module.weight_g)
+    parametrizations: Any = getattr(module, "parametrizations", None)
+    if parametrizations is None or set(parametrizations) != {"weight"}:
+        return None, None, ""
+    stack = parametrizations["weight"]
+    kind = type(stack[0]).__name__ if len(stack) == 1 else ""
+    if kind == "_WeightNorm":
+        return _by_rows(stack.original1, stack.original0)
+    if kind == "_SpectralNorm":
+        return stack.original, None, "spectral_norm"
+    return None, None, ""
+
+
+def _by_rows(direction: Any, magnitude: Any) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
+    """weight_norm with one magnitude for each row of the weight; another is not known."""
+    rows = direction.shape[0]
+    if magnitude.ndim == direction.ndim and magnitude.shape[0] == magnitude.numel() == rows:
+        return direction, magnitude, "weight_norm"
+    return None, None, ""
+
+
+def _factors(layers: list[Layer]) -> str:
+    described = []
+    for layer in layers:
+        text = describe_factors(layer.sizes, layer.diagonal)
+        if layer.layout in ("vector", "bias"):
+            text = describe_factors((max(layer.sizes),), (any(layer.diagonal),))
+        elif layer.layout == "unit":
+            text = "2x2"
+        described.append(f"{layer.blocks} x ({text})" if layer.blocks > 1 else text)
+    if len(described) > 1 and len(set(described)) == 1:
+        return f"{len(described)} x ({described[0]})"
+    return "; ".join(described)
+
+
+def _padding(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    """(before, after) per axis; 'same' puts the odd one after, as torch does."""
+    given = module.padding
+    assert isinstance(module.kernel_size, tuple)
+    assert isinstance(module.dilation, tuple)
+    if given == "valid":
+        return ((0, 0),) * len(module.kernel_size)
+    if given == "same":
+        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    assert isinstance(given, tuple)
+    return tuple((side, side) for side in given)
