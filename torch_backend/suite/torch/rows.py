@@ -19,7 +19,7 @@ class LayerSpec(NamedTuple):
     """How a layer's tensors become sums: plain values, so that `torch.compile` can trace it."""
 
     # 'dense', 'convolution', 'transposed', 'embedding', 'bag', 'norm' (scale and shift of a
-    # normalized input), 'bias' (added to the last axis or to channels)
+    # normalized input), 'bias' (added along `channel_axis`), 'free' (see free.py)
     kind: str
     diagonal: tuple[bool, bool] = (False, False)  # of (A, G)
     bias: bool = False  # whether inputs get a coordinate 1 for the bias
@@ -30,7 +30,7 @@ class LayerSpec(NamedTuple):
     dilation: tuple[int, ...] = ()
     padding_mode: str = "zeros"
     norm: str = ""  # 'layer', 'rms', 'group', 'batch', 'instance'; '': the input is what is scaled
-    norm_size: int = 1  # trailing axes of 'layer' and 'rms', groups of 'group'
+    norm_size: int = 1  # trailing axes of 'layer' and 'rms', groups of 'group'; rows of a table
     eps: float | None = 0.0
     channel_axis: int = -1  # of 'norm' and 'bias'
     padding_index: int = -1  # of 'embedding'
