@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from conftest import same
-from suite.torch import KFAC, LSTM
+from suite.torch import KFAC, LSTM, Categorical
 
 T64 = torch.float64
 
@@ -277,3 +277,54 @@ def test_a_gradient_that_is_not_finite_skips_the_step(where):
     assert kfac.skipped_steps == kfac.metrics()["skipped_steps"] == 1
     step(model, kfac, *data(2))
     assert kfac.steps == 2
+
+
+def blocks_of(model: nn.Module, run, **settings) -> dict[str, torch.Tensor]:
+    """A ⊗ G of every block of every layer, as trained on by one step of `run`."""
+    kfac = KFAC(model, kl_clip=None, loss_reduction="sum", **settings)
+    run(model)
+    kfac.step()
+    found = {}
+    for name, record in kfac.state_dict()["kfac"]["layers"].items():
+        if "A" not in record:
+            continue  # another layer has it
+        A, G = (record[side] / record[f"{side}_weight"].reshape(-1, *(1,) * (record[side].ndim - 1))
+                for side in ("A", "G"))  # fmt: skip
+        A, G = (torch.diag_embed(x) if x.ndim == 2 else x for x in (A, G))
+        found[name] = torch.stack([torch.kron(a, g) for a, g in zip(A, G, strict=True)])
+    kfac.detach()
+    return found
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "mc"])
+def test_a_sampled_fisher_is_the_sum_of_empirical_ones_for_every_kind_of_layer(fisher, monkeypatch):
+    """Of losses whose gradients by the logits are the columns of the Hessian's root, or the samples."""
+    x, y = data(0)
+    torch.manual_seed(1)
+    logits = everything().eval()(x).detach()  # without dropout or batch statistics, as in training
+    if fisher == "type-2":
+        p = torch.softmax(logits, -1)
+        cotangents = [p[:, c, None].sqrt() * (torch.eye(3, dtype=T64)[c] - p) for c in range(3)]
+    else:
+        cotangents, original = [], Categorical.sample_gradient
+        monkeypatch.setattr(
+            Categorical,
+            "sample_gradient",
+            lambda self, f, noise: (cotangents.append(original(self, f, noise)), cotangents[-1])[1],
+        )
+    got = blocks_of(
+        everything(),
+        lambda m: F.cross_entropy(m(x), y, reduction="sum").backward(),
+        fisher=fisher,
+        likelihood="categorical",
+        fisher_samples=3,
+    )
+    parts = [blocks_of(everything(), lambda m, v=v: (m(x) * v).sum().backward()) for v in cotangents]
+    assert len(parts) == 3
+    assert set(got) == set(parts[0])
+    share = 1 if fisher == "type-2" else 1 / 3
+    for name, block in got.items():
+        expected = share * sum(part[name] for part in parts)
+        torch.testing.assert_close(
+            block, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )

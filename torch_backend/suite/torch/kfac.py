@@ -59,7 +59,8 @@ class KFAC(torch.optim.Optimizer):
         optimizer: a torch optimizer over the model's parameters, or None.
         factor_update_steps: steps between updates of the factors' running averages.
         inv_update_steps: steps between computations of inverses or eigenbases.
-        damping: Tikhonov damping λ, in units of curvature.
+        damping: Tikhonov damping λ, in units of curvature. A new value is in the next direction with
+            'eigen' and 'ekfac', in the next inverses with the others.
         factor_decay: decay of the running averages, in [0, 1).
         kl_clip: bound of lr² Σ⟨direction, gradient⟩; None switches clipping off.
         lr: the learning rate in that bound. Default: the optimizer's for each parameter, or 0.1
@@ -67,8 +68,7 @@ class KFAC(torch.optim.Optimizer):
         compute_method: 'eigen', 'inverse', 'newton_schulz' or 'ekfac', see `suite.core.kfac.KFAC`;
             'ekfac' needs inv_update_steps > 1.
         compute_eigenvalue_outer_product: of 'eigen': keep d_G d_Aᵀ between refreshes, of the size of the
-            gradient, and save an outer product a step. Damping is added at every step, so a schedule
-            takes effect at once.
+            gradient, and save an outer product a step. Damping is added at every step all the same.
         warm_start: of eigenbases: start from the last one, a QR instead of a full eigendecomposition.
         fisher: 'empirical': of the gradients of the loss; 'mc': of targets drawn from the model's
             predictive distribution; 'type-2': exactly that distribution's, by one backward pass for
