@@ -54,7 +54,7 @@ def average(kfac: KFAC, name: str, side: str) -> torch.Tensor:
 
 def sharing(kfac: KFAC) -> dict[str, str]:
     """Layer -> the one whose A it shares."""
-    return kfac.state_dict()["kfac"]["inputs"]
+    return dict(kfac.state_dict()["kfac"]["inputs"])
 
 
 def gram(rows: torch.Tensor) -> torch.Tensor:

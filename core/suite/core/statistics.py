@@ -136,16 +136,34 @@ def normalize(
             positions of a convolution's output: what kfac-pytorch 0.4 computes, for its users' settings.
         places: T.
     """
-    xp = array_namespace(statistics.A)
-    rows = xp.maximum(statistics.rows, xp.zeros_like(statistics.rows) + 1e-30)
+    rows, kind = statistics.rows, (loss_reduction, factor_scaling, places)
+    return (
+        normalize_inputs(statistics.A, rows, factor_scaling, places),
+        normalize_gradients(statistics.G, rows, terms, *kind),
+    )
+
+
+def normalize_inputs(
+    A: Array, rows: Array, factor_scaling: FactorScaling = "fisher", places: int = 1
+) -> Array:
+    """The factor A from its raw sum; arguments as of `normalize`, rows being a ()."""
     if factor_scaling == "kfac_pytorch":
-        rows = rows * float(places) ** 2
-        G = statistics.G / xp.astype(rows, statistics.G.dtype)
-        return statistics.A / xp.astype(rows, statistics.A.dtype), G
-    A = statistics.A / xp.astype(rows, statistics.A.dtype)
-    if loss_reduction == "sum":
-        return A, statistics.G
-    return A, statistics.G * xp.astype(terms, statistics.G.dtype)
+        return A / _or_tiny(rows * float(places) ** 2, A)
+    return A / _or_tiny(rows, A)
+
+
+def normalize_gradients(
+    G: Array,
+    rows: Array,
+    terms: Array,
+    loss_reduction: LossReduction,
+    factor_scaling: FactorScaling = "fisher",
+    places: int = 1,
+) -> Array:
+    """The factor G from its raw sum; arguments as of `normalize`, rows being a ()."""
+    if factor_scaling == "kfac_pytorch":
+        return G / _or_tiny(rows * float(places) ** 2, G)
+    return G if loss_reduction == "sum" else G * array_namespace(G).astype(terms, G.dtype)
 
 
 def normalize_products(products: Array, terms: Array, loss_reduction: LossReduction) -> Array:
@@ -187,6 +205,12 @@ def add_transposed(A: Array, G: Array, transposed_A: Array, transposed_G: Array)
     new_A = joined(A, means[0], transposed_G, means[3])
     new_G = joined(G, means[1], transposed_A, means[2])
     return new_A, new_G * xp.reshape(first + second, (-1, *(1,) * (new_G.ndim - 1)))
+
+
+def _or_tiny(count: Array, like: Array) -> Array:
+    """A count to divide by; where it is 0, so is what is divided."""
+    xp = array_namespace(count)
+    return xp.astype(xp.maximum(count, xp.zeros_like(count) + 1e-30), like.dtype)
 
 
 def _mean_diagonal(x: Array) -> Array:

@@ -1,20 +1,28 @@
-"""The factors of all layers of a model: where they are, and the four verbs on their stacks."""
+"""The factors of a model's layers: where they are, and the four verbs on their stacks.
+
+A rank keeps the running averages that it owns, and the inverses of the layers whose directions it
+computes (`suite.core.placement`); in one process that is all of them.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from suite.core import buckets, ekfac, linalg, statistics
 from suite.core import kfac as core_kfac
+from suite.core.placement import LayerShape, Placement
 from suite.torch.checks import warn_user
+from suite.torch.collectives import Parcel, Ranks
 from suite.torch.layers import Layer
 from suite.torch.rows import Bases
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Key = tuple[int, str]  # a layer's number, 'A' or 'G'
 
 # Another try at a factor that failed: more damping, in units of its mean eigenvalue, then float64.
 _RETRIES = ((1e-3, None), (0.0, torch.float64))
@@ -29,10 +37,14 @@ class _Place(NamedTuple):
 
 
 class LayerFactors:
-    """Running averages of A and G, and what is derived from them, for each layer.
+    """Running averages of A and G, and what is derived from them.
 
     Factors of one size are stacked, whichever layer and side they are of; layers may share an A.
     Nothing is allocated before it is needed.
+
+    Args:
+        ranks: who trains together.
+        place: (shapes, layer -> the one whose A it shares) -> who owns what.
     """
 
     def __init__(
@@ -40,78 +52,105 @@ class LayerFactors:
         layers: Sequence[Layer],
         rule: core_kfac.KFAC,
         *,
+        ranks: Ranks,
+        place: Callable[[Sequence[LayerShape], Mapping[int, int]], Placement],
         factor_dtype: torch.dtype | None,
         inv_dtype: torch.dtype | None,
         factor_scaling: statistics.FactorScaling,
         outer_product: bool,
         warm_start: bool,
+        symmetric: bool,
     ) -> None:
-        self.layers, self.rule = layers, rule
+        self.layers, self.rule, self.ranks = layers, rule, ranks
         self.factor_dtype, self.inv_dtype = factor_dtype, inv_dtype
         self.factor_scaling: statistics.FactorScaling = factor_scaling
-        self.warm_start = warm_start
+        self.warm_start, self.symmetric = warm_start, symmetric
         self.keeps_products = rule.compute_method == "ekfac" or (
             outer_product and rule.compute_method == "eigen"
         )
-        self.buckets = buckets.plan_buckets(
-            [
-                ((layer.sizes, layer.diagonal, layer.dtype, layer.device), layer.blocks)
-                for layer in layers
-            ]
-        )
-        self.input_of: dict[int, int] = {}  # layer -> the one whose A it shares
-        self.factor_buckets: tuple[buckets.Bucket, ...] = ()
-        self.owners: list[tuple[int, str]] = []  # (layer, side) of each stack in them
-        self.places: dict[tuple[int, str], _Place] = {}
+        self._place = place
+        self.owners: list[Key] = []  # of each stack in `factor_buckets`
+        self.places: dict[Key, _Place] = {}  # of the factors that are here
         self.factors: list[core_kfac.Factor] = []  # one stack for each size
+        self.received: dict[Key, tuple[Any, torch.Tensor]] = {}  # (inverses, ready) of others' factors
         self.products: list[Pair] = []  # (second moments, their weight), one for each bucket
         self.retries = 0  # factorizations that a second or third try saved
         self._cache: dict[tuple[int, str], tuple[Any, torch.Tensor]] = {}
+        self._plan({})
 
     # ---- memory --------------------------------------------------------------------------------
 
-    def _plan_factors(self) -> tuple[list[tuple[Any, int]], list[tuple[int, str]]]:
-        """(key, blocks) and (layer, side) of every factor, those of a bucket's layers together."""
-        owners: list[tuple[int, str]] = []
+    def _plan(self, input_of: Mapping[int, int]) -> None:
+        """Decide who owns what, given which layer shares whose A, and what is here."""
+        self.input_of = dict(input_of)
+        shapes = [LayerShape(layer.sizes, layer.diagonal, layer.blocks) for layer in self.layers]
+        self.placement = self._place(shapes, self.input_of)
+        worked = [i for i in range(len(shapes)) if self.placement.is_worker(i, self.ranks.rank)]
+        found = buckets.plan_buckets(
+            [
+                ((layer.sizes, layer.diagonal, layer.dtype, layer.device), layer.blocks)
+                for layer in (self.layers[i] for i in worked)
+            ]
+        )
+        self.buckets = tuple(  # of the layers whose directions are computed here, by layer number
+            buckets.Bucket(b.key, tuple(replace(m, index=worked[m.index]) for m in b.members))
+            for b in found
+        )
+        self.allocated = self.refreshed = False
+        self.factors, self.products, self.received = [], [], {}
+        self._cache.clear()
+
+    def all_keys(self) -> list[Key]:
+        """All factors of the model, in one order on every rank."""
+        sides = ((i, side) for i in range(len(self.layers)) for side in ("A", "G"))
+        return [key for key in sides if key[1] == "G" or key[0] not in self.input_of]
+
+    def _plan_factors(self) -> tuple[list[tuple[Any, int]], list[Key]]:
+        """(key, blocks) and owner of the factors that are here, those of a bucket's layers together."""
+        owners: list[Key] = []
         stacks = []
         for bucket in self.buckets:
             for side in ("A", "G"):
                 for member in bucket.members:
-                    if side == "A" and member.index in self.input_of:
+                    i = member.index
+                    if self.placement.owner_of.get((i, side)) != self.ranks.rank:
                         continue
-                    layer = self.layers[member.index]
-                    at = 0 if side == "A" else 1
-                    key = (layer.sizes[at], layer.diagonal[at], layer.dtype, layer.device)
-                    stacks.append((key, layer.blocks))
-                    owners.append((member.index, side))
+                    stacks.append((self._kind(i, side), self.layers[i].blocks))
+                    owners.append((i, side))
         return stacks, owners
+
+    def _kind(self, index: int, side: str) -> Any:
+        """What factors of one stack have in common."""
+        layer, at = self.layers[index], 0 if side == "A" else 1
+        return layer.sizes[at], layer.diagonal[at], layer.dtype, layer.device
+
+    def _new(self, kind: Any, blocks: int) -> core_kfac.Factor:
+        """A stack of factors without evidence."""
+        side, diagonal, dtype, device = kind
+        like = torch.empty(0, dtype=self.factor_dtype or at_least_single(dtype), device=device)
+        inverse_like = torch.empty(0, dtype=self.inv_dtype or at_least_single(dtype), device=device)
+        factor: core_kfac.Factor = self.rule.init_factor(
+            like,
+            (blocks,),
+            side,
+            diagonal,
+            inverse_like,
+            identity_start=self.factor_scaling == "kfac_pytorch",
+        )
+        return factor
 
     def allocate(self) -> None:
         """Make the stacks, if there are none."""
-        if self.factors:
+        if self.allocated:
             return
         stacks, self.owners = self._plan_factors()
         self.factor_buckets = buckets.plan_buckets(stacks)
         self.places = {}
         for number, bucket in enumerate(self.factor_buckets):
-            (side, diagonal, dtype, device) = bucket.key
-            like = torch.empty(0, dtype=self.factor_dtype or at_least_single(dtype), device=device)
-            inverse_like = torch.empty(0, dtype=self.inv_dtype or at_least_single(dtype), device=device)
-            self.factors.append(
-                self.rule.init_factor(
-                    like,
-                    (bucket.blocks,),
-                    side,
-                    diagonal,
-                    inverse_like,
-                    identity_start=self.factor_scaling == "kfac_pytorch",
-                )
-            )
+            self.factors.append(self._new(bucket.key, bucket.blocks))
             for member in bucket.members:
                 place = _Place(number, member.start, member.stop)
                 self.places[self.owners[member.index]] = place
-        for i, leader in self.input_of.items():
-            self.places[i, "A"] = self.places[leader, "A"]
         self.products = []
         if self.keeps_products:
             for bucket in self.buckets:
@@ -120,20 +159,24 @@ class LayerFactors:
                 wide = self.inv_dtype or at_least_single(dtype)
                 average = torch.zeros(shape, dtype=at_least_single(wide), device=device)
                 self.products.append((average, average[:, 0, 0] + 1))
+        self.allocated = True
         self._cache.clear()
 
     def memory_plan(self) -> dict[str, int]:
-        """Bytes that `memory_usage` will show, without allocating them."""
+        """Bytes that `memory_usage` will show on this rank, without allocating them."""
         plan = {"factors": 0, "inverses": 0}
-        for (side, diagonal, dtype, _), blocks in self._plan_factors()[0]:
-            count = blocks * (side if diagonal else side * side)
-            wide = at_least_single(dtype)
+        for i, side in self.all_keys():
+            layer, at = self.layers[i], 0 if side == "A" else 1
+            count = LayerShape(layer.sizes, layer.diagonal, layer.blocks).elements(side)
+            wide = at_least_single(layer.dtype)
             factor, inverse = self.factor_dtype or wide, self.inv_dtype or wide
-            plan["factors"] += count * factor.itemsize
-            eigen = self.rule.keeps_eigenbases
-            vectors = 0 if diagonal and eigen else count
-            values = blocks * side if eigen else 0
-            plan["inverses"] += (vectors + values) * inverse.itemsize
+            if self.placement.owner_of[i, side] == self.ranks.rank:
+                plan["factors"] += count * factor.itemsize
+            if self.ranks.rank in self._users((i, side)):
+                eigen = self.rule.keeps_eigenbases
+                vectors = 0 if layer.diagonal[at] and eigen else count
+                values = layer.blocks * layer.sizes[at] if eigen else 0
+                plan["inverses"] += (vectors + values) * inverse.itemsize
         if self.keeps_products:
             for bucket in self.buckets:
                 sizes, _, dtype, _ = bucket.key
@@ -144,9 +187,11 @@ class LayerFactors:
     def memory_usage(self) -> dict[str, int]:
         """Bytes held by running averages ('factors') and by what was derived from them ('inverses')."""
         usage = {"factors": 0, "inverses": 0}
+        inverses = [factor.inverse for factor in self.factors]
+        inverses += [inverse for inverse, _ in self.received.values()]
         for factor in self.factors:
             usage["factors"] += factor.average.nbytes
-            inverse = factor.inverse
+        for inverse in inverses:
             arrays = inverse if isinstance(inverse, core_kfac.Eigen) else (inverse,)
             usage["inverses"] += sum(x.nbytes for x in arrays if x is not None)
         usage["inverses"] += sum(average.nbytes for average, _ in self.products)
@@ -154,49 +199,40 @@ class LayerFactors:
 
     # ---- update --------------------------------------------------------------------------------
 
-    def update(self, new: Sequence[Pair | None], partial: set[int], factor_decay: float) -> None:
-        """Average each layer's normalized (A, G) in.
+    def update(
+        self, new: Mapping[Key, torch.Tensor], seen: Mapping[Key, bool], factor_decay: float
+    ) -> None:
+        """Average normalized second moments in.
 
         Args:
-            new: by layer; None for one that saw nothing.
-            partial: layers whose A is not all that they saw, and is left out.
+            new: of the factors that are here.
+            seen: whether there is evidence for a factor; one without keeps its average.
             factor_decay: β.
         """
         self.allocate()
         for number, bucket in enumerate(self.factor_buckets):
-            self._update_bucket(number, bucket, new, partial, factor_decay)
+            factor = self.factors[number]
+            parts, flags = [], []
+            for member in bucket.members:
+                key = self.owners[member.index]
+                flags += [seen[key]] * (member.stop - member.start)
+                if seen[key]:
+                    parts.append(new[key].to(factor.average.dtype))
+                else:
+                    parts.append(torch.zeros_like(factor.average[member.start : member.stop]))
+            mask = torch.tensor(flags, device=factor.weight.device)
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self.factors[number] = self.rule.update_factor(factor, joined, mask, factor_decay)
         self._cache.clear()
 
-    def _update_bucket(
-        self,
-        number: int,
-        bucket: buckets.Bucket,
-        new: Sequence[Pair | None],
-        partial: set[int],
-        factor_decay: float,
-    ) -> None:
-        factor = self.factors[number]
-        parts, seen = [], []
-        for member in bucket.members:
-            layer, side = self.owners[member.index]
-            found = None if side == "A" and layer in partial else new[layer]
-            seen += [found is not None] * (member.stop - member.start)
-            if found is None:
-                parts.append(torch.zeros_like(factor.average[member.start : member.stop]))
-            else:
-                parts.append(found[side == "G"].to(factor.average.dtype))
-        mask = torch.tensor(seen, device=factor.weight.device)
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self.factors[number] = self.rule.update_factor(factor, joined, mask, factor_decay)
-
-    def update_products(self, new: Sequence[torch.Tensor | None], factor_decay: float) -> None:
-        """Average each layer's normalized second moments in the eigenbasis in."""
+    def update_products(self, new: Mapping[int, torch.Tensor], factor_decay: float) -> None:
+        """Average normalized second moments in the eigenbasis in, of the layers that have new ones."""
         for number, bucket in enumerate(self.buckets):
             average, weight = self.products[number]
-            seen = [new[m.index] is not None for m in bucket.members for _ in range(m.start, m.stop)]
+            seen = [m.index in new for m in bucket.members for _ in range(m.start, m.stop)]
             parts = []
             for member in bucket.members:
-                found = new[member.index]
+                found = new.get(member.index)
                 if found is None:
                     found = torch.zeros_like(average[member.start : member.stop])
                 parts.append(found.to(average.dtype))
@@ -204,17 +240,12 @@ class LayerFactors:
             self.products[number] = ekfac.update(average, weight, torch.cat(parts), mask, factor_decay)
 
     def share(self, input_of: dict[int, int]) -> None:
-        """Change which layers share an A; those that no longer do start from what was shared."""
-        records = self.state_dict() if self.factors else None
-        if records is not None:
-            for i, leader in self.input_of.items():
-                if i not in input_of:
-                    source = records[self.layers[leader].name]
-                    records[self.layers[i].name] |= {
-                        key: tensor for key, tensor in source.items() if key.startswith("A")
-                    }
-        self.input_of = dict(input_of)
-        self.factors = []
+        """Change which layers share an A; those that no longer do start from what was shared.
+
+        All ranks call it with the same, and tell each other their state if there is any.
+        """
+        records = self.gathered_state_dict() if self.allocated else None
+        self._plan(input_of)
         if records is not None:
             self.allocate()
             self._restore(records)
@@ -222,18 +253,85 @@ class LayerFactors:
     # ---- refresh -------------------------------------------------------------------------------
 
     def refresh(self, damping: float) -> None:
-        """Recompute all inverses or eigenbases."""
-        if not self.factors:
+        """Recompute all inverses or eigenbases, each on its owner, and bring them to their users."""
+        if not self.allocated:
             return
+        self.refreshed = True
         dampings = self._dampings(damping)
         for number, factor in enumerate(self.factors):
             self.factors[number] = self._refreshed(number, factor, dampings[number])
         self._cache.clear()
+        self._spread()
         if self.keeps_products:
             for number in range(len(self.buckets)):
                 A, _ = self._gathered(number, "A")
                 G, _ = self._gathered(number, "G")
                 self.products[number] = ekfac.restart(A, G)
+
+    def _users(self, key: Key) -> tuple[int, ...]:
+        """The ranks that need a factor's inverse."""
+        if self.rule.compute_method == "ekfac":  # second moments in its eigenbasis are of all data
+            return tuple(range(self.ranks.world))
+        return self.placement.workers_of(key[0])
+
+    def _spread(self) -> None:
+        """Send inverses or eigenbases from their owners to their users."""
+        if self.ranks.alone:
+            return
+        parcels, keys = [], self.all_keys()
+        for key in keys:
+            i, side = key
+            layer, at = self.layers[i], 0 if side == "A" else 1
+            dtype = self.inv_dtype or at_least_single(layer.dtype)
+            size = layer.blocks * self._packed_size(layer.sizes[at], layer.diagonal[at])
+            owner = self.placement.owner_of[key]
+            parcels.append(Parcel(layer.name, (size,), dtype, owner, self._users(key)))
+
+        def content(number: int) -> torch.Tensor:
+            place = self.places[keys[number]]
+            return self._packed(self.factors[place.bucket], slice(place.start, place.stop))
+
+        found = self.ranks.send(
+            parcels, content, lambda n: self.layers[keys[n][0]].device, "K-FAC's exchange of inverses"
+        )
+        for number, flat in found.items():
+            key = keys[number]
+            kind = self._kind(*key)
+            blocks = self.layers[key[0]].blocks
+            self.received[key] = self._unpacked(flat.reshape(blocks, -1), kind[0], kind[1])
+        self._cache.clear()
+
+    def _packed_size(self, side: int, diagonal: bool) -> int:
+        """Numbers that travel for one block: the inverse or basis, and whether there is one."""
+        if self.rule.keeps_eigenbases:
+            return side + 1 if diagonal else side * side + side + 1
+        if diagonal:
+            return side + 1
+        return side * (side + 1) // 2 + 1 if self.symmetric else side * side + 1
+
+    def _packed(self, factor: core_kfac.Factor, at: slice) -> torch.Tensor:
+        """(blocks, packed size)"""
+        inverse = _rows(factor.inverse, at)
+        if isinstance(inverse, core_kfac.Eigen):
+            parts = [inverse.values] if inverse.vectors is None else [inverse.values, inverse.vectors]
+        elif self.symmetric and inverse.ndim == 3:
+            parts = [upper_triangle(inverse)]
+        else:
+            parts = [inverse]
+        ready = factor.ready[at].to(parts[0].dtype)
+        return torch.cat([*(x.reshape(x.shape[0], -1) for x in parts), ready[:, None]], dim=1)
+
+    def _unpacked(self, flat: torch.Tensor, side: int, diagonal: bool) -> tuple[Any, torch.Tensor]:
+        ready, flat = flat[:, -1] != 0, flat[:, :-1]
+        if self.rule.keeps_eigenbases:
+            values = flat[:, :side]
+            vectors = None if diagonal else flat[:, side:].reshape(-1, side, side)
+            return core_kfac.Eigen(vectors, values), ready
+        if diagonal:
+            return flat, ready
+        if self.symmetric:
+            return from_upper_triangle(flat, side), ready
+        return flat.reshape(-1, side, side), ready
 
     def bases(self, index: int) -> Bases | None:
         """The eigenvectors of a layer in which second moments are to be summed, for EKFAC."""
@@ -243,11 +341,7 @@ class LayerFactors:
         known = layer.spec.kind in ("dense", "convolution", "transposed") and not tied
         if self.rule.compute_method != "ekfac" or not known or not self.is_ready(index):
             return None
-        sides = []
-        for side in ("A", "G"):
-            place = self.places[index, side]
-            vectors = self.factors[place.bucket].inverse.vectors
-            sides.append(None if vectors is None else vectors[place.start : place.stop])
+        sides = [self._inverse_of(index, side)[0].vectors for side in ("A", "G")]
         return sides[0], sides[1]
 
     def _dampings(self, damping: float) -> list[Any]:
@@ -256,25 +350,42 @@ class LayerFactors:
             return [0.0 if self.rule.keeps_eigenbases else damping for _ in self.factors]
         if self.rule.keeps_eigenbases:
             return [0.0 for _ in self.factors]
-        means = [core_kfac.mean_eigenvalue(factor) for factor in self.factors]
-
-        def mean(index: int, side: str) -> torch.Tensor:
-            place = self.places[index, side]
-            return means[place.bucket][place.start : place.stop]
-
+        mean_of = self._mean_eigenvalues()
         groups: dict[int, list[int]] = {}
         for i in range(len(self.layers)):
             groups.setdefault(self.input_of.get(i, i), []).append(i)
-        dampings = [torch.zeros_like(m) for m in means]
+        dampings = [torch.zeros_like(factor.weight) for factor in self.factors]
         for leader, members in groups.items():
             # One A, so one π for all that share it: from the mean of their G's.
-            mean_G = torch.stack([mean(i, "G") for i in members]).mean(0)
+            mean_G = torch.stack([mean_of[i, "G"] for i in members]).mean(0)
             for i in members:
-                split = self.rule.split_damping(mean(leader, "A"), mean_G, damping, self.layers[i].sizes)
+                mean_A = mean_of[leader, "A"]
+                split = self.rule.split_damping(mean_A, mean_G, damping, self.layers[i].sizes)
                 for side, value in zip(("A", "G"), split, strict=True):
-                    place = self.places[i, side]
-                    dampings[place.bucket][place.start : place.stop] = value
+                    place = self.places.get((i, side))
+                    if place is not None:
+                        dampings[place.bucket][place.start : place.stop] = value
         return dampings
+
+    def _mean_eigenvalues(self) -> dict[Key, torch.Tensor]:
+        """(blocks,) of every factor of the model, from wherever it is."""
+        means = [core_kfac.mean_eigenvalue(factor) for factor in self.factors]
+
+        def here(key: Key) -> torch.Tensor:
+            place = self.places.get(key)
+            if place is None:
+                layer = self.layers[key[0]]
+                dtype = at_least_single(self.factor_dtype or layer.dtype)
+                return torch.zeros(layer.blocks, dtype=dtype, device=layer.device)
+            return means[place.bucket][place.start : place.stop]
+
+        found = {key: here(key) for key in self.all_keys()}
+        if self.ranks.alone:
+            return found
+        joined = torch.cat([mean.to(self.ranks.device, torch.float64) for mean in found.values()])
+        total = self.ranks.total(joined, "K-FAC's exchange of traces")
+        pieces = total.split([mean.shape[0] for mean in found.values()])
+        return {key: piece.to(found[key]) for key, piece in zip(found, pieces, strict=True)}
 
     def _refreshed(self, number: int, old: core_kfac.Factor, damping: Any) -> core_kfac.Factor:
         """`old` refreshed; a factor that fails gets more damping, then float64, then stays stale."""
@@ -299,7 +410,7 @@ class LayerFactors:
             if not bool(failed.any()):
                 return new
         names = ", ".join(
-            f"{self.layers[self.owners[m.index][0]].name!r} ({self.owners[m.index][1]})"
+            self._label(self.owners[m.index])
             for m in self.factor_buckets[number].members
             if bool(failed[m.start : m.stop].any())
         )
@@ -308,6 +419,9 @@ class LayerFactors:
             f"stay in use: {names}"
         )
         return new
+
+    def _label(self, key: Key) -> str:
+        return f"{self.layers[key[0]].name!r} ({key[1]})"
 
     # ---- directions and reports -----------------------------------------------------------------
 
@@ -327,36 +441,50 @@ class LayerFactors:
         known = self._cache.get((number, side))
         if known is not None:
             return known
-        places = [self.places[m.index, side] for m in self.buckets[number].members]
-        factor = self.factors[places[0].bucket]
-        index: Any = slice(places[0].start, places[-1].stop)
-        if any(a.stop != b.start for a, b in itertools.pairwise(places)):
-            rows = [row for place in places for row in range(place.start, place.stop)]
-            index = torch.tensor(rows, device=factor.weight.device)
-        inverse = factor.inverse
-        if isinstance(inverse, core_kfac.Eigen):
-            vectors = None if inverse.vectors is None else inverse.vectors[index]
-            inverse = core_kfac.Eigen(vectors, inverse.values[index])
+        members = self.buckets[number].members
+        places = [self.places.get(self._key(m.index, side)) for m in members]
+        here = [place for place in places if place is not None]
+        if len(here) == len(places) and all(
+            a.bucket == b.bucket and a.stop == b.start for a, b in itertools.pairwise(here)
+        ):
+            factor, index = self.factors[here[0].bucket], slice(here[0].start, here[-1].stop)
+            found = _rows(factor.inverse, index), factor.ready[index]
         else:
-            inverse = inverse[index]
-        self._cache[number, side] = inverse, factor.ready[index]
-        return self._cache[number, side]
+            parts = [self._inverse_of(m.index, side) for m in members]
+            found = _joined([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        self._cache[number, side] = found
+        return found
+
+    def _key(self, index: int, side: str) -> Key:
+        return (self.input_of.get(index, index), side) if side == "A" else (index, side)
+
+    def _inverse_of(self, index: int, side: str) -> tuple[Any, torch.Tensor]:
+        """(inverse, ready) of one layer's factor, where this rank uses it."""
+        key = self._key(index, side)
+        place = self.places.get(key)
+        if place is not None:
+            factor, at = self.factors[place.bucket], slice(place.start, place.stop)
+            return _rows(factor.inverse, at), factor.ready[at]
+        if key not in self.received:
+            factor = self._new(self._kind(*key), self.layers[key[0]].blocks)
+            self.received[key] = factor.inverse, factor.ready
+        return self.received[key]
 
     def is_ready(self, index: int) -> bool:
         """Whether a layer has inverses: until then its direction is its gradient."""
-        if not self.factors:
+        if not self.allocated:
             return False
-        for side in ("A", "G"):
-            place = self.places[index, side]
-            if not bool(self.factors[place.bucket].ready[place.start : place.stop].all()):
-                return False
-        return True
+        if self.ranks.rank not in self._users((index, "G")):
+            return self.refreshed
+        return all(bool(self._inverse_of(index, side)[1].all()) for side in ("A", "G"))
 
     def report(self, index: int) -> dict[str, Any]:
-        """Plain numbers about a layer's factors."""
+        """Plain numbers about a layer's factors, as far as this rank has them."""
         record: dict[str, Any] = {}
         for side in ("A", "G"):
-            place = self.places[index, side]
+            place = self.places.get(self._key(index, side))
+            if place is None:
+                continue
             factor = self.factors[place.bucket]
             at = slice(place.start, place.stop)
             weight = factor.weight[at].clamp_min(1e-30)
@@ -376,30 +504,81 @@ class LayerFactors:
     def state_dict(
         self, *, include_factors: bool = True, include_inverses: bool = True
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Tensors by layer name; nothing for any before the first step."""
-        if not self.factors:
-            return {layer.name: {} for layer in self.layers}
-        layers: dict[str, dict[str, torch.Tensor]] = {}
+        """Tensors by layer name, as far as this rank has them; nothing before the first step.
+
+        A shared A is in the record of each layer that has it.
+        """
+        layers: dict[str, dict[str, torch.Tensor]] = {layer.name: {} for layer in self.layers}
+        if not self.allocated or not include_factors:
+            return layers
         for i, layer in enumerate(self.layers):
-            record: dict[str, torch.Tensor] = {}
             for side in ("A", "G"):
-                if side == "A" and i in self.input_of:
-                    continue
-                place = self.places[i, side]
-                tensors = _tensors(self.factors[place.bucket], side)
-                for name, tensor in tensors.items():
-                    derived = name not in (side, f"{side}_weight")
-                    if include_factors and (include_inverses or not derived):
-                        record[name] = tensor[place.start : place.stop]
-            layers[layer.name] = record
-        if self.keeps_products and include_factors and include_inverses:
+                place = self.places.get(self._key(i, side))
+                if place is not None:
+                    at = slice(place.start, place.stop)
+                    tensors = _tensors(self.factors[place.bucket], side)
+                    layers[layer.name] |= {name: tensor[at] for name, tensor in tensors.items()}
+                elif self._key(i, side) in self.received:
+                    inverse, ready = self.received[self._key(i, side)]
+                    layers[layer.name] |= _inverse_tensors(inverse, ready, side)
+        if self.keeps_products:
             for number, bucket in enumerate(self.buckets):
                 for member in bucket.members:
                     name = self.layers[member.index].name
                     at = slice(member.start, member.stop)
                     average, weight = self.products[number]
                     layers[name] |= {"products": average[at], "products_weight": weight[at]}
+        if not include_inverses:
+            kept = ("A", "G", "A_weight", "G_weight")
+            layers = {n: {k: x for k, x in r.items() if k in kept} for n, r in layers.items()}
         return layers
+
+    def gathered_state_dict(self, **included: bool) -> dict[str, dict[str, torch.Tensor]]:
+        """`state_dict()` with every rank's tensors, on every rank; all ranks call it."""
+        here = self.state_dict(**included)
+        if self.ranks.alone or not any(here.values()):
+            return here
+        parcels, names = [], []
+        everyone = tuple(range(self.ranks.world))
+        for i, layer in enumerate(self.layers):
+            expected = self._expected(i, included.get("include_inverses", True))
+            for name, (shape, dtype) in expected.items():
+                key = self._key(i, name[0]) if name[0] in "AG" else (i, "G")
+                owner = self.placement.owner_of[key]
+                parcels.append(Parcel(layer.name, shape, dtype, owner, everyone))
+                names.append((i, name))
+
+        def content(number: int) -> torch.Tensor:
+            i, name = names[number]
+            return here[self.layers[i].name][name]
+
+        def device_of(number: int) -> torch.device:
+            return self.layers[names[number][0]].device
+
+        found = self.ranks.send(parcels, content, device_of, "K-FAC's gathering of its state")
+        for number, (i, name) in enumerate(names):
+            record = here[self.layers[i].name]
+            if number in found:
+                record[name] = found[number]
+        return here
+
+    def _expected(
+        self, index: int, inverses: bool = True
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of a layer's tensors in a state dict."""
+        layer = self.layers[index]
+        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for side in ("A", "G"):
+            *kind, _ = self._kind(index, side)
+            template = _tensors(self._new((*kind, torch.device("meta")), layer.blocks), side)
+            kept = [name for name in template if inverses or name in (side, f"{side}_weight")]
+            expected |= {name: (tuple(template[name].shape), template[name].dtype) for name in kept}
+        if self.keeps_products and inverses:
+            wide = at_least_single(self.inv_dtype or at_least_single(layer.dtype))
+            shape = (layer.blocks, layer.sizes[1], layer.sizes[0])
+            expected["products"] = (shape, wide)
+            expected["products_weight"] = (shape[:1], wide)
+        return expected
 
     def load_state_dict(
         self,
@@ -414,50 +593,47 @@ class LayerFactors:
                 f"state_dict does not fit this model: layers missing {sorted(missing)}, "
                 f"layers unknown {sorted(unknown)}"
             )
-        for name in names:
-            self._require_fit(name, layers[name], shared=name in sharing)
+        for i, name in enumerate(names):
+            self._require_fit(i, layers[name])
         at = {name: i for i, name in enumerate(names)}
-        self.input_of = {at[a]: at[b] for a, b in sharing.items()}
-        self.factors = []
+        before = self.snapshot()
+        self._plan({at[a]: at[b] for a, b in sharing.items()})
         if any(layers.values()):
             self.allocate()
+            lacking = [key for key in self.places if key[1] not in layers[names[key[0]]]]
+            if lacking:
+                self.rewind(before)
+                raise ValueError(
+                    f"state_dict must have the factors that rank {self.ranks.rank} keeps, got none of "
+                    f"{', '.join(map(self._label, lacking))}: it is another rank's share"
+                )
             self._restore(layers)
 
     def snapshot(self) -> tuple[Any, ...]:
         """All state, for `rewind`."""
-        return self.input_of, list(self.factors), list(self.products)
+        kept = self.allocated, self.refreshed, list(self.factors), list(self.products)
+        return (self.input_of, *kept, dict(self.received))
 
     def rewind(self, snapshot: tuple[Any, ...]) -> None:
         """Back to a `snapshot`."""
-        self.input_of, factors, products = snapshot
-        self.factors = []
-        if factors:
+        input_of, allocated, refreshed, factors, products, received = snapshot
+        self._plan(input_of)
+        if allocated:
             self.allocate()
-            self.factors, self.products = factors, products
+            self.factors, self.products, self.received = factors, products, received
+            self.refreshed = refreshed
 
     def has_inverses(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
         """Whether a state dict's layers have what a refresh computes, or nothing to compute it from."""
         return all("G_ready" in record or "G" not in record for record in layers.values())
 
-    def _require_fit(self, name: str, record: Mapping[str, torch.Tensor], *, shared: bool) -> None:
-        layer = next(layer for layer in self.layers if layer.name == name)
-        blocks, sizes = layer.blocks, layer.sizes
-        expected: dict[str, tuple[int, ...]] = {
-            "products": (blocks, sizes[1], sizes[0]),
-            "products_weight": (blocks,),
-        }
-        for at, side in enumerate(("A", "G")):
-            if side == "A" and shared:
-                continue
-            square = (blocks, sizes[at], sizes[at])
-            full = (blocks, sizes[at]) if layer.diagonal[at] else square
-            expected |= {side: full, f"{side}_inverse": full, f"{side}_vectors": square}
-            expected |= {f"{side}_values": (blocks, sizes[at])}
-            expected |= {f"{side}_{key}": (blocks,) for key in ("weight", "ready", "failures")}
+    def _require_fit(self, index: int, record: Mapping[str, torch.Tensor]) -> None:
+        expected = self._expected(index)
         for key, tensor in record.items():
-            if tuple(tensor.shape) != expected.get(key):
+            shape = expected[key][0] if key in expected else None
+            if tuple(tensor.shape) != shape:
                 raise ValueError(
-                    f"state of layer {name!r} must have shape {expected.get(key)} for {key}, "
+                    f"state of layer {self.layers[index].name!r} must have shape {shape} for {key}, "
                     f"got {tuple(tensor.shape)}"
                 )
 
@@ -474,6 +650,19 @@ class LayerFactors:
                     parts.append(kept if given is None else given.to(own))
                 fields[field] = torch.cat(parts)
             self.factors[number] = _with_tensors(factor, fields)
+        for key in self.all_keys():
+            record = layers[self.layers[key[0]].name]
+            if key not in self.places and self.ranks.rank in self._users(key):
+                new = self._new(self._kind(*key), self.layers[key[0]].blocks)
+                fields = _tensors(new, "")
+                for field, kept in fields.items():
+                    if f"{key[1]}{field}" in record:
+                        fields[field] = record[f"{key[1]}{field}"].to(kept, copy=True)
+                new = _with_tensors(new, fields)
+                self.received[key] = new.inverse, new.ready
+        self.refreshed = any(
+            bool(x.any()) for r in layers.values() for n, x in r.items() if n == "G_ready"
+        )
         if self.keeps_products:
             for number, bucket in enumerate(self.buckets):
                 average, weight = self.products[number]
@@ -491,6 +680,39 @@ def at_least_single(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def upper_triangle(matrices: torch.Tensor) -> torch.Tensor:
+    """(blocks, n, n) symmetric -> (blocks, n (n + 1) / 2)."""
+    side = matrices.shape[-1]
+    rows, columns = torch.triu_indices(side, side, device=matrices.device)
+    return matrices[:, rows, columns]
+
+
+def from_upper_triangle(flat: torch.Tensor, side: int) -> torch.Tensor:
+    """Undo `upper_triangle`."""
+    rows, columns = torch.triu_indices(side, side, device=flat.device)
+    matrices = flat.new_empty(flat.shape[0], side, side)
+    matrices[:, rows, columns] = flat
+    matrices[:, columns, rows] = flat
+    return matrices
+
+
+def _rows(inverse: Any, at: slice) -> Any:
+    """Some of a stack of inverses or eigenbases."""
+    if isinstance(inverse, core_kfac.Eigen):
+        return core_kfac.Eigen(
+            None if inverse.vectors is None else inverse.vectors[at], inverse.values[at]
+        )
+    return inverse[at]
+
+
+def _joined(inverses: Sequence[Any]) -> Any:
+    if not isinstance(inverses[0], core_kfac.Eigen):
+        return torch.cat(list(inverses))
+    vectors = [x.vectors for x in inverses if x.vectors is not None]
+    values = torch.cat([x.values for x in inverses])
+    return core_kfac.Eigen(torch.cat(vectors) if vectors else None, values)
+
+
 def _condition(average: torch.Tensor) -> float:
     """Largest over smallest eigenvalue, worst over the blocks."""
     average = average.double()
@@ -502,16 +724,18 @@ def _condition(average: torch.Tensor) -> float:
 def _tensors(factor: core_kfac.Factor, side: str) -> dict[str, torch.Tensor]:
     """A factor's tensors by name; `_with_tensors` undoes it."""
     tensors = {side: factor.average, f"{side}_weight": factor.weight}
-    inverse = factor.inverse
-    if isinstance(inverse, core_kfac.Eigen):
-        tensors[f"{side}_values"] = inverse.values
-        if inverse.vectors is not None:
-            tensors[f"{side}_vectors"] = inverse.vectors
-    else:
-        tensors[f"{side}_inverse"] = inverse
-    tensors[f"{side}_ready"] = factor.ready
+    tensors |= _inverse_tensors(factor.inverse, factor.ready, side)
     tensors[f"{side}_failures"] = factor.failures
     return tensors
+
+
+def _inverse_tensors(inverse: Any, ready: torch.Tensor, side: str) -> dict[str, torch.Tensor]:
+    if not isinstance(inverse, core_kfac.Eigen):
+        return {f"{side}_inverse": inverse, f"{side}_ready": ready}
+    tensors = {f"{side}_values": inverse.values}
+    if inverse.vectors is not None:
+        tensors[f"{side}_vectors"] = inverse.vectors
+    return {**tensors, f"{side}_ready": ready}
 
 
 def _with_tensors(factor: core_kfac.Factor, tensors: dict[str, torch.Tensor]) -> core_kfac.Factor:

@@ -16,11 +16,13 @@ from torch import nn
 from suite.core import kfac as core_kfac
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
+from suite.core.placement import gradient_workers
 from suite.core.routing import Routing
 from suite.torch.checks import check_dtype, warn_user
+from suite.torch.collectives import Ranks
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
-from suite.torch.kfac_engine import KFACEngine
+from suite.torch.kfac_engine import RANK_STRIDE, KFACEngine
 
 Schedule: TypeAlias = float | Callable[[int], float]
 
@@ -32,6 +34,21 @@ class ComputeMethod(enum.Enum):
     INVERSE = "inverse"
     NEWTON_SCHULZ = "newton_schulz"
     EKFAC = "ekfac"
+
+
+class DistributedStrategy(enum.Enum):
+    """Named values of `gradient_worker_fraction`; the strings do as well."""
+
+    COMM_OPT = "comm_opt"  # 1: every rank has all inverses, no direction travels
+    HYBRID_OPT = "hybrid_opt"  # 1/2
+    MEM_OPT = "mem_opt"  # 1/world: a layer's inverses are on one rank, which sends its direction
+
+
+class AssignmentStrategy(enum.Enum):
+    """What is balanced over ranks; the strings do as well."""
+
+    COMPUTE = "compute"  # n³, the cost of factorizations
+    MEMORY = "memory"  # n², the size of factors
 
 
 class KFAC(torch.optim.Optimizer):
@@ -91,18 +108,39 @@ class KFAC(torch.optim.Optimizer):
         factor_dtype: dtype of the running averages; default: the parameter's, at least float32.
         inv_dtype: dtype of inverses and eigenbases; default: likewise.
         max_factor_size: a side above this gets a diagonal factor.
-        loss_reduction: 'mean' or 'sum': what the loss does over its terms.
+        loss_reduction: 'mean' or 'sum': what the loss does over its terms. Where ranks have different
+            numbers of terms: with 'mean' each rank's loss is the mean of its own terms, and ranks weigh
+            by their counts; with 'global_mean' each rank's loss is scaled so that the average over
+            ranks is the mean of all terms.
         grad_scaler: the GradScaler of mixed-precision training, or a function that returns the scale of
             the loss: statistics are taken of scaled gradients and have to be unscaled. Gradients must be
             unscaled before `step()`: `scaler.unscale_(optimizer)`, or `scaler.step(kfac)`. With a
             GradScaler that is not given here, or gradients that it has not unscaled, `step` raises.
-        symmetry_aware, update_factors_in_hook, compute_factor_in_hook, accumulation_steps: of
-            kfac-pytorch, without effect in one process: factors are always averaged in `step()` from
-            everything since the last one, however many backward passes that was.
+        gradient_worker_fraction: the share of ranks that hold a layer's inverses and compute its
+            direction, which the others receive: a number in [1/world, 1], or 'COMM_OPT' (1),
+            'HYBRID_OPT' (1/2) or 'MEM_OPT' (1/world). See `suite.core.placement`.
+        assignment_strategy: 'COMPUTE' or 'MEMORY', what is balanced over ranks.
+        colocate_factors: keep A and G of a layer on one rank; needed for one gradient worker per layer.
+        allreduce_bucket_cap_mb: what is sent travels in buckets of at most so many megabytes; 0: each
+            tensor by itself.
+        symmetry_aware: send upper triangles of symmetric factors and inverses only.
+        process_group: of the ranks that train together on different data; default: all, if
+            torch.distributed is initialized when the KFAC is made, else this process alone.
+        grad_worker_fraction: kfac-pytorch's name for `gradient_worker_fraction`.
+        update_factors_in_hook, compute_factor_in_hook, accumulation_steps: of kfac-pytorch, without
+            effect: factors are always averaged in `step()` from everything since the last one, however
+            many backward passes that was.
         loglevel: of the routing report, which goes to the logger 'suite.torch'.
 
     factor_update_steps, inv_update_steps, damping, factor_decay, kl_clip and lr take a number or a
     function of the step count.
+
+    Several processes:
+        Wrap the model in DistributedDataParallel, or shard it by `fully_shard`, or average gradients
+        otherwise, then construct KFAC with the same arguments on every rank. Ranks take steps together:
+        `step`, `state_dict` and `load_state_dict` are called by all of them. Statistics of all ranks'
+        data are summed, every factor is averaged and inverted on one rank, and the trajectory is that of
+        one process with all the data. A gradient that is not finite on one rank skips the step on all.
 
     Notes:
         When `kl_clip` binds, the direction is scaled by 1/lr. A base optimizer with momentum keeps those
@@ -146,7 +184,13 @@ class KFAC(torch.optim.Optimizer):
         max_factor_size: int = 8192,
         loss_reduction: str = "mean",
         grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
+        gradient_worker_fraction: DistributedStrategy | str | float | None = None,
+        assignment_strategy: AssignmentStrategy | str = AssignmentStrategy.COMPUTE,
+        colocate_factors: bool = True,
+        allreduce_bucket_cap_mb: float = 25.0,
         symmetry_aware: bool = False,
+        process_group: Any = None,
+        grad_worker_fraction: DistributedStrategy | str | float | None = None,
         update_factors_in_hook: bool = True,
         compute_factor_in_hook: bool = True,
         accumulation_steps: int = 1,
@@ -159,13 +203,10 @@ class KFAC(torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {kind}")
         if isinstance(skip_layers, str):
             raise TypeError(f"skip_layers must be a list of patterns, got the string {skip_layers!r}")
-        if isinstance(compute_method, ComputeMethod):
-            method = compute_method.value
-        else:
-            method = compute_method.lower() if isinstance(compute_method, str) else compute_method
-            check_choice("compute_method", method, tuple(member.value for member in ComputeMethod))
+        method = _choice("compute_method", compute_method, ComputeMethod)
         check_integer("max_factor_size", max_factor_size, at_least=1)
-        check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        check_choice("loss_reduction", loss_reduction, ("mean", "sum", "global_mean"))
+        check_number("allreduce_bucket_cap_mb", allreduce_bucket_cap_mb, at_least=0)
         check_choice("fisher", fisher, ("empirical", "mc", "type-2"))
         check_choice("factor_scaling", factor_scaling, ("fisher", "kfac_pytorch"))
         check_integer("fisher_samples", fisher_samples, at_least=1)
@@ -179,6 +220,7 @@ class KFAC(torch.optim.Optimizer):
         for name, flag in (
             ("compute_eigenvalue_outer_product", compute_eigenvalue_outer_product),
             ("warm_start", warm_start),
+            ("colocate_factors", colocate_factors),
             ("symmetry_aware", symmetry_aware),
             ("update_factors_in_hook", update_factors_in_hook),
             ("compute_factor_in_hook", compute_factor_in_hook),
@@ -198,6 +240,13 @@ class KFAC(torch.optim.Optimizer):
                 )
         if method == "ekfac":
             _check_period_of_ekfac(inv_update_steps)
+        strategy = _choice("assignment_strategy", assignment_strategy, AssignmentStrategy)
+        ranks = Ranks(process_group, allreduce_bucket_cap_mb)
+        workers = _workers(gradient_worker_fraction, grad_worker_fraction, ranks.world)
+        if workers == 1 and not colocate_factors and not ranks.alone:
+            raise ValueError(
+                "colocate_factors must be True with one gradient worker per layer (MEM_OPT), got False"
+            )
         likelihood = _likelihood(likelihood, fisher)
         if factor_scaling == "kfac_pytorch" and method == "ekfac":
             raise ValueError("compute_method must not be 'ekfac' with factor_scaling='kfac_pytorch'")
@@ -233,15 +282,20 @@ class KFAC(torch.optim.Optimizer):
         logging.getLogger("suite.torch").log(loglevel, "K-FAC:\n%s", found.routing)
         self._engine = KFACEngine(
             model,
-            rule=core_kfac.KFAC(method),  # type: ignore[arg-type]
+            rule=core_kfac.KFAC(method),
             found=found,
             factor_dtype=factor_dtype,
             inv_dtype=inv_dtype,
-            loss_reduction=loss_reduction,  # type: ignore[arg-type]
+            loss_reduction=loss_reduction,
             factor_scaling=factor_scaling,  # type: ignore[arg-type]
             outer_product=compute_eigenvalue_outer_product,
             warm_start=warm_start,
             seed=seed,
+            ranks=ranks,
+            workers=workers,
+            strategy=strategy,
+            colocate_factors=colocate_factors,
+            symmetry_aware=symmetry_aware,
         )
         self._sampler: FisherSampler | None = None
         if likelihood is not None:
@@ -252,7 +306,7 @@ class KFAC(torch.optim.Optimizer):
                 likelihood=likelihood,
                 output_of=output_of or _itself,
                 samples=fisher_samples,
-                seed=seed,
+                seed=(seed + RANK_STRIDE * ranks.rank) % 2**31,
                 loss_scale=functools.partial(_scale_of, grad_scaler),
             )
         self._settings = {
@@ -273,6 +327,12 @@ class KFAC(torch.optim.Optimizer):
             "max_factor_size": max_factor_size,
             "loss_reduction": loss_reduction,
             "grad_scaler": grad_scaler,
+            "gradient_worker_fraction": workers / ranks.world,
+            "assignment_strategy": strategy,
+            "colocate_factors": colocate_factors,
+            "allreduce_bucket_cap_mb": allreduce_bucket_cap_mb,
+            "symmetry_aware": symmetry_aware,
+            "process_group": process_group,
             **self._hyperparameters,
         }
         covered = {id(p): p for layer in self._engine.layers for p in layer.parameters()}
@@ -402,12 +462,13 @@ class KFAC(torch.optim.Optimizer):
         if self._sampler is not None:
             self._sampler.forget()
         parameters = self._parameters()
-        if self._engine.finite(parameters, taken):
+        agreed = self._engine.agree(parameters, taken, self._moves())
+        if not agreed.unusable:
             if self._steps % factor_update_steps == 0:
-                self._engine.update(taken, factor_decay)
+                self._engine.update(taken, agreed, factor_decay)
             if self._steps % inv_update_steps == 0:
                 self._engine.refresh(damping, self._steps)
-            self._engine.precondition(damping, kl_clip, lr_of, self._moves())
+            self._engine.precondition(damping, kl_clip, lr_of, agreed)
             if self._base is not None:
                 self._base.step()
             self._steps += 1
@@ -415,8 +476,9 @@ class KFAC(torch.optim.Optimizer):
             self._skipped_steps += 1
             for parameter in parameters:
                 parameter.grad = None
+            where = "" if self._engine.ranks.alone else f" on ranks {list(agreed.unusable)}"
             warn_user(
-                f"step {self._steps} was skipped: a gradient or a statistic was not finite "
+                f"step {self._steps} was skipped: a gradient or a statistic was not finite{where} "
                 f"({self._skipped_steps} skipped so far)"
             )
         self._set_clock()
@@ -522,13 +584,17 @@ class KFAC(torch.optim.Optimizer):
             self._sampler.detach()
 
     def state_dict(
-        self, *, include_factors: bool = True, include_inverses: bool = True
+        self, *, include_factors: bool = True, include_inverses: bool = True, gather: bool = True
     ) -> dict[str, Any]:
         """Everything a resumed run needs: plain numbers and tensors, by layer name under 'kfac'.
 
-        With a base optimizer its 'state' and 'param_groups' are there as well.
+        With a base optimizer its 'state' and 'param_groups' are there as well; the first group's 'kfac'
+        is the same record once more, for torch.distributed.checkpoint's `get_optimizer_state_dict`,
+        which keeps nothing else.
 
         Args:
+            gather: with several ranks: collect their tensors on every rank; all must call it then, and
+                one may save. With False it is what this rank has, for torch.distributed.checkpoint.
             include_factors: the layers' tensors at all; without them a resumed run starts from nothing.
             include_inverses: what was computed from them. Without it a resumed run computes inverses
                 from the averages as saved, which is the same run only where they were due.
@@ -545,12 +611,15 @@ class KFAC(torch.optim.Optimizer):
             "draws": 0 if self._sampler is None else self._sampler.draws,
             "hyperparameters": numbers,
             "layers": self._engine.state_dict(
-                include_factors=include_factors, include_inverses=include_inverses
+                gather=gather, include_factors=include_factors, include_inverses=include_inverses
             ),
-            "inputs": self._engine.factors.sharing(),
+            # A list: what stores nested dicts flat would lose which keys there are.
+            "inputs": [list(pair) for pair in self._engine.factors.sharing().items()],
             "discovered": not self._engine.clock.discovering,
         }
         base = self._base.state_dict() if self._base is not None else {}
+        if base:
+            base["param_groups"][0]["kfac"] = kfac
         saved = {**base, "kfac": kfac}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             saved = post_hook(self, saved) or saved
@@ -570,7 +639,11 @@ class KFAC(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        if "kfac" not in state_dict:
+        groups = [dict(group) for group in state_dict.get("param_groups", [])]
+        if groups:
+            of_group = [group.pop("kfac", None) for group in groups]
+            state_dict = {"kfac": of_group[0], **state_dict, "param_groups": groups}
+        if state_dict.get("kfac") is None:
             raise ValueError(f"state_dict must have a 'kfac' entry, got keys {sorted(state_dict)}")
         kfac = state_dict["kfac"]
         if kfac["version"] != 2:
@@ -584,7 +657,7 @@ class KFAC(torch.optim.Optimizer):
             kinds = ("with", "without") if self._base is not None else ("without", "with")
             raise ValueError(f"state_dict must be of a KFAC {kinds[0]} an optimizer, got one {kinds[1]}")
         before = self._engine.snapshot()
-        self._engine.load_state_dict(kfac["layers"], kfac["inputs"], kfac["discovered"])
+        self._engine.load_state_dict(kfac["layers"], dict(kfac["inputs"]), kfac["discovered"])
         if self._base is not None:
             try:
                 self._base.load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
@@ -635,13 +708,38 @@ def _scale_of(grad_scaler: torch.amp.GradScaler | Callable[[], float] | None) ->
     return float(grad_scaler())
 
 
+def _choice(name: str, value: Any, kind: type[enum.Enum]) -> Any:
+    """The value of an enum's member, given as such or as a string in either case."""
+    if isinstance(value, kind):
+        return value.value
+    value = value.lower() if isinstance(value, str) else value
+    check_choice(name, value, tuple(member.value for member in kind))
+    return value
+
+
+def _workers(fraction: Any, alias: Any, world: int) -> int:
+    """Gradient workers of each layer, from a fraction or a strategy's name."""
+    if fraction is not None and alias is not None:
+        raise ValueError(
+            "gradient_worker_fraction and grad_worker_fraction are one setting: give one of them, "
+            f"got {fraction!r} and {alias!r}"
+        )
+    value = (
+        DistributedStrategy.COMM_OPT if fraction is alias else alias if fraction is None else fraction
+    )
+    if isinstance(value, (DistributedStrategy, str)):
+        name = _choice("gradient_worker_fraction", value, DistributedStrategy)
+        value = {"comm_opt": 1.0, "hybrid_opt": 0.5, "mem_opt": 0.0}[name]
+    return gradient_workers(world, value)
+
+
 def _moved_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _rebuilt(kind: type[KFAC], model: Any, base: Any, settings: Any, state: Any) -> KFAC:
     made = kind(model, base, **settings)
-    made._engine.load_state_dict(state["layers"], state["inputs"], state["discovered"])
+    made._engine.load_state_dict(state["layers"], dict(state["inputs"]), state["discovered"])
     made._load_counts(state)
     return made
 

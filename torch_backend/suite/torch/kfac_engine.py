@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from suite.core import buckets, linalg, statistics
 from suite.core import kfac as core_kfac
 from suite.core.noise import stream_numbers
+from suite.core.placement import AssignmentStrategy, LayerShape, Placement, plan_placement
 from suite.core.routing import Route, Routing
 from suite.core.step_size import inner_product, kl_clip_coefficient
 from suite.torch.attention import Attention
@@ -23,17 +24,38 @@ from suite.torch.capture import (
     OutputWatch,
 )
 from suite.torch.checks import warn_user
+from suite.torch.collectives import Ranks
 from suite.torch.factors import LayerFactors, at_least_single
 from suite.torch.find_layers import FoundLayers
+from suite.torch.gradients import GradientExchange
 from suite.torch.hooks import Hook, ModeAround
-from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer
+from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer, local
+from suite.torch.summing import Scaling, summed_factors, summed_products
 from suite.torch.uses import UseCounter
 
 Taken = list[Captured | None]
 
 
+class Agreement(NamedTuple):
+    """What all ranks know of a step before anything changes."""
+
+    unusable: tuple[int, ...]  # ranks with a gradient or statistic that is not finite
+    present: list[int]  # layers with a gradient on every rank
+    torn: list[int]  # layers with a gradient on some
+    seen: list[bool]  # by layer: whether any rank has statistics
+    measured: list[bool]  # by layer: whether any rank has second moments in the eigenbasis
+    strangers: set[int]  # layers that read another input than the one whose A they share
+    incomplete: set[int]  # layers that left out inputs of which another layer has the sum
+    terms: torch.Tensor  # (): N, of all ranks
+    share: float | torch.Tensor  # of this rank's loss in the loss of all
+
+
 class KFACEngine:
-    """State and steps of K-FAC for one model, on one device per layer."""
+    """State and steps of K-FAC for one model, on one device per layer, alone or with other ranks.
+
+    All ranks call `agree`, `update`, `refresh` and `precondition` in the same order with the same
+    settings; what is done in them depends on nothing that ranks do not share.
+    """
 
     def __init__(
         self,
@@ -43,15 +65,22 @@ class KFACEngine:
         found: FoundLayers,
         factor_dtype: torch.dtype | None,
         inv_dtype: torch.dtype | None,
-        loss_reduction: statistics.LossReduction,
+        loss_reduction: str,
         factor_scaling: statistics.FactorScaling,
         outer_product: bool,
         warm_start: bool,
         seed: int,
+        ranks: Ranks,
+        workers: int,
+        strategy: AssignmentStrategy,
+        colocate_factors: bool,
+        symmetry_aware: bool,
     ) -> None:
         self.rule = rule
         self.model = model
-        self.loss_reduction: statistics.LossReduction = loss_reduction
+        self.ranks = ranks
+        self.global_mean = loss_reduction == "global_mean"
+        self.loss_reduction: statistics.LossReduction = "sum" if loss_reduction == "sum" else "mean"
         self.factor_scaling: statistics.FactorScaling = factor_scaling
         self.layers, self.routing = found.layers, found.routing
         self.routing.require_preconditioned("K-FAC")
@@ -62,24 +91,47 @@ class KFACEngine:
         self._name_of = found.name_of
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         try:
-            self._attach(model, found, seed)
+            self._attach(model, found, seed + RANK_STRIDE * ranks.rank)
         except Exception:
             self.detach()
             raise
         # Whoever drops the last reference gets the model back as it was.
         weakref.finalize(self, _take_off, self._attached, self._attentions)
+        by_parameter: dict[int, list[int]] = {}
+        for i, layer in enumerate(self.layers):
+            for parameter in layer.parameters():
+                by_parameter.setdefault(id(parameter), []).append(i)
+
+        def place(shapes: Sequence[LayerShape], input_of: Mapping[int, int]) -> Placement:
+            return plan_placement(
+                shapes,
+                ranks.world,
+                workers,
+                strategy=strategy,
+                colocate_factors=colocate_factors,
+                input_of=input_of,
+                together=list(by_parameter.values()),
+            )
+
         self.factors = LayerFactors(
             self.layers,
             rule,
+            ranks=ranks,
+            place=place,
             factor_dtype=factor_dtype,
             inv_dtype=inv_dtype,
             factor_scaling=factor_scaling,
             outer_product=outer_product,
             warm_start=warm_start,
+            symmetric=symmetry_aware,
         )
+        ranks.build_groups(
+            [self.factors.placement.worker_groups, self.factors.placement.receiver_groups]
+        )
+        self.gradients = GradientExchange(self.layers, self.factors)
         self.clip_coefficient: torch.Tensor | None = None
         self.refreshed_at: int | None = None
-        self._unseen_reported = False
+        self._unseen_reported = self._torn_reported = False
 
     def _attach(self, model: nn.Module, found: FoundLayers, seed: int) -> None:
         for name, module in model.named_modules():
@@ -139,61 +191,106 @@ class KFACEngine:
         taken = [capture.take() for capture in self.captures]
         return [None if t is None else _unscaled(t, loss_scale) for t in taken]
 
-    def finite(self, parameters: Iterable[torch.Tensor], taken: Taken) -> bool:
-        """Whether all gradients and statistics are; the one place where the host waits."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
+    def agree(
+        self, parameters: Iterable[torch.Tensor], taken: Taken, moves: Callable[[nn.Parameter], bool]
+    ) -> Agreement:
+        """Whether the step can be taken and with which layers; the one place where the host waits.
+
+        Args:
+            parameters: whose gradients must be finite.
+            taken: of this rank.
+            moves: whether the optimizer moves a parameter.
+        """
+        count, world = len(self.layers), self.ranks.world
+        present = [
+            layer.weight.parameter.grad is not None and moves(layer.weight.parameter)
+            for layer in self.layers
+        ]
+        names, self.clock.strangers = self.clock.strangers, set()
+        flags = [
+            present,
+            [t is not None for t in taken],
+            [t is not None and t.products is not None for t in taken],
+            [layer.name in names for layer in self.layers],
+            [capture.incomplete for capture in self.captures],
+        ]
+        terms = self._terms(taken)
+        finite = self._all_finite(parameters, taken)
+        header = torch.zeros(world + 5 * count, dtype=torch.float64)
+        header[world:] = torch.tensor([flag for row in flags for flag in row])
+        if self.ranks.alone:
+            header[0] = not bool(finite)
+            total = terms
+        else:
+            header = torch.cat([header.to(self.ranks.device), terms.to(self.ranks.device)[None]])
+            header[self.ranks.rank] = (~finite).to(header)
+            header = self.ranks.total(header, "K-FAC's agreement on the step")
+            total, header = header[-1], header[:-1].cpu()
+        counts = [int(x) for x in header.tolist()]
+        present_on, *others = (counts[world + i * count :][:count] for i in range(5))
+        seen, measured, strangers, incomplete = ([n > 0 for n in row] for row in others)
+        return Agreement(
+            unusable=tuple(r for r in range(world) if counts[r]),
+            present=[i for i, n in enumerate(present_on) if n == world],
+            torn=[i for i, n in enumerate(present_on) if 0 < n < world],
+            seen=seen,
+            measured=measured,
+            strangers={i for i, flag in enumerate(strangers) if flag},
+            incomplete={i for i, flag in enumerate(incomplete) if flag},
+            terms=torch.where(total > 0, total, torch.ones_like(total)),
+            share=self._share_of(terms, total),
+        )
+
+    def _share_of(self, terms: torch.Tensor, total: torch.Tensor) -> float | torch.Tensor:
+        """Weight of this rank's loss in that of all: by its terms where it is their mean."""
+        if self.ranks.alone or self.factor_scaling == "kfac_pytorch":
+            return 1.0
+        if self.loss_reduction == "sum" or self.global_mean:
+            return 1.0 / self.ranks.world
+        equal = torch.full_like(total, 1.0 / self.ranks.world)
+        return torch.where(total > 0, terms.to(total) / total.clamp_min(1), equal)
+
+    def _all_finite(self, parameters: Iterable[torch.Tensor], taken: Taken) -> torch.Tensor:
+        """(): whether all gradients and statistics here are."""
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
         tensors = [g._values() if g.is_sparse else g for g in gradients]
         tensors += [x for t in taken if t is not None for x in _arrays(t)]
         tensors = [x for x in tensors if x.numel()]
         if not tensors:
-            return True
-        largest = nn.utils.get_total_norm(tensors, norm_type=float("inf"))
-        return bool(largest.isfinite())
+            return torch.ones((), dtype=torch.bool)
+        return nn.utils.get_total_norm(tensors, norm_type=float("inf")).isfinite()
 
-    def update(self, taken: Taken, factor_decay: float) -> None:
-        """Average statistics into the factors of the layers that saw something."""
-        if all(t is None for t in taken):
+    def update(self, taken: Taken, agreed: Agreement, factor_decay: float) -> None:
+        """Average statistics into the factors of the layers that some rank has seen."""
+        if not any(agreed.seen):
             self._report_nothing()
             return
-        self._report_unseen(taken)
+        self._report_unseen(agreed.seen)
         self._report_thawed()
-        partial = self._settle_sharing()
-        terms = self._terms(taken)
-        new = [None if t is None else self._normalized(i, t, terms) for i, t in enumerate(taken)]
-        self.factors.update(new, partial, factor_decay)
+        partial = self._settle_sharing(agreed)
+        share = agreed.share
+        if not (isinstance(share, float) and share == 1.0):
+            taken = [t if t is None else self._of_all_ranks(t, share) for t in taken]
+        if self.clock.sampled and self.loss_reduction == "mean":
+            # Sampled gradients are of single terms: N times those of a loss that is their mean.
+            taken = [t if t is None else _unscaled(t, agreed.terms) for t in taken]
+        scaling = Scaling(agreed.terms, self.loss_reduction, self.factor_scaling)
+        new = summed_factors(self.captures, taken, agreed.seen, self.factors, scaling)
+        seen = {
+            (i, side): agreed.seen[i] and not (side == "A" and i in partial)
+            for i, side in self.factors.all_keys()
+        }
+        self.factors.update(new, seen, factor_decay)
         if self.rule.compute_method == "ekfac":
-            products = [None if t is None else self._normalized_products(t, terms) for t in taken]
+            products = summed_products(self.captures, taken, agreed.measured, self.factors, scaling)
             self.factors.update_products(products, factor_decay)
 
-    def _normalized(
-        self, index: int, captured: Captured, terms: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        terms = terms.to(captured.main.A.device)
-        captured = self._of_the_loss(captured, terms)
-        places = self.captures[index].shape_of_places
-        A, G = statistics.normalize(
-            captured.main, terms, self.loss_reduction, self.factor_scaling, places
-        )
-        if captured.transposed is not None:
-            other = statistics.normalize(
-                captured.transposed, terms, self.loss_reduction, self.factor_scaling
-            )
-            A, G = statistics.add_transposed(A, G, *other)
-        return A, G
-
-    def _normalized_products(self, captured: Captured, terms: torch.Tensor) -> torch.Tensor | None:
-        if captured.products is None:
-            return None
-        terms = terms.to(captured.products.device)
-        products = self._of_the_loss(captured, terms).products
-        normalized: torch.Tensor = statistics.normalize_products(products, terms, self.loss_reduction)
-        return normalized
-
-    def _of_the_loss(self, captured: Captured, terms: torch.Tensor) -> Captured:
-        """Sampled gradients are of single terms: N times those of a loss that is their mean."""
-        if self.clock.sampled and self.loss_reduction == "mean":
-            return _unscaled(captured, terms)
-        return captured
+    def _of_all_ranks(self, captured: Captured, share: float | torch.Tensor) -> Captured:
+        """Statistics of gradients of the loss of all ranks, of which this rank's is a share."""
+        if self.clock.sampled:
+            return captured
+        inverse = 1 / share if isinstance(share, float) else 1 / share.clamp_min(1e-30)
+        return _unscaled(captured, inverse)
 
     def _terms(self, taken: Taken) -> torch.Tensor:
         """How many terms the loss has: the output positions of the layer that ran last.
@@ -202,16 +299,18 @@ class KFACEngine:
         segmentation network. A layer that runs several times counts each time: right for a head that
         reads one token at a time, too many for a last layer that is applied to its own output.
         """
-        first = next(t.main.rows for t in taken if t is not None)
+        rows = [t.main.rows for t in taken if t is not None]
+        if not rows:
+            return torch.zeros(())
         if self.clock.sampled:
-            return torch.full_like(first, max(t.terms for t in taken if t is not None))
+            return torch.full_like(rows[0], max(t.terms for t in taken if t is not None))
         known = {
             layer.name: t.positions
             for layer, t in zip(self.layers, taken, strict=True)
             if t is not None and layer.spec.kind != "free"
         }
-        if not known:  # nothing but free parameters: one term
-            return torch.ones_like(first)
+        if not known:  # nothing but free parameters: `agree` makes it one term
+            return torch.zeros_like(rows[0])
         if self.clock.last in known:
             positions, transposed = known[self.clock.last]
             if self.clock.last_transposed and transposed is not None:
@@ -234,7 +333,7 @@ class KFACEngine:
         if self.clock.sampled:
             said = "K-FAC saw no backward pass through the model's output since the last step"
             why = "With a sampled Fisher call the model itself, not its parts"
-        gradients = [layer.weight.grad() for layer in self.layers]
+        gradients = [layer.weight.local_grad() for layer in self.layers]
         moving = any(g is not None and bool(g.any()) for g in gradients)
         if not self.attached:
             said = "K-FAC was detached: there are no statistics"
@@ -244,15 +343,15 @@ class KFACEngine:
             said = f"{said}, although its layers have gradients ({why})"
         warn_user(f"{said}, so its factors were not updated")
 
-    def _report_unseen(self, taken: Taken) -> None:
+    def _report_unseen(self, seen: Sequence[bool]) -> None:
         """Once: warn about layers that have a gradient but never ran where a hook could see it."""
         if self._unseen_reported:
             return
         self._unseen_reported = True
         unseen: list[Layer] = []
-        for layer, t in zip(self.layers, taken, strict=True):
-            gradient = layer.weight.grad()
-            if t is None and gradient is not None and bool(gradient.any()):
+        for layer, here in zip(self.layers, seen, strict=True):
+            gradient = layer.weight.local_grad()
+            if not here and gradient is not None and bool(gradient.any()):
                 unseen.append(layer)
         if unseen:
             names = ", ".join(repr(layer.name) for layer in unseen)
@@ -284,7 +383,7 @@ class KFACEngine:
 
     # ---- layers that read the same input -------------------------------------------------------
 
-    def _settle_sharing(self) -> set[int]:
+    def _settle_sharing(self, agreed: Agreement) -> set[int]:
         """Which layers share an A: those that read the same tensors in every call of the first passes.
 
         Returns:
@@ -298,18 +397,17 @@ class KFACEngine:
                 capture.inputs = []
             self.clock.forget()
             self._share(found)
-        names, self.clock.strangers = self.clock.strangers, set()
-        strangers = {i for i in self.factors.input_of if self.layers[i].name in names}
+        strangers = agreed.strangers & self.factors.input_of.keys()
         if strangers:
             self._share({i: j for i, j in self.factors.input_of.items() if i not in strangers})
-        return {i for i in strangers if self.captures[i].incomplete}
+        return strangers & agreed.incomplete
 
     def _find_sharing(self) -> dict[int, int]:
+        """Layer -> the one whose A is its A, too, on every rank."""
         first: dict[Any, int] = {}
-        input_of: dict[int, int] = {}
+        labels: dict[int, int] = {}  # layer -> the first that reads what it reads
         # The one that runs first leads: it has the input when the others come.
-        order = sorted(range(len(self.captures)), key=lambda i: self.captures[i].first_call)
-        for i in order:
+        for i in sorted(range(len(self.captures)), key=lambda i: self.captures[i].first_call):
             capture = self.captures[i]
             layer, spec = capture.layer, capture.layer.spec
             if not capture.inputs or spec.kind not in ("dense", "convolution"):
@@ -318,7 +416,12 @@ class KFACEngine:
                 continue
             alike = spec._replace(diagonal=(layer.diagonal[0], False))
             key = (tuple(capture.inputs), alike, layer.sizes[0], layer.blocks, layer.dtype, layer.device)
-            leader = first.setdefault(key, i)
+            labels[i] = first.setdefault(key, i)
+        everyone = self.ranks.gather(labels, "K-FAC's agreement on shared inputs")
+        leaders: dict[Any, int] = {}
+        input_of: dict[int, int] = {}
+        for i in dict.fromkeys(i for found in everyone for i in found):
+            leader = leaders.setdefault(tuple(found.get(i) for found in everyone), i)
             if leader != i:
                 input_of[i] = leader
         return input_of
@@ -339,7 +442,7 @@ class KFACEngine:
     def refresh(self, damping: float, step: int) -> None:
         """Recompute all inverses or eigenbases."""
         self.factors.refresh(damping)
-        self.refreshed_at = step if self.factors.factors else None
+        self.refreshed_at = step if self.factors.allocated else None
         self._tell_captures()
 
     def precondition(
@@ -347,18 +450,18 @@ class KFACEngine:
         damping: float,
         kl_clip: float | None,
         lr_of: Callable[[nn.Parameter], Any],
-        moves: Callable[[nn.Parameter], bool],
+        agreed: Agreement,
     ) -> None:
-        """Replace the gradients of all layers that the optimizer `moves` by directions, in place."""
+        """Replace the gradients of all layers that have one on every rank by directions, in place."""
+        self._report_torn(agreed.torn)
         self.factors.allocate()
+        if not agreed.present:
+            return
         gradients: list[Any] = [None] * len(self.layers)
         directions: list[Any] = [None] * len(self.layers)
+        for i, parts in self.gradients.whole(agreed.present).items():
+            gradients[i] = self.layers[i].gradient_matrix(*parts)
         for number, bucket in enumerate(self.factors.buckets):
-            for member in bucket.members:
-                layer = self.layers[member.index]
-                weight = layer.weight.parameter
-                if weight.grad is not None and moves(weight):
-                    gradients[member.index] = layer.gradient_matrix()
             present = [m for m in bucket.members if gradients[m.index] is not None]
             if not present:
                 continue
@@ -371,23 +474,35 @@ class KFACEngine:
             ]
             joined = parts[0] if len(parts) == 1 else torch.cat(parts)
             buckets.scatter(bucket, self.factors.directions(number, joined, damping), directions)
-        used = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        if not used:
-            return
-        self.clip_coefficient = None
+        here = {i: directions[i] for i in agreed.present if gradients[i] is not None}
+        inner = {}
         if kl_clip is not None:
-            device = gradients[used[0]].device
-            inner: Any = 0.0
-            for i in used:
+            inner = {i: inner_product(direction, gradients[i]) for i, direction in here.items()}
+
+        def coefficient_of(products: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+            if kl_clip is None:
+                return None
+            total: Any = 0.0
+            device = next(iter(products.values())).device
+            for i, product in products.items():
                 lr = lr_of(self.layers[i].weight.parameter)
-                inner = inner + (lr * lr * inner_product(directions[i], gradients[i])).to(device)
-            self.clip_coefficient = kl_clip_coefficient(inner, kl_clip)
-        for i in used:
-            direction = directions[i]
-            if self.clip_coefficient is not None:
-                coefficient = self.clip_coefficient
-                direction = direction * coefficient.to(device=direction.device, dtype=direction.dtype)
-            self.layers[i].write_gradient(direction)
+                total = total + (lr * lr * product).to(device)
+            coefficient: torch.Tensor = kl_clip_coefficient(total, kl_clip)
+            return coefficient
+
+        self.clip_coefficient = self.gradients.deliver(
+            agreed.present, here, inner, kl_clip is not None, coefficient_of
+        )
+
+    def _report_torn(self, torn: Sequence[int]) -> None:
+        """Once: warn about layers that have a gradient on some ranks only."""
+        if torn and not self._torn_reported:
+            self._torn_reported = True
+            names = ", ".join(repr(self.layers[i].name) for i in torn)
+            warn_user(
+                f"these layers have a gradient on some ranks and none on others, and keep it plain: "
+                f"{names}. Average gradients over ranks before step(), zeros where there is none"
+            )
 
     # ---- reports -------------------------------------------------------------------------------
 
@@ -422,10 +537,10 @@ class KFACEngine:
         """Plain numbers for loggers; see `KFAC.metrics`."""
         layers: dict[str, dict[str, Any]] = {}
         for i, layer in enumerate(self.layers):
-            record = self.factors.report(i) if self.factors.factors else {}
-            gradient = layer.weight.grad()
+            record = self.factors.report(i) if self.factors.allocated else {}
+            gradient = layer.weight.local_grad()
             if gradient is not None:
-                norm = float(linalg.norm(layer.weight.parameter.detach()))
+                norm = float(linalg.norm(local(layer.weight.parameter.detach())))
                 record["update_to_weight"] = float(linalg.norm(gradient)) / max(norm, 1e-30)
             layers[layer.name] = record
         coefficient = self.clip_coefficient
@@ -440,12 +555,13 @@ class KFACEngine:
     # ---- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(
-        self, *, include_factors: bool = True, include_inverses: bool = True
+        self, *, gather: bool, include_factors: bool = True, include_inverses: bool = True
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Tensors by layer name."""
-        return self.factors.state_dict(
-            include_factors=include_factors, include_inverses=include_inverses
-        )
+        """Tensors by layer name, of all ranks or of this one."""
+        if not gather:
+            self.factors.allocate()
+        collect = self.factors.gathered_state_dict if gather else self.factors.state_dict
+        return collect(include_factors=include_factors, include_inverses=include_inverses)
 
     def load_state_dict(
         self,
@@ -467,6 +583,9 @@ class KFACEngine:
         self.factors.rewind(snapshot[0])
         self.clock.discovering = snapshot[1]
         self._tell_captures()
+
+
+RANK_STRIDE = 1_000_003  # between the seeds of ranks: each draws noise for rows of its own
 
 
 def _unscaled(captured: Captured, scale: Any) -> Captured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,19 @@ PRODUCTS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED, nn.Embedding, nn.EmbeddingBag
 # How the gradient matrix (blocks, d_out, d_in) lies in the parameters: rows of a weight with the bias as
 # a last column, a transposed convolution's, a table's; scale and shift of units; one row; one column.
 Layout = Literal["matrix", "transposed", "table", "unit", "vector", "bias"]
+
+
+def is_sharded(x: torch.Tensor) -> bool:
+    """Whether it is a DTensor. Asked by an attribute: importing them takes long and nobody may need to."""
+    return hasattr(x, "device_mesh")
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    if not is_sharded(x):
+        return x
+    part: torch.Tensor = x.to_local()  # type: ignore[attr-defined]
+    return part
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +54,11 @@ class Piece:
         if gradient is None or self.stop is None:
             return gradient
         return gradient[self.start : self.stop]
+
+    def local_grad(self) -> torch.Tensor | None:
+        """What this rank has of the gradient: of a sharded parameter its part of all rows."""
+        gradient = self.parameter.grad
+        return self.grad() if gradient is None or not is_sharded(gradient) else local(gradient)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +105,17 @@ class Layer:
     def parameters(self) -> list[nn.Parameter]:
         return [piece.parameter for piece in (self.weight, self.bias) if piece is not None]
 
-    def gradient_matrix(self) -> torch.Tensor:
-        """(blocks, d_out, d_in): the weight's gradient, the bias's as its last column."""
-        weight = self.weight.grad()
+    def gradient_matrix(
+        self, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(blocks, d_out, d_in): the weight's gradient, the bias's as its last column.
+
+        Args:
+            weight, bias: the gradients; default: those that the parameters have.
+        """
+        if weight is None:
+            weight, bias = self.weight.grad(), self.bias.grad() if self.bias is not None else None
         assert weight is not None
-        bias = self.bias.grad() if self.bias is not None else None
         if self.layout == "unit":
             second = torch.zeros_like(weight) if bias is None else bias.to(weight.dtype)
             return torch.stack([weight.reshape(-1), second.reshape(-1)], dim=-1)[:, None, :]
@@ -110,20 +135,15 @@ class Layer:
             matrix = torch.cat([matrix, torch.zeros_like(matrix[..., :1])], dim=-1)
         return matrix
 
-    def write_gradient(self, matrix: torch.Tensor) -> None:
-        """Put (blocks, d_out, d_in) into the gradients' own storage."""
-        weight = self.weight.grad()
-        assert weight is not None
-        bias = self.bias.grad() if self.bias is not None else None
+    def split(self, matrix: torch.Tensor) -> list[torch.Tensor]:
+        """(blocks, d_out, d_in) -> what is the weight's, and the bias's if there is one."""
+        shape = self.weight.shape
         if self.layout == "unit":
-            weight.copy_(matrix[:, 0, 0].reshape(weight.shape))
-            if bias is not None:
-                bias.copy_(matrix[:, 0, 1].reshape(bias.shape))
-            return
-        if self.layout in ("table", "transposed"):
-            weight.copy_(matrix.mT.reshape(weight.shape))
-            return
-        width = weight.numel() // (self.blocks * self.sizes[1]) if self.layout == "matrix" else None
-        weight.copy_(matrix[..., :width].reshape(weight.shape))
-        if bias is not None:
-            bias.copy_(matrix[..., -1].reshape(bias.shape))
+            columns = [matrix[:, 0, 0].reshape(shape), matrix[:, 0, 1]]
+        elif self.layout in ("table", "transposed"):
+            columns = [matrix.mT.reshape(shape), matrix[..., 0]]
+        else:
+            width = math.prod(shape) // (self.blocks * self.sizes[1])
+            own = matrix[..., :width] if self.layout == "matrix" else matrix
+            columns = [own.reshape(shape), matrix[..., -1]]
+        return columns[:1] if self.bias is None else [columns[0], columns[1].reshape(self.bias.shape)]

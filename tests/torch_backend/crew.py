@@ -1,0 +1,100 @@
+"""Processes that stay and run functions as the ranks of a process group: for tests of many processes."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STALLED = 20.0  # seconds after which a collective gives up
+
+
+class Crew:
+    """Up to `size` processes. A function runs on some of them as one gloo group."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._context = multiprocessing.get_context("spawn")
+        self._members: list[tuple[Any, Connection]] = []
+
+    def run(
+        self, function: Callable[..., Any], world: int, *args: Any, fails: bool = False
+    ) -> list[Any]:
+        """What `function(*args)` returns on every rank of a new world; it must be of a module's top level.
+
+        With `fails` an error is returned instead of raised, as its text; None for a process that died.
+        """
+        while len(self._members) < self.size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._members.append((process, ours))
+        folder = tempfile.mkdtemp()
+        chosen = self._members[:world]
+        for rank, (_, connection) in enumerate(chosen):
+            where = function.__module__, function.__qualname__
+            connection.send((rank, world, os.path.join(folder, "store"), *where, args))
+        results: list[Any] = []
+        errors = []
+        for process, connection in chosen:
+            try:
+                fine, result = connection.recv() if connection.poll(300) else (False, "no answer")
+            except EOFError:
+                fine, result = False, None
+            results.append(result)
+            if not fine:
+                errors.append(result)
+            if not fine and not process.is_alive() or result == "no answer":
+                process.kill()
+                self._members = [m for m in self._members if m[0] is not process]
+        if errors and not fails:
+            raise AssertionError("\n".join(str(error) for error in errors))
+        return results
+
+    def close(self) -> None:
+        for process, connection in self._members:
+            connection.close()
+            process.join(5)
+            process.kill()
+
+
+def _serve(connection: Connection) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world, store, module, name, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=STALLED),
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                warnings.filterwarnings("ignore", category=DeprecationWarning)
+                function: Any = importlib.import_module(module)
+                for part in name.split("."):
+                    function = getattr(function, part)
+                answer = True, function(*args)
+        except BaseException as error:
+            answer = False, f"rank {rank}: {error!r}\n{traceback.format_exc()}"
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(answer)

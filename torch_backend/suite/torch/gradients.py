@@ -1,0 +1,259 @@
+"""Gradients to where directions are computed, and directions to where parameters are.
+
+Under data parallelism every rank has all gradients. Of sharded parameters (DTensors of FSDP2) each has
+a part, a box of indices; the gradient workers of a layer get the whole from those who have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from suite.torch.collectives import Parcel
+from suite.torch.factors import LayerFactors
+from suite.torch.layers import Layer, Piece, is_sharded, local
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) on each axis
+
+
+class _Shipment(NamedTuple):
+    """A parcel that is a box of a piece of a layer."""
+
+    layer: int
+    piece: int  # 0: the weight, 1: the bias
+    box: Box
+    parcel: Parcel
+
+
+class GradientExchange:
+    """Moves gradients and directions of all layers between ranks."""
+
+    def __init__(self, layers: Sequence[Layer], factors: LayerFactors) -> None:
+        self.layers, self.factors, self.ranks = layers, factors, factors.ranks
+        self.sharded = any(is_sharded(p.parameter) for layer in layers for p in _pieces(layer))
+        self._boxes: list[list[list[Box]]] | None = None  # by rank, layer and piece
+        self._inbound: list[_Shipment] = []
+        self._outbound: list[_Shipment] = []
+        self._planned: Any = None  # the placement they are for
+
+    def whole(self, present: Sequence[int]) -> dict[int, list[torch.Tensor]]:
+        """Weight's and bias's gradients of the layers `present` whose directions are computed here."""
+        rank, placement = self.ranks.rank, self.factors.placement
+        mine = [i for i in present if placement.is_worker(i, rank)]
+        if not self.sharded:
+            found = {i: [piece.grad() for piece in _pieces(self.layers[i])] for i in mine}
+            return {i: [x for x in parts if x is not None] for i, parts in found.items()}
+        self._plan()
+        chosen = set(present)
+        shipments = [s for s in self._inbound if s.layer in chosen]
+        found = self.ranks.send(
+            [s.parcel for s in shipments],
+            lambda n: self._part(shipments[n]),
+            lambda n: self.layers[shipments[n].layer].device,
+            "K-FAC's collection of sharded gradients",
+        )
+        result = {
+            i: [
+                torch.zeros(p.shape, dtype=p.parameter.dtype, device=self.layers[i].device)
+                for p in _pieces(self.layers[i])
+            ]
+            for i in mine
+        }
+        for number, s in enumerate(shipments):
+            here = s.parcel.source == rank
+            if here and rank in s.parcel.destinations:
+                result[s.layer][s.piece][_slices(s.box)] = self._part(s)
+            elif number in found:
+                result[s.layer][s.piece][_slices(s.box)] = found[number]
+        return result
+
+    def deliver(
+        self,
+        present: Sequence[int],
+        directions: Mapping[int, torch.Tensor],
+        inner: Mapping[int, torch.Tensor],
+        clipped: bool,
+        coefficient_of: Callable[[Mapping[int, torch.Tensor]], torch.Tensor | None],
+    ) -> torch.Tensor | None:
+        """Put directions into the gradients' storage on all ranks.
+
+        Args:
+            present: the layers that have gradients.
+            directions: (blocks, d_out, d_in) of those that were computed here.
+            inner: their products with the gradients, if `clipped`.
+            clipped: whether directions are multiplied at all.
+            coefficient_of: the products of all layers -> what to multiply directions with.
+
+        Returns:
+            What `coefficient_of` returned.
+        """
+        self._plan()
+        chosen, rank = set(present), self.ranks.rank
+        products = self._products(present, inner) if clipped else {}
+        shipments = [s for s in self._outbound if s.layer in chosen]
+        split = {i: self.layers[i].split(direction) for i, direction in directions.items()}
+
+        def content(number: int) -> torch.Tensor:
+            s = shipments[number]
+            return split[s.layer][s.piece][_slices(s.box)]
+
+        found = self.ranks.send(
+            [s.parcel for s in shipments],
+            content,
+            lambda n: self.layers[shipments[n].layer].device,
+            "K-FAC's exchange of directions",
+        )
+        coefficient = coefficient_of(products)
+        for number, s in enumerate(shipments):
+            if number in found:
+                self._write(s.layer, s.piece, s.box, found[number], coefficient)
+        for i, parts in split.items():
+            for j, part in enumerate(parts):
+                box = self._box(rank, i, j)
+                if _size(box):
+                    self._write(i, j, box, part[_slices(box)], coefficient)
+        return coefficient
+
+    def _products(
+        self, present: Sequence[int], inner: Mapping[int, torch.Tensor]
+    ) -> Mapping[int, torch.Tensor]:
+        """⟨direction, gradient⟩ of every layer, in the layers' order."""
+        ranks, placement = self.ranks, self.factors.placement
+        if placement.groups == 1:
+            return {i: inner[i] for i in present}
+        wide = torch.zeros(len(self.layers), dtype=torch.float64, device=ranks.device)
+        # Of its workers one tells: the first in its group.
+        for i, product in inner.items():
+            if placement.workers_of(i)[0] == ranks.rank:
+                wide[i] = product.to(wide)
+        total = ranks.total(wide, "K-FAC's sum for kl_clip")
+        return {i: total[i].to(self.layers[i].device) for i in present}
+
+    def _write(
+        self, i: int, j: int, box: Box, part: torch.Tensor, coefficient: torch.Tensor | None
+    ) -> None:
+        piece = _pieces(self.layers[i])[j]
+        if coefficient is not None:
+            part = part * coefficient.to(device=part.device, dtype=part.dtype)
+        gradient = piece.parameter.grad
+        if gradient is None:  # a bias that nothing used
+            return
+        if not is_sharded(gradient):
+            own_rows = piece.grad()
+            assert own_rows is not None
+            own_rows.copy_(part)
+            return
+        own = _offset(piece, _box_of(piece.parameter), box)
+        local(gradient)[_slices(own)].copy_(part)
+
+    # ---- who has and who needs what ------------------------------------------------------------
+
+    def _plan(self) -> None:
+        if self.ranks.alone or self._planned is self.factors.placement:
+            return
+        if self.sharded and self._boxes is None:
+            boxes = [
+                [_within(piece, _box_of(piece.parameter)) for piece in _pieces(layer)]
+                for layer in self.layers
+            ]
+            self._boxes = self.ranks.gather(boxes, "K-FAC's exchange of shard boundaries")
+        placement = self.factors.placement
+        self._planned = placement
+        self._inbound, self._outbound = [], []
+        for i, layer in enumerate(self.layers):
+            workers = placement.workers_of(i)
+            for j, piece in enumerate(_pieces(layer)):
+                if self.sharded:
+                    self._plan_inbound(i, j, workers)
+                receivers: dict[tuple[int, Box], list[int]] = {}
+                for rank in range(self.ranks.world):
+                    source, box = placement.source(i, rank), self._box(rank, i, j)
+                    if source != rank and _size(box):
+                        receivers.setdefault((source, box), []).append(rank)
+                for (source, box), ranks in receivers.items():
+                    parcel = Parcel(layer.name, _shape(box), piece.parameter.dtype, source, tuple(ranks))
+                    self._outbound.append(_Shipment(i, j, box, parcel))
+
+    def _plan_inbound(self, i: int, j: int, workers: Sequence[int]) -> None:
+        layer = self.layers[i]
+        holders: dict[Box, list[int]] = {}
+        for rank in range(self.ranks.world):
+            box = self._box(rank, i, j)
+            if _size(box):
+                holders.setdefault(box, []).append(rank)
+        for box, ranks in holders.items():
+            by_source: dict[int, list[int]] = {}
+            for worker in workers:
+                source = worker if worker in ranks else ranks[worker % len(ranks)]
+                by_source.setdefault(source, []).append(worker)
+            for source, destinations in by_source.items():
+                dtype = _pieces(layer)[j].parameter.dtype
+                parcel = Parcel(layer.name, _shape(box), dtype, source, tuple(destinations))
+                self._inbound.append(_Shipment(i, j, box, parcel))
+
+    def _box(self, rank: int, i: int, j: int) -> Box:
+        """What a rank has of a piece, in the piece's indices."""
+        if self._boxes is None:
+            return tuple((0, n) for n in _pieces(self.layers[i])[j].shape)
+        return self._boxes[rank][i][j]
+
+    def _part(self, s: _Shipment) -> torch.Tensor:
+        piece = _pieces(self.layers[s.layer])[s.piece]
+        gradient = piece.parameter.grad
+        if gradient is None:
+            return torch.zeros(_shape(s.box), dtype=piece.parameter.dtype, device=self.ranks.device)
+        return local(gradient)[_slices(_offset(piece, _box_of(piece.parameter), s.box))]
+
+
+def _pieces(layer: Layer) -> list[Piece]:
+    return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+
+
+def _box_of(parameter: Any) -> Box:
+    """What this rank has of a parameter, in the parameter's indices."""
+    box = [(0, n) for n in parameter.shape]
+    if not is_sharded(parameter):
+        return tuple(box)
+    mesh = parameter.device_mesh
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            start, stop = box[placement.dim]
+            each = -(-(stop - start) // mesh.size(axis))
+            start = min(start + mesh.get_local_rank(axis) * each, stop)
+            box[placement.dim] = (start, min(start + each, stop))
+    if _shape(box) != tuple(local(parameter).shape):
+        raise ValueError(
+            f"K-FAC does not know this way to shard a parameter of shape {tuple(parameter.shape)}: "
+            f"placements {parameter.placements} on {mesh}"
+        )
+    return tuple(box)
+
+
+def _within(piece: Piece, box: Box) -> Box:
+    """The part of a parameter's box that is in a piece, in the piece's indices."""
+    if piece.stop is None:
+        return box
+    (start, stop), *rest = box
+    start, stop = max(start, piece.start), min(stop, piece.stop)
+    return ((start - piece.start, max(start, stop) - piece.start), *rest)
+
+
+def _offset(piece: Piece, own: Box, box: Box) -> Box:
+    """A box in a piece's indices -> in those of the local tensor, which is the box `own`."""
+    first = piece.start if piece.stop is not None else 0
+    shifts = [a - (first if axis == 0 else 0) for axis, (a, _) in enumerate(own)]
+    return tuple((a - shift, b - shift) for (a, b), shift in zip(box, shifts, strict=True))
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in box)
+
+
+def _shape(box: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in box)
+
+
+def _size(box: Box) -> int:
+    return torch.Size(_shape(box)).numel()

@@ -1,0 +1,193 @@
+"""Statistics of all ranks, summed and normalized where each factor is averaged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from suite.core import statistics
+from suite.core.statistics import LayerStatistics
+from suite.torch.capture import Captured, LayerCapture
+from suite.torch.collectives import Parcel
+from suite.torch.factors import Key, LayerFactors, from_upper_triangle, upper_triangle
+
+
+class Scaling(NamedTuple):
+    """What turns sums into factors."""
+
+    terms: torch.Tensor  # (): N, of all ranks
+    loss_reduction: statistics.LossReduction
+    factor_scaling: statistics.FactorScaling
+
+
+def summed_factors(
+    captures: Sequence[LayerCapture],
+    taken: Sequence[Captured | None],
+    seen: Sequence[bool],
+    factors: LayerFactors,
+    scaling: Scaling,
+) -> dict[Key, torch.Tensor]:
+    """Normalized (A, G) of the layers that some rank has seen, of the factors that are kept here.
+
+    Args:
+        captures, taken, seen: by layer; `taken` of this rank, `seen` by any.
+    """
+    if factors.ranks.alone:
+        found: dict[Key, torch.Tensor] = {}
+        for i, captured in enumerate(taken):
+            if captured is not None:
+                A, G = _normalized(captured, scaling, captures[i].shape_of_places)
+                found |= {(i, "A"): A, (i, "G"): G}
+        return found
+    packs = [_Pack(capture, factors.symmetric) for capture in captures]
+    keys = [key for key in factors.all_keys() if seen[key[0]]]
+    parcels = [
+        Parcel(
+            factors.layers[i].name,
+            (packs[i].size(side),),
+            captures[i].dtype,
+            -1,
+            (factors.placement.owner_of[i, side],),
+        )
+        for i, side in keys
+    ]
+
+    def part(number: int) -> torch.Tensor | None:
+        i, side = keys[number]
+        captured = taken[i]
+        if captured is None:
+            return None
+        if scaling.factor_scaling == "kfac_pytorch":  # T is this rank's: the owner may not have run it
+            captured = _over_places(captured, captures[i].shape_of_places)
+        return packs[i].packed(captured, side)
+
+    sums = factors.ranks.sum_to_owners(
+        parcels, part, lambda n: factors.layers[keys[n][0]].device, "K-FAC's sum of statistics"
+    )
+    return {keys[n]: packs[keys[n][0]].factor(flat, keys[n][1], scaling) for n, flat in sums.items()}
+
+
+def summed_products(
+    captures: Sequence[LayerCapture],
+    taken: Sequence[Captured | None],
+    measured: Sequence[bool],
+    factors: LayerFactors,
+    scaling: Scaling,
+) -> dict[int, torch.Tensor]:
+    """Normalized second moments in the eigenbases, of the layers whose directions are computed here.
+
+    Args:
+        captures, taken: by layer; `measured`: whether any rank has such moments of a layer.
+    """
+    ranks, layers = factors.ranks, factors.layers
+    chosen = [i for i, here in enumerate(measured) if here]
+    shapes = {i: tuple(captures[i].products.shape) for i in chosen}
+    owners = {i: factors.placement.owner_of[i, "G"] for i in chosen}
+    sums: dict[int, torch.Tensor]
+    parcels = [Parcel(layers[i].name, shapes[i], captures[i].dtype, -1, (owners[i],)) for i in chosen]
+
+    def part(number: int) -> torch.Tensor | None:
+        captured = taken[chosen[number]]
+        return None if captured is None else captured.products
+
+    def device_of(number: int) -> torch.device:
+        return layers[chosen[number]].device
+
+    sums = ranks.sum_to_owners(parcels, part, device_of, "K-FAC's sum of second moments")
+    parcels = [
+        p._replace(source=owners[i], destinations=factors.placement.workers_of(i))
+        for i, p in zip(chosen, parcels, strict=True)
+    ]
+    sums |= ranks.send(parcels, lambda n: sums[n], device_of, "K-FAC's exchange of second moments")
+    return {
+        chosen[n]: statistics.normalize_products(x, scaling.terms.to(x.device), scaling.loss_reduction)
+        for n, x in sums.items()
+    }
+
+
+def _normalized(captured: Captured, scaling: Scaling, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+    terms = scaling.terms.to(captured.main.A.device)
+    reduction, kind = scaling.loss_reduction, scaling.factor_scaling
+    A, G = statistics.normalize(captured.main, terms, reduction, kind, places)
+    if captured.transposed is not None:
+        other = statistics.normalize(captured.transposed, terms, reduction, kind)
+        A, G = statistics.add_transposed(A, G, *other)
+    return A, G
+
+
+class _Pack:
+    """How the sums of one layer travel: what an owner of a side needs, in one vector."""
+
+    def __init__(self, capture: LayerCapture, symmetric: bool) -> None:
+        self.capture, self.symmetric = capture, symmetric
+        self.tied = bool(capture.transposed)  # then each side of the factors needs all sums
+
+    def _shapes(self, side: str) -> list[tuple[int, ...]]:
+        capture = self.capture
+        A = (1, capture.A.numel()) if capture.layer.spec.kind == "free" else tuple(capture.A.shape)
+        G = tuple(capture.G.shape)
+        if not self.tied:
+            return [A if side == "A" else G, (1,)]
+        other = [tuple(x.shape) for x in capture.transposed[:2]]
+        return [A, G, (1,), *other, (1,)]
+
+    def _packs(self, shape: tuple[int, ...]) -> bool:
+        return self.symmetric and len(shape) == 3 and shape[1] == shape[2]
+
+    def size(self, side: str) -> int:
+        return sum(
+            s[0] * s[1] * (s[1] + 1) // 2 if self._packs(s) else math.prod(s) for s in self._shapes(side)
+        )
+
+    def packed(self, captured: Captured, side: str) -> torch.Tensor:
+        main, other = captured.main, captured.transposed
+        parts = [main.A if side == "A" else main.G, main.rows]
+        if self.tied:
+            parts = [main.A, main.G, main.rows]
+            if other is None:
+                parts += [torch.zeros(s).to(main.A) for s in self._shapes(side)[3:]]
+            else:
+                parts += [other.A, other.G, other.rows]
+        shapes = self._shapes(side)
+        parts = [
+            upper_triangle(x.reshape(s)) if self._packs(s) else x
+            for x, s in zip(parts, shapes, strict=True)
+        ]
+        return torch.cat([x.to(main.A.dtype).reshape(-1) for x in parts])
+
+    def factor(self, flat: torch.Tensor, side: str, scaling: Scaling) -> torch.Tensor:
+        """Undo `packed` of the sum, and normalize."""
+        parts, at = [], 0
+        for shape in self._shapes(side):
+            packed = self._packs(shape)
+            size = shape[0] * shape[1] * (shape[1] + 1) // 2 if packed else math.prod(shape)
+            piece = flat[at : at + size]
+            at += size
+            if packed:
+                parts.append(from_upper_triangle(piece.reshape(shape[0], -1), shape[1]))
+            else:
+                parts.append(piece.reshape(shape))
+        terms = scaling.terms.to(flat.device)
+        if self.tied:
+            main = LayerStatistics(parts[0], parts[1], parts[2][0])
+            other = LayerStatistics(parts[3], parts[4], parts[5][0])
+            used = other if bool(other.rows > 0) else None
+            captured = Captured(main, used, (main.rows, None), None, 0.0)
+            return _normalized(captured, scaling, 1)[0 if side == "A" else 1]
+        kind = scaling.factor_scaling
+        found: torch.Tensor
+        if side == "A":
+            found = statistics.normalize_inputs(parts[0], parts[1][0], kind)
+        else:
+            found = statistics.normalize_gradients(
+                parts[0], parts[1][0], terms, scaling.loss_reduction, kind
+            )
+        return found
+
+
+def _over_places(captured: Captured, places: int) -> Captured:
+    main = captured.main
+    return captured._replace(main=main._replace(A=main.A / places**2, G=main.G / places**2))
