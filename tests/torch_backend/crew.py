@@ -55,7 +55,7 @@ class Crew:
             results.append(result)
             if not fine:
                 errors.append(result)
-            if not fine and not process.is_alive() or result == "no answer":
+            if (not fine and not process.is_alive()) or result == "no answer":
                 process.kill()
                 self._members = [m for m in self._members if m[0] is not process]
         if errors and not fails:

@@ -22,6 +22,7 @@ from suite.torch.free import FreeParameters, Watched
 from suite.torch.hooks import Hook, ModeAround, in_backward
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import Bases, LayerSpec, bag_second_moments, output_positions, sums
+from suite.torch.tensor_parallel import is_sharded, like, local
 
 
 class Captured(NamedTuple):
@@ -147,6 +148,12 @@ class LayerCapture:
             self.calls += 1
         if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.requires_grad:
             return None
+        if is_sharded(y):  # of a tensor-parallel layer: what is here is a block
+            probed = self._probed(site, local(x), local(y), args, kwargs)
+            return like(y, probed)
+        return self._probed(site, x, y, args, kwargs)
+
+    def _probed(self, site: Site, x: torch.Tensor, y: torch.Tensor, args: Any, kwargs: Any) -> Any:
         spec = site.spec
         again = in_backward()
         with torch.no_grad():

@@ -33,10 +33,13 @@ class Ranks:
     Args:
         group: a process group; None: the default one, or this process alone if there is none.
         bucket_mb: parcels travel in buckets of at most about so many megabytes; 0: one by one.
+        alone: this process alone, whatever there is.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, bucket_mb: float = 25.0) -> None:
-        started = dist.is_available() and dist.is_initialized()
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, bucket_mb: float = 25.0, *, alone: bool = False
+    ) -> None:
+        started = dist.is_available() and dist.is_initialized() and not alone
         self.group = group
         self.world = dist.get_world_size(group) if started else 1
         self.rank = dist.get_rank(group) if started else 0
@@ -293,8 +296,8 @@ class Ranks:
         """Run a collective; what it or the function returned raises says what it was for."""
         where = f" (layers {names[0]!r} to {names[-1]!r})" if names else ""
         what = (
-            f"{phase}{where} failed on rank {self.rank} of {self.world}: another rank died, stalled past "
-            "the process group's timeout, or did not take this step"
+            f"{phase}{where} failed on rank {self.rank} of {self.world}: another rank died, or stalled "
+            "past the process group's timeout, or did not take this step"
         )
         try:
             work = run()

@@ -15,6 +15,7 @@ from suite.torch.attention import Attention
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer, Layout, Piece, Site
 from suite.torch.recurrent import GRU, LSTM, RNN, Product
 from suite.torch.rows import LayerSpec
+from suite.torch.tensor_parallel import sharded_modules, split_dim, tensor_axes
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -70,6 +71,8 @@ class FoundLayers:
                 raise ValueError(
                     f"weight_sharing must name classes of the model's modules, got {unknown}"
                 )
+        fully_sharded = {id(p) for module in sharded_modules(model) for p in module.parameters()}
+        self.tensor_axes = {id(p): tensor_axes(p, id(p) in fully_sharded) for p in model.parameters()}
         self._reasons: dict[int, str] = {}
         # (parameter, first row) -> its layer's place in `layers`
         self._by_weight: dict[tuple[int, int], int] = {}
@@ -153,6 +156,9 @@ class FoundLayers:
                 self._bias(name, module, bias)
             return
         spec = self._spec(module, weight, bias)
+        if self.tensor_axes[id(weight)]:
+            self._tensor_parallel(name, module, weight, bias, spec)
+            return
         shared = bias is not None and len(set(self._owners[id(bias)])) > 1
         with_bias = bias is not None and bias.requires_grad and not shared and not _why_not(bias)
         if isinstance(module, TRANSPOSED):
@@ -172,6 +178,38 @@ class FoundLayers:
         self._add(name, Piece(weight), piece, layout, Site(module, module, spec))
         if bias is not None and not with_bias and not shared and not _why_not(bias):
             self._bias(name, module, bias)
+
+    def _tensor_parallel(
+        self,
+        name: str,
+        module: nn.Module,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        spec: LayerSpec,
+    ) -> None:
+        """A linear layer of which this rank has a block of outputs (or of inputs)."""
+        if not isinstance(module, nn.Linear):
+            self._say(module, f"a tensor-parallel {type(module).__name__}: only nn.Linear is covered")
+            return
+        axes = self.tensor_axes[id(weight)]
+        dim = split_dim(weight, axes)
+        piece = Piece(weight, tensor_axes=axes)
+        site = Site(module, module, spec)
+        if bias is None or _why_not(bias):
+            self._add(name, piece, None, "matrix", site)
+        elif split_dim(bias, self.tensor_axes[id(bias)]) is None and dim is not None:
+            # Of inputs: the bias belongs to all blocks, and gets a block of its own.
+            self._add(name, piece, None, "matrix", site)
+            self._bias(name, module, bias)
+        else:
+            own = Piece(bias, tensor_axes=self.tensor_axes[id(bias)])
+            site = replace(site, spec=spec._replace(bias=True))
+            self._add(name, piece, own, "matrix", site)
+        place = self._by_weight.get((id(weight), 0))
+        if dim is not None and place is not None:
+            side, letter = (("outputs", "G"), ("inputs", "A"))[dim]
+            split = f"{side} split over ranks: {letter} is block-diagonal, a block a rank"
+            self.layers[place] = replace(self.layers[place], tensor_split=split)
 
     def _spec(self, module: nn.Module, weight: nn.Parameter, bias: nn.Parameter | None) -> LayerSpec:
         reduce = self._reduces(module)
@@ -209,7 +247,8 @@ class FoundLayers:
         if bias.ndim != 1:
             self._reasons.setdefault(id(bias), "a shift of several axes without its scale")
         elif (id(bias), 0) not in self._by_weight:
-            self._add(_join(name, "bias"), Piece(bias), None, "bias", Site(module, module, spec))
+            piece = Piece(bias, tensor_axes=self.tensor_axes[id(bias)])
+            self._add(_join(name, "bias"), piece, None, "bias", Site(module, module, spec))
 
     def _attention(self, name: str, module: nn.MultiheadAttention) -> bool:
         """The four products of nn.MultiheadAttention, which its own forward does not show."""
@@ -442,6 +481,8 @@ class FoundLayers:
             words.append("diagonal")
         if len(layer.sites) > 1:
             words.append(f"one block for {len(layer.sites)} uses")
+        if layer.tensor_split:
+            words.append(layer.tensor_split)
         if site.spec.reduce:
             words.append("one row an example (reduce)")
         if site.scaling:

@@ -18,6 +18,7 @@ from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.noise import unit_noise
 from suite.torch.hooks import Hook, in_backward
 from suite.torch.kfac_engine import KFACEngine
+from suite.torch.tensor_parallel import sharded_modules
 
 FisherType = Literal["empirical", "mc", "type-2"]
 Likelihood = Categorical | Bernoulli | Gaussian
@@ -93,7 +94,11 @@ class FisherSampler:
             capture.terms += outputs.numel() / columns
         scale = self.loss_scale()
         self.clock.sampling = True
+        model = self.model()
+        sharded = [] if model is None else sharded_modules(model)
         try:
+            for module in sharded:  # the loss's own pass comes after ours and wants them, too
+                module.set_reshard_after_backward(False, recurse=False)
             for i in range(count):
                 gradient = self._gradient(outputs, i) * scale
                 found = torch.autograd.grad(
@@ -102,6 +107,8 @@ class FisherSampler:
                 self._add(found, count)
         finally:
             self.clock.sampling = False
+            for module in sharded:
+                module.set_reshard_after_backward(True, recurse=False)
 
     def _gradient(self, outputs: torch.Tensor, index: int) -> torch.Tensor:
         if self.fisher == "type-2":

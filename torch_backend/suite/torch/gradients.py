@@ -7,13 +7,15 @@ a part, a box of indices; the gradient workers of a layer get the whole from tho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from suite.torch.collectives import Parcel
 from suite.torch.factors import LayerFactors
-from suite.torch.layers import Layer, Piece, is_sharded, local
+from suite.torch.layers import Layer, Piece
+from suite.torch.tensor_parallel import chunk, is_sharded, local
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) on each axis
 
@@ -43,8 +45,8 @@ class GradientExchange:
         rank, placement = self.ranks.rank, self.factors.placement
         mine = [i for i in present if placement.is_worker(i, rank)]
         if not self.sharded:
-            found = {i: [piece.grad() for piece in _pieces(self.layers[i])] for i in mine}
-            return {i: [x for x in parts if x is not None] for i, parts in found.items()}
+            here = {i: [piece.grad() for piece in _pieces(self.layers[i])] for i in mine}
+            return {i: [x for x in parts if x is not None] for i, parts in here.items()}
         self._plan()
         chosen = set(present)
         shipments = [s for s in self._inbound if s.layer in chosen]
@@ -62,8 +64,7 @@ class GradientExchange:
             for i in mine
         }
         for number, s in enumerate(shipments):
-            here = s.parcel.source == rank
-            if here and rank in s.parcel.destinations:
+            if s.parcel.source == rank and rank in s.parcel.destinations:
                 result[s.layer][s.piece][_slices(s.box)] = self._part(s)
             elif number in found:
                 result[s.layer][s.piece][_slices(s.box)] = found[number]
@@ -145,18 +146,17 @@ class GradientExchange:
             assert own_rows is not None
             own_rows.copy_(part)
             return
-        own = _offset(piece, _box_of(piece.parameter), box)
+        own = _offset(piece, _box_of(piece), box)
         local(gradient)[_slices(own)].copy_(part)
 
     # ---- who has and who needs what ------------------------------------------------------------
 
     def _plan(self) -> None:
-        if self.ranks.alone or self._planned is self.factors.placement:
+        if self._planned is self.factors.placement or (self.ranks.alone and not self.sharded):
             return
         if self.sharded and self._boxes is None:
             boxes = [
-                [_within(piece, _box_of(piece.parameter)) for piece in _pieces(layer)]
-                for layer in self.layers
+                [_within(piece, _box_of(piece)) for piece in _pieces(layer)] for layer in self.layers
             ]
             self._boxes = self.ranks.gather(boxes, "K-FAC's exchange of shard boundaries")
         placement = self.factors.placement
@@ -204,25 +204,25 @@ class GradientExchange:
         gradient = piece.parameter.grad
         if gradient is None:
             return torch.zeros(_shape(s.box), dtype=piece.parameter.dtype, device=self.ranks.device)
-        return local(gradient)[_slices(_offset(piece, _box_of(piece.parameter), s.box))]
+        return local(gradient)[_slices(_offset(piece, _box_of(piece), s.box))]
 
 
 def _pieces(layer: Layer) -> list[Piece]:
     return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
 
 
-def _box_of(parameter: Any) -> Box:
-    """What this rank has of a parameter, in the parameter's indices."""
-    box = [(0, n) for n in parameter.shape]
+def _box_of(piece: Piece) -> Box:
+    """What this rank has of a parameter, in the indices of its tensor-parallel block."""
+    parameter: Any = piece.parameter
+    box = [(0, n) for n in replace(piece, stop=None).shape]
     if not is_sharded(parameter):
         return tuple(box)
     mesh = parameter.device_mesh
-    for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            start, stop = box[placement.dim]
-            each = -(-(stop - start) // mesh.size(axis))
-            start = min(start + mesh.get_local_rank(axis) * each, stop)
-            box[placement.dim] = (start, min(start + each, stop))
+    for axis in range(mesh.ndim - piece.tensor_axes):
+        dim = getattr(parameter.placements[axis], "dim", None)
+        if dim is not None:
+            start, stop = box[dim]
+            box[dim] = chunk(start, stop, mesh.size(axis), mesh.get_local_rank(axis))
     if _shape(box) != tuple(local(parameter).shape):
         raise ValueError(
             f"K-FAC does not know this way to shard a parameter of shape {tuple(parameter.shape)}: "

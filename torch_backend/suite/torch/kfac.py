@@ -23,6 +23,7 @@ from suite.torch.collectives import Ranks
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.kfac_engine import RANK_STRIDE, KFACEngine
+from suite.torch.tensor_parallel import data_group
 
 Schedule: TypeAlias = float | Callable[[int], float]
 
@@ -241,12 +242,6 @@ class KFAC(torch.optim.Optimizer):
         if method == "ekfac":
             _check_period_of_ekfac(inv_update_steps)
         strategy = _choice("assignment_strategy", assignment_strategy, AssignmentStrategy)
-        ranks = Ranks(process_group, allreduce_bucket_cap_mb)
-        workers = _workers(gradient_worker_fraction, grad_worker_fraction, ranks.world)
-        if workers == 1 and not colocate_factors and not ranks.alone:
-            raise ValueError(
-                "colocate_factors must be True with one gradient worker per layer (MEM_OPT), got False"
-            )
         likelihood = _likelihood(likelihood, fisher)
         if factor_scaling == "kfac_pytorch" and method == "ekfac":
             raise ValueError("compute_method must not be 'ekfac' with factor_scaling='kfac_pytorch'")
@@ -279,6 +274,12 @@ class KFAC(torch.optim.Optimizer):
             only=(nn.Linear, nn.Conv2d) if factor_scaling == "kfac_pytorch" else None,
             moved=None if optimizer is None else _moved_by(optimizer),
         )
+        ranks, tensor_ranks = _ranks(model, found, process_group, allreduce_bucket_cap_mb)
+        workers = _workers(gradient_worker_fraction, grad_worker_fraction, ranks.world)
+        if workers == 1 and not colocate_factors and not ranks.alone:
+            raise ValueError(
+                "colocate_factors must be True with one gradient worker per layer (MEM_OPT), got False"
+            )
         logging.getLogger("suite.torch").log(loglevel, "K-FAC:\n%s", found.routing)
         self._engine = KFACEngine(
             model,
@@ -292,6 +293,7 @@ class KFAC(torch.optim.Optimizer):
             warm_start=warm_start,
             seed=seed,
             ranks=ranks,
+            tensor_ranks=tensor_ranks,
             workers=workers,
             strategy=strategy,
             colocate_factors=colocate_factors,
@@ -715,6 +717,23 @@ def _choice(name: str, value: Any, kind: type[enum.Enum]) -> Any:
     value = value.lower() if isinstance(value, str) else value
     check_choice(name, value, tuple(member.value for member in kind))
     return value
+
+
+def _ranks(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float) -> tuple[Ranks, Ranks]:
+    """The ranks that have the same layers and other data, and those that have other blocks of layers."""
+    axes = [(parameter, found.tensor_axes[id(parameter)]) for parameter in model.parameters()]
+    data, tensor, split = data_group(axes)
+    if not split:
+        return Ranks(group, bucket_mb), Ranks(alone=True)
+    others = Ranks(tensor)
+    if group is None and data is None:
+        if torch.distributed.get_world_size() != others.world:
+            raise ValueError(
+                "process_group must be given: of the ranks that hold the same tensor-parallel blocks, "
+                "for example mesh['dp'].get_group(), got None"
+            )
+        return Ranks(bucket_mb=bucket_mb, alone=True), others
+    return Ranks(data if group is None else group, bucket_mb), others
 
 
 def _workers(fraction: Any, alias: Any, world: int) -> int:

@@ -29,8 +29,9 @@ from suite.torch.factors import LayerFactors, at_least_single
 from suite.torch.find_layers import FoundLayers
 from suite.torch.gradients import GradientExchange
 from suite.torch.hooks import Hook, ModeAround
-from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer, local
+from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer
 from suite.torch.summing import Scaling, summed_factors, summed_products
+from suite.torch.tensor_parallel import local
 from suite.torch.uses import UseCounter
 
 Taken = list[Captured | None]
@@ -71,6 +72,7 @@ class KFACEngine:
         warm_start: bool,
         seed: int,
         ranks: Ranks,
+        tensor_ranks: Ranks,
         workers: int,
         strategy: AssignmentStrategy,
         colocate_factors: bool,
@@ -79,6 +81,7 @@ class KFACEngine:
         self.rule = rule
         self.model = model
         self.ranks = ranks
+        self.tensor_ranks = tensor_ranks  # those that have other blocks of the same layers
         self.global_mean = loss_reduction == "global_mean"
         self.loss_reduction: statistics.LossReduction = "sum" if loss_reduction == "sum" else "mean"
         self.factor_scaling: statistics.FactorScaling = factor_scaling
@@ -227,6 +230,10 @@ class KFACEngine:
             header = self.ranks.total(header, "K-FAC's agreement on the step")
             total, header = header[-1], header[:-1].cpu()
         counts = [int(x) for x in header.tolist()]
+        if not self.tensor_ranks.alone:
+            bad = torch.tensor([float(sum(counts[:world]))], dtype=torch.float64)
+            bad = self.tensor_ranks.total(bad, "K-FAC's agreement on the step")
+            counts[self.ranks.rank] += int(bad) if not any(counts[:world]) else 0
         present_on, *others = (counts[world + i * count :][:count] for i in range(5))
         seen, measured, strangers, incomplete = ([n > 0 for n in row] for row in others)
         return Agreement(
@@ -482,6 +489,7 @@ class KFACEngine:
         def coefficient_of(products: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
             if kl_clip is None:
                 return None
+            products = self._of_all_blocks(products)
             total: Any = 0.0
             device = next(iter(products.values())).device
             for i, product in products.items():
@@ -493,6 +501,15 @@ class KFACEngine:
         self.clip_coefficient = self.gradients.deliver(
             agreed.present, here, inner, kl_clip is not None, coefficient_of
         )
+
+    def _of_all_blocks(self, products: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
+        """Sums over the ranks that have other blocks of a layer."""
+        split = [i for i in products if self.layers[i].tensor_split]
+        if self.tensor_ranks.alone or not split:
+            return products
+        sums = torch.stack([products[i].double() for i in split])
+        sums = self.tensor_ranks.total(sums, "K-FAC's sum for kl_clip over tensor-parallel ranks")
+        return {**products, **dict(zip(split, sums, strict=True))}
 
     def _report_torn(self, torn: Sequence[int]) -> None:
         """Once: warn about layers that have a gradient on some ranks only."""

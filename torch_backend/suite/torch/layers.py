@@ -11,6 +11,7 @@ from torch import nn
 
 from suite.torch.recurrent import Product
 from suite.torch.rows import LayerSpec
+from suite.torch.tensor_parallel import block_shape, is_sharded, local
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -21,19 +22,6 @@ PRODUCTS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED, nn.Embedding, nn.EmbeddingBag
 Layout = Literal["matrix", "transposed", "table", "unit", "vector", "bias"]
 
 
-def is_sharded(x: torch.Tensor) -> bool:
-    """Whether it is a DTensor. Asked by an attribute: importing them takes long and nobody may need to."""
-    return hasattr(x, "device_mesh")
-
-
-def local(x: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
-    if not is_sharded(x):
-        return x
-    part: torch.Tensor = x.to_local()  # type: ignore[attr-defined]
-    return part
-
-
 @dataclass(frozen=True, eq=False)
 class Piece:
     """A parameter, or some rows of it."""
@@ -41,11 +29,12 @@ class Piece:
     parameter: nn.Parameter
     start: int = 0
     stop: int | None = None
+    tensor_axes: int = 0  # of its mesh, see tensor_parallel.py: then it is this rank's block
 
     @property
     def shape(self) -> tuple[int, ...]:
         if self.stop is None:
-            return tuple(self.parameter.shape)
+            return block_shape(self.parameter, self.tensor_axes)
         return (self.stop - self.start, *self.parameter.shape[1:])
 
     def grad(self) -> torch.Tensor | None:
@@ -84,6 +73,7 @@ class Layer:
     sizes: tuple[int, int]
     diagonal: tuple[bool, bool]
     sites: tuple[Site, ...]
+    tensor_split: str = ""  # how tensor parallelism cuts it into blocks, '' if it does not
 
     @property
     def spec(self) -> LayerSpec:

@@ -1,0 +1,181 @@
+"""What the ranks of a test do: train one small model on their shares of the same batches."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from suite.torch import KFAC
+
+STEPS, BATCH = 10, 24
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One way to train."""
+
+    wrap: str = "ddp"  # 'none': gradients are averaged by hand
+    dtype: torch.dtype = torch.float64
+    kfac: dict[str, Any] = field(default_factory=dict)
+    micro: int = 1  # batches a step
+    ddp: dict[str, Any] = field(default_factory=dict)
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    shares: tuple[int, ...] = ()  # examples of each rank; default: equal
+    loss: str = "mean"  # 'global': each rank's is scaled so that their average is that of all
+    steps: int = STEPS
+    batch: int = BATCH
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Convolution, linear and normalization layers whose sides no world divides."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(48, 10),
+        nn.LayerNorm(10),
+        nn.Tanh(),
+        nn.Linear(10, 10, bias=False),
+        nn.Tanh(),
+        nn.Linear(10, 3),
+    ).to(dtype)
+
+
+def batches(dtype: torch.dtype, steps: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(size, 1, 4, 4, generator=generator, dtype=dtype),
+            torch.randint(3, (size,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def world_and_rank() -> tuple[int, int]:
+    if not dist.is_initialized():
+        return 1, 0
+    return dist.get_world_size(), dist.get_rank()
+
+
+def wrapped(model: nn.Module, settings: Settings) -> nn.Module:
+    """The model as its ranks train it."""
+    if settings.wrap == "ddp" and dist.is_initialized():
+        return DistributedDataParallel(model, **settings.ddp)
+    if settings.wrap in ("fsdp", "hsdp") and dist.is_initialized():
+        options = dict(settings.fsdp)
+        world = dist.get_world_size()
+        if settings.wrap == "hsdp":
+            options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s"))
+        if options.pop("mixed", False):
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for layer in model.children():
+            if list(layer.parameters()):
+                fully_shard(layer, **options)
+        fully_shard(model, **options)
+    return model
+
+
+def share_of(batch: tuple[torch.Tensor, torch.Tensor], settings: Settings) -> Any:
+    """This rank's examples."""
+    world, rank = world_and_rank()
+    if not settings.shares or world == 1:
+        return [x[rank::world] for x in batch]
+    start = sum(settings.shares[:rank])
+    return [x[start : start + settings.shares[rank]] for x in batch]
+
+
+def train(settings: Settings) -> dict[str, Any]:
+    """Train; returns what every rank must agree on, and what it measured."""
+    world, _ = world_and_rank()
+    model = network(settings.dtype)
+    run = wrapped(model, settings)
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.1, momentum=0.9)
+    kfac = KFAC(run, optimizer, **{"damping": 0.03, **settings.kfac})
+    losses = []
+    for batch in batches(settings.dtype, settings.steps, settings.batch):
+        x, y = share_of(batch, settings)
+        losses.append(backward(run, x, y, settings))
+        if settings.wrap == "none" and world > 1:
+            average_gradients(model)
+        kfac.step()
+        kfac.zero_grad()
+    return {"parameters": parameters_of(model), **report(kfac), "losses": losses}
+
+
+def backward(run: nn.Module, x: torch.Tensor, y: torch.Tensor, settings: Settings) -> float:
+    parts = list(zip(x.chunk(settings.micro), y.chunk(settings.micro), strict=True))
+    world, _ = world_and_rank()
+    total = 0.0
+    for number, (a, b) in enumerate(parts):
+        last = number == len(parts) - 1
+        hold = (
+            isinstance(run, DistributedDataParallel)
+            and not last
+            and not settings.ddp.get("static_graph")
+        )
+        with run.no_sync() if hold else contextlib.nullcontext():  # type: ignore[operator]
+            output = run(a)
+            if settings.loss == "global":
+                loss = F.cross_entropy(output, b, reduction="sum") * world / settings.batch
+            elif settings.loss == "sum":
+                loss = F.cross_entropy(output, b, reduction="sum") * world
+            else:
+                loss = F.cross_entropy(output, b) / len(parts)
+            loss.backward()
+            total += float(loss.detach())
+    return total
+
+
+def average_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+def parameters_of(model: nn.Module) -> list[torch.Tensor]:
+    """Whole parameters, on every rank."""
+    found = []
+    for p in model.parameters():
+        whole: Any = p.full_tensor() if hasattr(p, "full_tensor") else p
+        found.append(whole.detach().clone())
+    return found
+
+
+def report(kfac: KFAC) -> dict[str, Any]:
+    ranks = kfac._engine.ranks
+    return {
+        "bytes": dict(ranks.bytes_sent),
+        "collectives": dict(ranks.collectives),
+        "memory": kfac.memory_usage(),
+        "plan": kfac.memory_plan(),
+        "steps": (kfac.steps, kfac.skipped_steps),
+    }
+
+
+def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    """Largest relative difference of two lists of parameters."""
+    return max(
+        float((x.double() - y.double()).norm() / y.double().norm()) for x, y in zip(a, b, strict=True)
+    )
+
+
+def quietly(function: Any, *args: Any) -> tuple[Any, list[str]]:
+    """The result, and the text of the warnings."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = function(*args)
+    return result, [str(w.message) for w in said]

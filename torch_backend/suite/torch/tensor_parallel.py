@@ -1,0 +1,114 @@
+"""Weights that are split over a tensor-parallel mesh: each rank's part is a block of its own.
+
+A DTensor's mesh has axes over which FSDP2 shards (and replicates) a parameter, then axes of tensor
+parallelism. The part that is left after the latter takes the parameter's place in K-FAC: for a weight
+that is split by outputs (ColwiseParallel) G is block-diagonal with a block a rank, for one that is split
+by inputs (RowwiseParallel) A is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_sharded(x: torch.Tensor) -> bool:
+    """Whether it is a DTensor. Asked by an attribute: importing the class takes long."""
+    return hasattr(x, "device_mesh")
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    if not is_sharded(x):
+        return x
+    part: torch.Tensor = x.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def like(y: Any, part: torch.Tensor) -> torch.Tensor:
+    """A DTensor as `y` is, of which this rank has `part`."""
+    made: torch.Tensor = type(y).from_local(
+        part, y.device_mesh, y.placements, run_check=False, shape=y.shape, stride=y.stride()
+    )
+    return made
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """The modules of a model that `fully_shard` was called on."""
+    return [module for module in model.modules() if hasattr(module, "set_reshard_after_backward")]
+
+
+def tensor_axes(parameter: Any, fully_sharded: bool) -> int:
+    """How many of the last axes of a parameter's mesh are of tensor parallelism."""
+    if not is_sharded(parameter):
+        return 0
+    ndim: int = parameter.device_mesh.ndim
+    if not fully_sharded:
+        return ndim
+    # FSDP2's own axes come first: one that shards, or one that replicates and one that shards.
+    return ndim - (2 if ndim > 1 and parameter.placements[0].is_replicate() else 1)
+
+
+def chunk(start: int, stop: int, parts: int, number: int) -> tuple[int, int]:
+    """The range that torch.chunk gives to one of `parts`."""
+    each = -(-(stop - start) // parts)
+    first = min(start + number * each, stop)
+    return first, min(first + each, stop)
+
+
+def block_shape(parameter: Any, axes: int) -> tuple[int, ...]:
+    """The shape of what tensor parallelism leaves of a parameter here.
+
+    Args:
+        axes: `tensor_axes` of it.
+    """
+    shape = list(parameter.shape)
+    if axes:
+        mesh = parameter.device_mesh
+        for axis in range(mesh.ndim - axes, mesh.ndim):
+            dim = getattr(parameter.placements[axis], "dim", None)
+            if dim is not None:
+                start, stop = chunk(0, shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+                shape[dim] = stop - start
+    return tuple(shape)
+
+
+def split_dim(parameter: Any, axes: int) -> int | None:
+    """The axis on which tensor parallelism splits a parameter; None where ranks have copies.
+
+    Raises:
+        ValueError: split on several axes, or not evenly known.
+    """
+    if not axes:
+        return None
+    mesh = parameter.device_mesh
+    dims = {
+        getattr(parameter.placements[axis], "dim", None) for axis in range(mesh.ndim - axes, mesh.ndim)
+    }
+    dims.discard(None)
+    if len(dims) > 1:
+        raise ValueError(f"K-FAC knows weights split on one axis, got placements {parameter.placements}")
+    return dims.pop() if dims else None
+
+
+def data_group(parameters: Iterable[tuple[Any, int]]) -> tuple[Any, Any, bool]:
+    """Of parameters with their `tensor_axes`: (group of data-parallel ranks, of tensor-parallel, found).
+
+    The first is None where the meshes have no data-parallel axis.
+    """
+    for parameter, axes in parameters:
+        if axes:
+            mesh = parameter.device_mesh
+            names = mesh.mesh_dim_names
+            if axes > 1:
+                raise ValueError(f"K-FAC knows one tensor-parallel axis, got mesh {mesh}")
+            tensor = mesh.get_group(mesh.ndim - 1)
+            rest = mesh.ndim - axes
+            if rest == 0:
+                return None, tensor, True
+            data = mesh.get_group(0) if rest == 1 else mesh[names[:rest]]._flatten().get_group()
+            return data, tensor, True
+    return None, None, False
