@@ -466,14 +466,15 @@ class KFAC(torch.optim.Optimizer):
         parameters = self._parameters()
         agreed = self._engine.agree(parameters, taken, self._moves())
         if not agreed.unusable:
+            counts = True
             if self._steps % factor_update_steps == 0:
-                self._engine.update(taken, agreed, factor_decay)
+                counts = self._engine.update(taken, agreed, factor_decay)
             if self._steps % inv_update_steps == 0:
                 self._engine.refresh(damping, self._steps)
             self._engine.precondition(damping, kl_clip, lr_of, agreed)
             if self._base is not None:
                 self._base.step()
-            self._steps += 1
+            self._steps += int(counts)
         else:
             self._skipped_steps += 1
             for parameter in parameters:

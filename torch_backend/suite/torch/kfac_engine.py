@@ -192,7 +192,13 @@ class KFACEngine:
     def take_statistics(self, loss_scale: float = 1.0) -> Taken:
         """What every layer saw since the last call; its gradients were `loss_scale` times too large."""
         taken = [capture.take() for capture in self.captures]
-        return [None if t is None else _unscaled(t, loss_scale) for t in taken]
+        return self._all_unscaled(taken, loss_scale)
+
+    def _all_unscaled(self, taken: Taken, scale: Any) -> Taken:
+        return [
+            None if t is None else _unscaled(t, scale, layer.spec.kind)
+            for t, layer in zip(taken, self.layers, strict=True)
+        ]
 
     def agree(
         self, parameters: Iterable[torch.Tensor], taken: Taken, moves: Callable[[nn.Parameter], bool]
@@ -267,20 +273,25 @@ class KFACEngine:
             return torch.ones((), dtype=torch.bool)
         return nn.utils.get_total_norm(tensors, norm_type=float("inf")).isfinite()
 
-    def update(self, taken: Taken, agreed: Agreement, factor_decay: float) -> None:
-        """Average statistics into the factors of the layers that some rank has seen."""
+    def update(self, taken: Taken, agreed: Agreement, factor_decay: float) -> bool:
+        """Average statistics into the factors of the layers that some rank has seen.
+
+        Returns:
+            Whether this was a step at all: not with gradients that are all zero and nothing seen, as
+            torch.distributed.checkpoint has it to see what an optimizer's state looks like.
+        """
         if not any(agreed.seen):
-            self._report_nothing()
-            return
+            return self._report_nothing()
         self._report_unseen(agreed.seen)
         self._report_thawed()
         partial = self._settle_sharing(agreed)
-        share = agreed.share
-        if not (isinstance(share, float) and share == 1.0):
-            taken = [t if t is None else self._of_all_ranks(t, share) for t in taken]
-        if self.clock.sampled and self.loss_reduction == "mean":
+        if not self.clock.sampled:  # gradients of the loss of all ranks, of which this is a share
+            share = agreed.share
+            inverse = 1 / share if isinstance(share, float) else 1 / share.clamp_min(1e-30)
+            taken = self._all_unscaled(taken, inverse)
+        elif self.loss_reduction == "mean":
             # Sampled gradients are of single terms: N times those of a loss that is their mean.
-            taken = [t if t is None else _unscaled(t, agreed.terms) for t in taken]
+            taken = self._all_unscaled(taken, agreed.terms)
         scaling = Scaling(agreed.terms, self.loss_reduction, self.factor_scaling)
         new = summed_factors(self.captures, taken, agreed.seen, self.factors, scaling)
         seen = {
@@ -291,13 +302,7 @@ class KFACEngine:
         if self.rule.compute_method == "ekfac":
             products = summed_products(self.captures, taken, agreed.measured, self.factors, scaling)
             self.factors.update_products(products, factor_decay)
-
-    def _of_all_ranks(self, captured: Captured, share: float | torch.Tensor) -> Captured:
-        """Statistics of gradients of the loss of all ranks, of which this rank's is a share."""
-        if self.clock.sampled:
-            return captured
-        inverse = 1 / share if isinstance(share, float) else 1 / share.clamp_min(1e-30)
-        return _unscaled(captured, inverse)
+        return True
 
     def _terms(self, taken: Taken) -> torch.Tensor:
         """How many terms the loss has: the output positions of the layer that ran last.
@@ -330,8 +335,11 @@ class KFACEngine:
         # A layer that is not covered came last: its positions in units of those of one that is.
         return known[name][0] * (self.clock.last_positions / seen)
 
-    def _report_nothing(self) -> None:
-        """No layer was seen: an error if none ever was though there are gradients, else a warning."""
+    def _report_nothing(self) -> bool:
+        """No layer was seen: an error if none ever was though there are gradients, else a warning.
+
+        Returns False, without a word, where all gradients are zeros.
+        """
         said = "K-FAC saw no layer run in training mode with gradients since the last step"
         why = (
             "A model that torch.compile has compiled before K-FAC was attached loses its hooks: attach "
@@ -341,7 +349,11 @@ class KFACEngine:
             said = "K-FAC saw no backward pass through the model's output since the last step"
             why = "With a sampled Fisher call the model itself, not its parts"
         gradients = [layer.weight.local_grad() for layer in self.layers]
-        moving = any(g is not None and bool(g.any()) for g in gradients)
+        here = [g is not None and bool(g.any()) for g in gradients]
+        flags = torch.tensor([any(here), any(g is not None for g in gradients)], dtype=torch.float64)
+        moving, given = (x > 0 for x in self.ranks.total(flags, "K-FAC's report").tolist())
+        if given and not moving:
+            return False
         if not self.attached:
             said = "K-FAC was detached: there are no statistics"
         elif self.model.training and moving:
@@ -349,6 +361,7 @@ class KFACEngine:
                 raise RuntimeError(f"{said}, although its layers have gradients. {why}")
             said = f"{said}, although its layers have gradients ({why})"
         warn_user(f"{said}, so its factors were not updated")
+        return True
 
     def _report_unseen(self, seen: Sequence[bool]) -> None:
         """Once: warn about layers that have a gradient but never ran where a hook could see it."""
@@ -605,14 +618,18 @@ class KFACEngine:
 RANK_STRIDE = 1_000_003  # between the seeds of ranks: each draws noise for rows of its own
 
 
-def _unscaled(captured: Captured, scale: Any) -> Captured:
-    """Statistics of gradients that were `scale` times too large."""
+def _unscaled(captured: Captured, scale: Any, kind: str) -> Captured:
+    """Statistics of gradients that were `scale` times too large, of a layer of this kind."""
     if isinstance(scale, float) and scale == 1.0:
         return captured
     scale = scale.to(captured.main.G.device) if isinstance(scale, torch.Tensor) else scale
     main, transposed, products = captured.main, captured.transposed, captured.products
+    if kind in ("norm", "free"):  # their gradients are in A, and G counts rows
+        main = main._replace(A=main.A / scale / scale)
+    else:
+        main = main._replace(G=main.G / scale / scale)
     return captured._replace(
-        main=main._replace(G=main.G / scale / scale),
+        main=main,
         transposed=None if transposed is None else transposed._replace(G=transposed.G / scale / scale),
         products=None if products is None else products / scale / scale,
     )
