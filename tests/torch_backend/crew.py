@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -30,7 +31,7 @@ class Crew:
     def run(
         self, function: Callable[..., Any], world: int, *args: Any, fails: bool = False
     ) -> list[Any]:
-        """What `function(*args)` returns on every rank of a new world; it must be of a module's top level.
+        """What `function(*args)`, of a module's top level, returns on every rank of a new world.
 
         With `fails` an error is returned instead of raised, as its text; None for a process that died.
         """
@@ -95,6 +96,7 @@ def _serve(connection: Connection) -> None:
         except BaseException as error:
             answer = False, f"rank {rank}: {error!r}\n{traceback.format_exc()}"
         finally:
+            time.sleep(0.02)  # gloo's threads drop their last tensors, for which they need the GIL
             if dist.is_initialized():
                 dist.destroy_process_group()
         connection.send(answer)

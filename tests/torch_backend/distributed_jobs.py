@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import time
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,6 +118,8 @@ def train(settings: Settings) -> dict[str, Any]:
 
 
 def backward(run: nn.Module, x: torch.Tensor, y: torch.Tensor, settings: Settings) -> float:
+    if len(x) == 0:  # a rank without data
+        return 0.0
     parts = list(zip(x.chunk(settings.micro), y.chunk(settings.micro), strict=True))
     world, _ = world_and_rank()
     total = 0.0
@@ -179,3 +184,110 @@ def quietly(function: Any, *args: Any) -> tuple[Any, list[str]]:
         warnings.simplefilter("always")
         result = function(*args)
     return result, [str(w.message) for w in said]
+
+
+# ---- jobs with a mishap --------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Layers that only some batches reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.left, self.right = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.double()
+
+    def forward(self, x: torch.Tensor, left: bool, right: bool) -> torch.Tensor:
+        h = torch.tanh(self.stem(x))
+        h = torch.tanh(self.left(h)) if left else h
+        return self.head(torch.tanh(self.right(h)) if right else h)
+
+
+def train_branches(kfac_settings: dict[str, Any], by_rank: bool) -> list[torch.Tensor]:
+    """Half of the batch goes left, half right: on ranks of their own, or in one process."""
+    world, rank = world_and_rank()
+    model = Branches()
+    run: nn.Module = model
+    if world > 1:
+        run = DistributedDataParallel(model, find_unused_parameters=True)
+    kfac = KFAC(run, torch.optim.SGD(run.parameters(), lr=0.1), damping=0.03, **kfac_settings)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        x = torch.randn(24, 6, generator=generator, dtype=torch.float64)
+        y = torch.randint(3, (24,), generator=generator)
+        halves = [(x[:12], y[:12], True, False), (x[12:], y[12:], False, True)]
+        for number, (a, b, left, right) in enumerate(halves):
+            if world == 1:
+                (F.cross_entropy(run(a, left, right), b) / 2).backward()
+            elif rank % 2 == number:
+                part = slice(rank // 2, None, world // 2)
+                F.cross_entropy(run(a[part], left, right), b[part]).backward()
+        kfac.step()
+        kfac.zero_grad()
+    return parameters_of(model)
+
+
+def train_with_nan(settings: Settings, bad_rank: int, bad_step: int, where: str) -> dict[str, Any]:
+    """One rank meets a number that is not finite in one step; returns what changed in that step."""
+    _, rank = world_and_rank()
+    model = network(settings.dtype)
+    run = wrapped(model, settings)
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.1, momentum=0.9)
+    kfac = KFAC(run, optimizer, **{"damping": 0.03, **settings.kfac})
+    changed, said = False, []
+    for number, batch in enumerate(batches(settings.dtype, settings.steps, settings.batch)):
+        x, y = share_of(batch, settings)
+        if number == bad_step and rank == bad_rank and where == "input":
+            x = x * float("nan")
+        backward(run, x, y, settings)
+        if number == bad_step and where == "gradient" and rank == bad_rank:
+            gradient: Any = next(p for p in model.parameters() if _numel(p.grad))
+            _local(gradient.grad).view(-1)[0] = float("inf")
+        before = parameters_of(model), kfac.state_dict()["kfac"]["layers"]
+        _, text = quietly(kfac.step)
+        if number == bad_step:
+            said = text
+            after = parameters_of(model), kfac.state_dict()["kfac"]["layers"]
+            changed = not _same(before, after)
+        kfac.zero_grad()
+    return {"parameters": parameters_of(model), "changed": changed, "said": said, **report(kfac)}
+
+
+def _local(x: Any) -> Any:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _numel(x: Any) -> int:
+    return 0 if x is None else int(_local(x).numel())
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    return all(_same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def mishap(kind: str, settings: Settings) -> float:
+    """Rank 1 dies, stalls or stops taking steps after two of them; the others go on."""
+    _, rank = world_and_rank()
+    started = time.monotonic()
+    model = network(settings.dtype)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), damping=0.03, **settings.kfac)
+    for number, batch in enumerate(batches(settings.dtype, 5, settings.batch)):
+        x, y = share_of(batch, settings)
+        backward(model, x, y, settings)
+        if number < 2:
+            average_gradients(model)
+        if number == 2 and rank == 1:
+            if kind == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "stalled":
+                time.sleep(30)
+            return time.monotonic() - started
+        kfac.step()
+        kfac.zero_grad()
+    return time.monotonic() - started

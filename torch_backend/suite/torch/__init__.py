@@ -10,7 +10,13 @@ except ImportError as error:
 
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.schedules import precond_update_prob_schedule
-from suite.torch.kfac import KFAC, ComputeMethod, KFACPreconditioner
+from suite.torch.kfac import (
+    KFAC,
+    AssignmentStrategy,
+    ComputeMethod,
+    DistributedStrategy,
+    KFACPreconditioner,
+)
 from suite.torch.kron import Kron
 from suite.torch.recurrent import GRU, LSTM, RNN, replace_recurrent
 from suite.torch.schedulers import KFACParamScheduler, LambdaParamScheduler
@@ -20,9 +26,11 @@ __all__ = [
     "KFAC",
     "LSTM",
     "RNN",
+    "AssignmentStrategy",
     "Bernoulli",
     "Categorical",
     "ComputeMethod",
+    "DistributedStrategy",
     "Gaussian",
     "KFACParamScheduler",
     "KFACPreconditioner",

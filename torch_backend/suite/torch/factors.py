@@ -151,6 +151,10 @@ class LayerFactors:
             for member in bucket.members:
                 place = _Place(number, member.start, member.stop)
                 self.places[self.owners[member.index]] = place
+        for key in self.all_keys():
+            if key not in self.places and self.ranks.rank in self._users(key):
+                others = self._new(self._kind(*key), self.layers[key[0]].blocks)
+                self.received[key] = others.inverse, others.ready
         self.products = []
         if self.keeps_products:
             for bucket in self.buckets:
@@ -465,9 +469,6 @@ class LayerFactors:
         if place is not None:
             factor, at = self.factors[place.bucket], slice(place.start, place.stop)
             return _rows(factor.inverse, at), factor.ready[at]
-        if key not in self.received:
-            factor = self._new(self._kind(*key), self.layers[key[0]].blocks)
-            self.received[key] = factor.inverse, factor.ready
         return self.received[key]
 
     def is_ready(self, index: int) -> bool:

@@ -597,7 +597,8 @@ class KFAC(torch.optim.Optimizer):
 
         Args:
             gather: with several ranks: collect their tensors on every rank; all must call it then, and
-                one may save. With False it is what this rank has, for torch.distributed.checkpoint.
+                one may save. With False it is what this rank has, without the base optimizer's state,
+                for torch.distributed.checkpoint (`get_optimizer_state_dict` of the base saves that).
             include_factors: the layers' tensors at all; without them a resumed run starts from nothing.
             include_inverses: what was computed from them. Without it a resumed run computes inverses
                 from the averages as saved, which is the same run only where they were due.
@@ -619,8 +620,10 @@ class KFAC(torch.optim.Optimizer):
             # A list: what stores nested dicts flat would lose which keys there are.
             "inputs": [list(pair) for pair in self._engine.factors.sharing().items()],
             "discovered": not self._engine.clock.discovering,
+            "gathered": gather,
+            "factors": include_factors and self._engine.factors.allocated,
         }
-        base = self._base.state_dict() if self._base is not None else {}
+        base = self._base.state_dict() if self._base is not None and gather else {}
         if base:
             base["param_groups"][0]["kfac"] = kfac
         saved = {**base, "kfac": kfac}
@@ -656,12 +659,17 @@ class KFAC(torch.optim.Optimizer):
                 f"compute_method of the state_dict must be {self._engine.rule.compute_method!r}, "
                 f"got {kfac['compute_method']!r}"
             )
-        if (self._base is not None) != ("param_groups" in state_dict):
+        if kfac["factors"] and not any(kfac["layers"].values()):
+            raise ValueError(
+                "state_dict must have the factors that were saved, got none: a checkpoint library fills "
+                "what is there, so give it state_dict(gather=False), which has room for them"
+            )
+        if kfac["gathered"] and (self._base is not None) != ("param_groups" in state_dict):
             kinds = ("with", "without") if self._base is not None else ("without", "with")
             raise ValueError(f"state_dict must be of a KFAC {kinds[0]} an optimizer, got one {kinds[1]}")
         before = self._engine.snapshot()
         self._engine.load_state_dict(kfac["layers"], dict(kfac["inputs"]), kfac["discovered"])
-        if self._base is not None:
+        if self._base is not None and "param_groups" in state_dict:
             try:
                 self._base.load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
             except Exception:

@@ -1,0 +1,299 @@
+"""Several processes train exactly as one with all the data. Collectives run over gloo."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from suite.torch import KFAC, AssignmentStrategy, DistributedStrategy
+from torch_backend.crew import Crew
+from torch_backend.distributed_jobs import (
+    Settings,
+    distance,
+    mishap,
+    network,
+    train,
+    train_branches,
+    train_with_nan,
+)
+
+pytestmark = pytest.mark.slow
+
+STRATEGIES = ("COMM_OPT", "HYBRID_OPT", "MEM_OPT")
+
+
+@pytest.fixture(scope="module")
+def crew():
+    members = Crew(4)
+    yield members
+    members.close()
+
+
+@cache
+def _alone(key: str) -> list[torch.Tensor]:
+    return train(_SETTINGS[key])["parameters"]
+
+
+_SETTINGS: dict[str, Settings] = {}
+
+
+def alone(settings: Settings) -> list[torch.Tensor]:
+    """The parameters after training in this process, without a process group."""
+    kept = ("factor_scaling", "fisher", "likelihood", "compute_method", "inv_update_steps")
+    kept += ("factor_update_steps", "kl_clip", "weight_sharing", "loss_reduction", "damping")
+    kept += ("compute_eigenvalue_outer_product", "warm_start")
+    own = {name: value for name, value in settings.kfac.items() if name in kept}
+    if settings.loss == "global":
+        settings = replace(settings, loss="mean", shares=())
+        own.pop("loss_reduction")
+    settings = replace(settings, wrap="none", kfac=own)
+    _SETTINGS[repr(settings)] = settings
+    return _alone(repr(settings))
+
+
+def check(crew: Crew, world: int, settings: Settings, within: float = 1e-9) -> list[dict[str, Any]]:
+    expected = alone(settings)
+    results = crew.run(train, world, settings)
+    for result in results:
+        assert distance(result["parameters"], expected) < within
+        assert result["steps"] == (settings.steps, 0)
+        assert result["memory"] == result["plan"]
+    for result in results[1:]:  # ranks agree to the last bit
+        assert distance(result["parameters"], results[0]["parameters"]) == 0
+    return results
+
+
+METHODS = {
+    "eigen": {},
+    "inverse": {"compute_method": "inverse"},
+    # Second moments depend on the basis of A's null space: enough rows for there to be none.
+    "ekfac": {"compute_method": "ekfac", "inv_update_steps": 3},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_any_number_of_ranks_follows_the_trajectory_of_one(crew, wrap, world, strategy, method):
+    settings = Settings(
+        wrap,
+        kfac={**METHODS[method], "gradient_worker_fraction": strategy},
+        batch=240 if method == "ekfac" else 24,
+    )
+    if world == 3 and strategy == "HYBRID_OPT":
+        with pytest.raises(AssertionError, match=r"one of 1/3, 3/3 would"):
+            crew.run(train, world, settings)
+        return
+    check(crew, world, settings)
+
+
+VARIANTS: dict[str, tuple[int, Settings]] = {
+    "by hand": (3, Settings("none")),
+    "one by one": (3, Settings(kfac={"allreduce_bucket_cap_mb": 0})),
+    "one by one, memory": (4, Settings("fsdp", kfac={"allreduce_bucket_cap_mb": 0})),
+    "small buckets": (4, Settings(kfac={"allreduce_bucket_cap_mb": 0.004})),
+    "small buckets, mem": (
+        4,
+        Settings(kfac={"allreduce_bucket_cap_mb": 0.001, "gradient_worker_fraction": "mem_opt"}),
+    ),
+    "broadcasts in subgroups": (
+        4,
+        Settings(kfac={"allreduce_bucket_cap_mb": 0.0001, "gradient_worker_fraction": 0.5}),
+    ),
+    "symmetric inverse": (2, Settings(kfac={"symmetry_aware": True, "compute_method": "inverse"})),
+    "symmetric eigen": (4, Settings(kfac={"symmetry_aware": True, "gradient_worker_fraction": 0.5})),
+    "apart": (4, Settings(kfac={"colocate_factors": False})),
+    "apart, hybrid, inverse": (
+        4,
+        Settings(
+            kfac={
+                "colocate_factors": False,
+                "gradient_worker_fraction": 0.5,
+                "compute_method": "inverse",
+            }
+        ),
+    ),
+    "memory": (4, Settings(kfac={"assignment_strategy": "MEMORY", "gradient_worker_fraction": 0.5})),
+    "stale": (
+        4,
+        Settings(
+            kfac={
+                "inv_update_steps": 3,
+                "factor_update_steps": 2,
+                "gradient_worker_fraction": "MEM_OPT",
+            }
+        ),
+    ),
+    "stale, fsdp": (3, Settings("fsdp", kfac={"inv_update_steps": 3, "factor_update_steps": 2})),
+    "accumulation": (2, Settings(micro=3)),
+    "accumulation, fsdp": (2, Settings("fsdp", micro=3)),
+    "accumulation, static graph": (2, Settings(micro=2, ddp={"static_graph": True})),
+    "static graph": (2, Settings(ddp={"static_graph": True})),
+    "bucket views": (3, Settings(ddp={"gradient_as_bucket_view": True})),
+    "no resharding": (3, Settings("fsdp", fsdp={"reshard_after_forward": False})),
+    "hsdp": (4, Settings("hsdp")),
+    "hsdp, mem": (4, Settings("hsdp", kfac={"gradient_worker_fraction": "MEM_OPT"})),
+    "hsdp, hybrid, inverse": (
+        4,
+        Settings("hsdp", kfac={"gradient_worker_fraction": 0.5, "compute_method": "inverse"}),
+    ),
+    "without kl_clip": (4, Settings(kfac={"kl_clip": None, "gradient_worker_fraction": "MEM_OPT"})),
+    "sum": (4, Settings(loss="sum", kfac={"loss_reduction": "sum", "damping": 1.0})),
+    "type-2": (3, Settings(kfac={"fisher": "type-2", "likelihood": "categorical"})),
+    "type-2, fsdp": (3, Settings("fsdp", kfac={"fisher": "type-2", "likelihood": "categorical"})),
+    "reduce": (2, Settings(kfac={"weight_sharing": "reduce"})),
+    "outer products": (2, Settings(kfac={"compute_eigenvalue_outer_product": True})),
+    "newton-schulz": (2, Settings(kfac={"compute_method": "newton_schulz"})),
+    "warm start": (4, Settings(kfac={"warm_start": True, "inv_update_steps": 2}, batch=240)),
+    "a rank without data": (
+        3,
+        Settings("none", loss="global", shares=(13, 11, 0), kfac={"loss_reduction": "global_mean"}),
+    ),
+    "unequal batches": (
+        4,
+        Settings(loss="global", shares=(9, 7, 5, 3), kfac={"loss_reduction": "global_mean"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_so_does_every_variant(crew, name):
+    world, settings = VARIANTS[name]
+    check(crew, world, settings)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_single_precision(crew, wrap, strategy):
+    settings = Settings(wrap, dtype=torch.float32, kfac={"gradient_worker_fraction": strategy})
+    check(crew, 4, settings, within=1e-5)
+
+
+def test_mixed_precision_of_fsdp_follows_single_precision_within_its_own(crew):
+    settings = Settings("fsdp", dtype=torch.float32, fsdp={"mixed": True})
+    expected = alone(replace(settings, fsdp={}))
+    for result in crew.run(train, 2, settings):
+        assert distance(result["parameters"], expected) < 0.05
+        assert all(p.dtype == torch.float32 for p in result["parameters"])
+
+
+def test_unequal_batches_of_mean_losses_weigh_by_their_counts(crew):
+    """One step: the factors are those of the whole batch, whatever each rank's share of it."""
+    settings = Settings(steps=1, shares=(11, 1), batch=12, kfac={"kl_clip": None})
+    (first, second) = crew.run(factors_after_a_step, 2, settings)
+    expected = factors_after_a_step(replace(settings, wrap="none"))
+    assert first.keys() == second.keys() == expected.keys()
+    for name, factor in expected.items():
+        torch.testing.assert_close(first[name], factor, rtol=1e-9, atol=1e-12)
+        assert torch.equal(first[name], second[name])
+
+
+def factors_after_a_step(settings: Settings) -> dict[str, torch.Tensor]:
+    from torch_backend.distributed_jobs import backward, batches, share_of, wrapped
+
+    model = network()
+    run = wrapped(model, settings)
+    kfac = KFAC(run, **settings.kfac)
+    x, y = share_of(batches(settings.dtype, 1, settings.batch)[0], settings)
+    backward(run, x, y, settings)
+    kfac.step()
+    layers = kfac.state_dict()["kfac"]["layers"]
+    return {f"{n}.{side}": r[side].clone() for n, r in layers.items() for side in "AG"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_see_different_layers_do_not_wait_for_each_other(crew, world, strategy):
+    settings = {"gradient_worker_fraction": strategy}
+    expected = train_branches({}, False)
+    for parameters in crew.run(train_branches, world, settings, True):
+        assert distance(parameters, expected) < 1e-9
+
+
+@pytest.mark.parametrize("where", ["input", "gradient"])
+@pytest.mark.parametrize(
+    ("wrap", "strategy"), [("ddp", "COMM_OPT"), ("ddp", "MEM_OPT"), ("fsdp", "MEM_OPT"), ("none", 0.5)]
+)
+def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_on_all(crew, wrap, strategy, where):
+    settings = Settings(wrap, kfac={"gradient_worker_fraction": strategy}, steps=4)
+    results = crew.run(train_with_nan, 2, settings, 1, 2, where)
+    for result in results:
+        assert not result["changed"]
+        assert result["steps"] == (3, 1)
+        assert any("step 2 was skipped" in text and "on ranks [" in text for text in result["said"])
+        assert all(bool(p.isfinite().all()) for p in result["parameters"])
+    if where == "gradient":
+        assert all("on ranks [1]" in " ".join(result["said"]) for result in results)
+    assert distance(results[0]["parameters"], results[1]["parameters"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["killed", "stalled", "stopped"])
+def test_a_rank_that_is_gone_is_an_error_that_says_what_was_going_on(kind):
+    """Not a hang: within the process group's timeout."""
+    members = Crew(3)
+    try:
+        results = members.run(mishap, 3, kind, Settings("none"), fails=True)
+    finally:
+        members.close()
+    assert (results[1] is None) == (kind == "killed")
+    for rank in (0, 2):
+        assert isinstance(results[rank], str)
+        assert "K-FAC's agreement on the step failed on rank" in results[rank]
+        assert "another rank died, or stalled past the process group's timeout" in results[rank]
+
+
+def test_strategies_trade_memory_for_communication(crew):
+    """KAISA's trade: more gradient workers, more inverses and fewer directions travelling."""
+    results = {s: crew.run(train, 4, Settings(kfac={"gradient_worker_fraction": s})) for s in STRATEGIES}
+    inverses = {s: sum(r["memory"]["inverses"] for r in results[s]) for s in STRATEGIES}
+    factors = {s: sum(r["memory"]["factors"] for r in results[s]) for s in STRATEGIES}
+    assert inverses["COMM_OPT"] == 2 * inverses["HYBRID_OPT"] == 4 * inverses["MEM_OPT"]
+    assert len(set(factors.values())) == 1
+    directions = {
+        s: sum(r["bytes"].get("K-FAC's exchange of directions", 0) for r in results[s])
+        for s in STRATEGIES
+    }
+    assert directions["COMM_OPT"] == 0 < directions["HYBRID_OPT"] < directions["MEM_OPT"]
+    assert "K-FAC's exchange of inverses" not in results["MEM_OPT"][0]["collectives"]
+
+
+def test_upper_triangles_are_half_of_what_travels(crew):
+    sent = []
+    for symmetric in (False, True):
+        settings = Settings(kfac={"symmetry_aware": symmetric, "compute_method": "inverse"})
+        results = crew.run(train, 2, settings)
+        for phase in ("K-FAC's sum of statistics", "K-FAC's exchange of inverses"):
+            sent.append(sum(r["bytes"][phase] for r in results))
+    for full, half in zip(sent[:2], sent[2:], strict=True):
+        assert 0.5 < half / full < 0.56
+
+
+def test_strategies_are_enums_strings_or_numbers_and_bad_ones_are_errors():
+    model = network()
+    for value in (DistributedStrategy.COMM_OPT, "comm_opt", "MEM_OPT", 1, 0.5, 1.0):
+        KFAC(model, gradient_worker_fraction=value).detach()
+    KFAC(model, grad_worker_fraction=DistributedStrategy.HYBRID_OPT).detach()
+    KFAC(model, assignment_strategy=AssignmentStrategy.MEMORY).detach()
+    with pytest.raises(ValueError, match="gradient_worker_fraction must be one of"):
+        KFAC(model, gradient_worker_fraction="fast")
+    with pytest.raises(ValueError, match="are one setting"):
+        KFAC(model, gradient_worker_fraction=1.0, grad_worker_fraction=0.5)
+    with pytest.raises(ValueError, match="gradient_worker_fraction must be"):
+        KFAC(model, gradient_worker_fraction=2.0)
+    with pytest.raises(ValueError, match="assignment_strategy must be one of"):
+        KFAC(model, assignment_strategy="luck")
+    with pytest.raises(ValueError, match="allreduce_bucket_cap_mb must be"):
+        KFAC(model, allreduce_bucket_cap_mb=-1)
+    with pytest.raises(TypeError, match="colocate_factors must be True or False"):
+        KFAC(model, colocate_factors=1)
+
+
+def test_memory_opt_needs_colocated_factors(crew):
+    settings = Settings(kfac={"gradient_worker_fraction": "MEM_OPT", "colocate_factors": False})
+    with pytest.raises(AssertionError, match="colocate_factors must be True"):
+        crew.run(train, 2, settings)

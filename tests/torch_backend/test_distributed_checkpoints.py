@@ -1,0 +1,128 @@
+"""Checkpoints of several ranks continue on any number of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from distributed import latest
+from torch_backend.checkpoint_jobs import (
+    END,
+    SAVED_AT,
+    die_while_saving,
+    load_and_go_on,
+    load_file_and_go_on,
+    load_into_nothing,
+    save,
+    save_on_one,
+)
+from torch_backend.crew import Crew
+from torch_backend.distributed_jobs import Settings, distance, train
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def crew():
+    members = Crew(4)
+    yield members
+    members.close()
+
+
+CASES = {
+    "mem, eigen": Settings(kfac={"gradient_worker_fraction": "MEM_OPT", "inv_update_steps": 3}),
+    "comm, inverse": Settings(
+        "fsdp", kfac={"compute_method": "inverse", "inv_update_steps": 3, "symmetry_aware": True}
+    ),
+    "mem, ekfac": Settings(
+        "fsdp",
+        kfac={"compute_method": "ekfac", "inv_update_steps": 3, "gradient_worker_fraction": "MEM_OPT"},
+        batch=240,
+    ),
+}
+
+
+def uninterrupted(settings: Settings) -> list[torch.Tensor]:
+    own = {k: v for k, v in settings.kfac.items() if k in ("compute_method", "inv_update_steps")}
+    return train(replace(settings, wrap="none", steps=END, kfac=own))["parameters"]
+
+
+@pytest.mark.parametrize("how", ["own", "optimizer"])
+@pytest.mark.parametrize("name", CASES)
+def test_saved_on_four_ranks_and_continued_on_any(crew, tmp_path, name, how):
+    settings = CASES[name]
+    expected = uninterrupted(settings)
+    crew.run(save, 4, settings, how, str(tmp_path))
+    for world in (1, 2, 3, 4):
+        for parameters, steps in crew.run(load_and_go_on, world, settings, how, str(tmp_path)):
+            assert steps == SAVED_AT
+            assert distance(parameters, expected) < 1e-9
+
+
+def test_every_factor_is_on_one_rank_and_saved_once(crew, tmp_path):
+    settings = CASES["mem, eigen"]
+    shares = crew.run(save, 4, settings, "own", str(tmp_path))
+    (whole,) = crew.run(save, 1, settings, "own", str(tmp_path / "alone"))
+    assert sum(shares) == whole
+    assert max(shares) < whole
+
+
+@pytest.mark.parametrize("strategy", ["COMM_OPT", "MEM_OPT"])
+def test_torch_save_on_one_rank_of_what_all_have_gathered(crew, tmp_path, strategy):
+    settings = Settings(kfac={"gradient_worker_fraction": strategy, "inv_update_steps": 3})
+    path = str(tmp_path / "checkpoint.pt")
+    crew.run(save_on_one, 4, settings, path)
+    expected = uninterrupted(settings)
+    for world in (1, 3, 4):
+        for parameters, steps in crew.run(load_file_and_go_on, world, settings, path):
+            assert steps == SAVED_AT
+            assert distance(parameters, expected) < 1e-9
+
+
+def test_a_template_without_room_is_an_error(crew, tmp_path):
+    settings = Settings()
+    crew.run(save, 2, settings, "own", str(tmp_path))
+    (said,) = crew.run(load_into_nothing, 1, settings, str(tmp_path))
+    assert "state_dict must have the factors that were saved, got none" in said
+
+
+@pytest.mark.parametrize("delay", [0.6, 0.9, 1.3])
+def test_a_rank_killed_at_any_instant_leaves_the_last_checkpoint_readable(tmp_path, delay):
+    members = Crew(2)
+    settings = Settings()
+    try:
+        results = members.run(die_while_saving, 2, settings, str(tmp_path), delay, fails=True)
+    finally:
+        members.close()
+    assert results[0] is None  # killed
+    assert isinstance(results[1], str)  # said so, within the process group's timeout
+    found = latest(tmp_path)
+    if found is None:
+        pytest.fail(
+            "no checkpoint was complete before the kill: the delay is too short to show anything"
+        )
+    names = dcp.FileSystemReader(found).read_metadata().state_dict_metadata
+    assert any(name.startswith("kfac.layers.0.A") for name in names)
+    members = Crew(1)
+    try:
+        (steps,) = members.run(load_and_go_on_from, 1, settings, str(found))
+    finally:
+        members.close()
+    assert steps == int(found.name.removeprefix("step"))
+
+
+def load_and_go_on_from(settings: Settings, path: str) -> int:
+    """Loads a checkpoint of any step and takes one more; returns the steps there were."""
+    from torch_backend.checkpoint_jobs import go_on, make, state_of
+
+    _, run, base, kfac = make(settings)
+    state = state_of(run, base, kfac, "own")
+    dcp.load(state, checkpoint_id=path)
+    kfac.load_state_dict({"kfac": state["kfac"]})
+    before = kfac.steps
+    go_on(run, kfac, settings, before, before + 1)
+    assert kfac.steps == before + 1
+    return before
