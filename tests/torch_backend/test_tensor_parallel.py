@@ -1,0 +1,172 @@
+"""Tensor-parallel linear layers: a block for each rank's part, the same as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+from suite.torch import KFAC
+from torch_backend.crew import Crew
+from torch_backend.distributed_jobs import distance, quietly
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def crew():
+    members = Crew(4)
+    yield members
+    members.close()
+
+
+class Net(nn.Module):
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 5, bias=bias)
+        self.norm, self.head = nn.LayerNorm(5), nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.down(torch.tanh(self.up(x)))))
+
+
+class InParts(nn.Module):
+    """The same network with its two layers cut in half by hand: what block-diagonal factors mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = Net()
+        self.up = nn.ModuleList(nn.Linear(6, 4) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(4, 5, bias=False) for _ in range(2))
+        self.norm, self.head = whole.norm, whole.head
+        self.double()
+        with torch.no_grad():
+            for i in range(2):
+                rows = slice(4 * i, 4 * i + 4)
+                self.up[i].weight.copy_(whole.up.weight[rows])
+                self.up[i].bias.copy_(whole.up.bias[rows])
+                self.down[i].weight.copy_(whole.down.weight[:, rows])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Copies of the input: halves that share an A would share the split of the damping, too.
+        parts = [down(torch.tanh(up(x.clone()))) for up, down in zip(self.up, self.down, strict=True)]
+        return self.head(self.norm(parts[0] + parts[1]))
+
+    def whole(self) -> list[torch.Tensor]:
+        up = [torch.cat([getattr(m, n) for m in self.up]) for n in ("weight", "bias")]
+        down = torch.cat([m.weight for m in self.down], dim=1)
+        return [*up, down, *self.norm.parameters(), *self.head.parameters()]
+
+
+def train(
+    model: nn.Module, kfac: KFAC, ranks: tuple[int, int], average: Any = None, bad: int = -1
+) -> list[str]:
+    said: list[str] = []
+    generator = torch.Generator().manual_seed(3)
+    for step in range(6):
+        x = torch.randn(24, 6, generator=generator, dtype=torch.float64)
+        y = torch.randint(3, (24,), generator=generator)
+        part = slice(ranks[1], None, ranks[0])
+        F.cross_entropy(model(x[part]), y[part]).backward()
+        if average is not None:
+            average(model)
+        if step == 2 and bad >= 0 and dist.get_rank() == bad:
+            up: Any = model.up
+            up.weight.grad.to_local()[0] = float("nan")
+        said += quietly(kfac.step)[1]
+        kfac.zero_grad()
+    return said
+
+
+def tensor_parallel(
+    tp: int, fsdp: bool, settings: dict[str, Any], bias: bool = False, bad: int = -1
+) -> tuple[list[torch.Tensor], str, list[str], tuple[int, int]]:
+    dp = dist.get_world_size() // tp
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    model = Net(bias)
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    group, average = None, None
+    if fsdp:
+        fully_shard(model, mesh=mesh["dp"])
+    elif dp > 1:
+        group = mesh["dp"].get_group()
+
+        def average(model: nn.Module) -> None:
+            for p in model.parameters():
+                gradient: Any = p.grad
+                here = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                dist.all_reduce(here, group=group)
+                here /= dp
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kfac = KFAC(model, sgd, damping=0.03, process_group=group, **settings)
+    rank: int = mesh.get_local_rank("dp")
+    said = train(model, kfac, (dp, rank), average, bad)
+    found = []
+    for p in model.parameters():
+        whole: Any = quietly(p.full_tensor)[0] if hasattr(p, "full_tensor") else p
+        found.append(whole.detach().clone())
+    return found, str(kfac.routing()), said, (kfac.steps, kfac.skipped_steps)
+
+
+SETTINGS = {
+    "eigen": {},
+    "inverse": {"compute_method": "inverse"},
+    "mem": {"gradient_worker_fraction": "MEM_OPT", "inv_update_steps": 2},
+    "without kl_clip": {"kl_clip": None},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("world", "fsdp"), [(2, False), (4, False), (4, True)], ids=["alone", "with data parallel", "fsdp"]
+)
+def test_it_is_a_network_in_parts(crew, world, fsdp, name):
+    settings = {k: v for k, v in SETTINGS[name].items() if k != "gradient_worker_fraction"}
+    parts = InParts()
+    sgd = torch.optim.SGD(parts.parameters(), lr=0.1, momentum=0.9)
+    train(parts, KFAC(parts, sgd, damping=0.03, **settings), (1, 0))
+    for found, routing, said, _ in crew.run(tensor_parallel, world, 2, fsdp, SETTINGS[name]):
+        assert distance(found, [p.detach() for p in parts.whole()]) < 1e-9
+        assert "outputs split over ranks: G is block-diagonal" in routing
+        assert "inputs split over ranks: A is block-diagonal" in routing
+        assert not said
+
+
+def test_a_bias_that_belongs_to_all_blocks_stays_one(crew):
+    results = crew.run(tensor_parallel, 4, 2, True, {}, True)
+    for found, routing, _, _ in results:
+        assert "down.bias" in routing
+        assert distance(found, results[0][0]) == 0
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_a_block_that_is_not_finite_skips_the_step_on_all(crew, bad):
+    for found, _, said, steps in crew.run(tensor_parallel, 4, 2, True, {}, False, bad):
+        assert steps == (5, 1)
+        assert any("step 2 was skipped" in text for text in said)
+        assert all(bool(p.isfinite().all()) for p in found)
+
+
+def without_group() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Net()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    try:
+        KFAC(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_who_has_other_data_must_be_said_where_the_mesh_does_not(crew):
+    assert all("process_group must be given" in said for said in crew.run(without_group, 4))
