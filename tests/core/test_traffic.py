@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -54,8 +55,8 @@ def test_what_is_large_is_broadcast():
 def test_fewer_workers_need_less_memory_and_send_more_directions():
     for layers in (resnet50(), gpt()):
         costs = [footprint(layers, plan_placement(layers, 16, g)) for g in (1, 2, 4, 8, 16)]
-        assert all(a.inverses <= b.inverses for a, b in zip(costs, costs[1:], strict=False))
-        assert all(a.step.received > b.step.received for a, b in zip(costs, costs[1:], strict=False))
+        assert all(a.inverses <= b.inverses for a, b in itertools.pairwise(costs))
+        assert all(a.step.received > b.step.received for a, b in itertools.pairwise(costs))
         assert costs[0].inverses < costs[-1].inverses
         assert costs[0].refresh.total == costs[-1].step.total == 0
 
