@@ -54,3 +54,27 @@ def rms_clip(direction: Array, max_rms: Scalar, ndim: int) -> Array:
     max_rms = as_scalar(max_rms, x)
     clipped = x * xp.where(rms > max_rms, max_rms / xp.where(rms > max_rms, rms, one), one)
     return xp.astype(clipped, direction.dtype)
+
+
+def amplitude_clip(direction: Array, max_amplitude: Scalar) -> Array:
+    """Each entry bounded to ±`max_amplitude`, > 0."""
+    xp = array_namespace(direction)
+    limit = xp.zeros_like(direction) + as_scalar(max_amplitude, direction)
+    return xp.minimum(xp.maximum(direction, -limit), limit)
+
+
+def normalized(gradient: Array, ndim: int) -> Array:
+    """Each tensor of a stack divided by its Euclidean norm; zeros stay zeros.
+
+    Args:
+        gradient: (..., *shape).
+        ndim: how many trailing axes make up one tensor.
+    """
+    xp = array_namespace(gradient)
+    axes = tuple(range(gradient.ndim - ndim, gradient.ndim))
+    x = lift(gradient)
+    largest = xp.max(xp.abs(x), axis=axes, keepdims=True)
+    one = xp.zeros_like(largest) + 1
+    unit = x / xp.where(largest > 0, largest, one)
+    norm = xp.sqrt(xp.sum(unit * unit, axis=axes, keepdims=True))
+    return xp.astype(unit / xp.where(largest > 0, norm, one), gradient.dtype)
