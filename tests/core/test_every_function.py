@@ -236,6 +236,10 @@ CASES = {
         lambda x: step_size.rms_clip(x, 0.9, 2),
         (normal(B, 4, 3) * np.array([0.1, 1.0, 10.0])[:, None, None],),
     ),
+    "step_size.clipped": (
+        lambda x: step_size.clipped(x, (0.9, 1.1), 2),
+        (normal(B, 4, 3) * np.array([0.1, 1.0, 10.0])[:, None, None],),
+    ),
     "step_size.amplitude_clip": (
         lambda x: step_size.amplitude_clip(x, 0.9),
         (normal(B, 4, 3),),
@@ -418,6 +422,7 @@ OTHERS = {
     *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
     *("linalg.norm", "linalg.bilinear"),
     *("linalg.eye_like", "step_size.inner_product", "step_size.kl_clip_coefficient"),
+    "step_size.check_clip",
 }
 
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from suite.core import kronecker, linalg
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
 from suite.core.checks import check_choice, check_number
+from suite.core.rounding import stochastic_round
 
 Geometry = Literal["Q0.5EQ1.5", "QEQ", "QUAD", "EQ", "QEP", "PRO4P", "QUAD4P"]
 
@@ -258,6 +259,18 @@ class Kron:
             own = tuple(q if q.ndim == batch + 1 else linalg.symmetrize(q) for q in state.factors)
             return state._replace(preconditioners=own)
         return state._replace(preconditioners=_squares(state.factors, batch))
+
+    def lifted(self, state: KronState) -> KronState:
+        """The state in at least single precision, for `update` before `rounded`."""
+        wide = tuple(lift(q) for q in state.factors)
+        return state._replace(factors=wide, preconditioners=tuple(map(lift, state.preconditioners)))
+
+    def rounded(self, state: KronState, noises: tuple[Array, ...], dtype: Any) -> KronState:
+        """The state with factors rounded to `dtype` by chance, one noise like each, and their cache."""
+        factors = tuple(
+            stochastic_round(q, noise, dtype) for q, noise in zip(state.factors, noises, strict=True)
+        )
+        return self.square(state._replace(factors=factors))
 
     def precondition(self, state: KronState, gradient: Array) -> Array:
         """P g, with the preconditioners as `refresh` left them; dtype and shape of `gradient`."""

@@ -70,9 +70,9 @@ class precond_lr_schedule:
         decay_updates: updates after which the step has halved, > 0.
     """
 
-    max_lr: float = 0.7
+    max_lr: float = 0.4
     min_lr: float = 0.004
-    decay_updates: float = 40.0
+    decay_updates: float = 50.0
 
     def __post_init__(self) -> None:
         check_number("max_lr", self.max_lr, above=0, below=1)

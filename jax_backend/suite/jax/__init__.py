@@ -9,15 +9,19 @@ except ImportError as error:
         "or install this package with its extra `jax`"
     ) from error
 
-from suite.core.schedules import precond_update_prob_schedule
+from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.jax.capture import Plan, value_and_grad
+from suite.jax.hessian import hessian_vector_product
 from suite.jax.kfac import kfac, scale_by_kfac
-from suite.jax.kron import kron, routing, scale_by_kron
+from suite.jax.kron import get_opt_state_partition_specs, kron, routing, scale_by_kron
 
 __all__ = [
     "Plan",
+    "get_opt_state_partition_specs",
+    "hessian_vector_product",
     "kfac",
     "kron",
+    "precond_lr_schedule",
     "precond_update_prob_schedule",
     "routing",
     "scale_by_kfac",

@@ -9,7 +9,7 @@ except ImportError as error:
     ) from error
 
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
-from suite.core.schedules import precond_update_prob_schedule
+from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.torch.kfac import KFAC, ComputeMethod, KFACPreconditioner
 from suite.torch.kron import Kron
 from suite.torch.recurrent import GRU, LSTM, RNN, replace_recurrent
@@ -28,6 +28,7 @@ __all__ = [
     "KFACPreconditioner",
     "Kron",
     "LambdaParamScheduler",
+    "precond_lr_schedule",
     "precond_update_prob_schedule",
     "replace_recurrent",
 ]
