@@ -20,7 +20,7 @@ from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedu
 from suite.core.step_size import Clip, check_clip
 from suite.jax import kron_engine
 from suite.jax.boxes import rebox, unbox
-from suite.jax.finite import all_finite, zero_unless
+from suite.jax.finite import zero_unless
 from suite.jax.kron_engine import ScaleByKronState, Schedule, Settings, at
 from suite.jax.sharding import layout_of, specs_like
 
@@ -30,9 +30,9 @@ Integer = int | np.integer
 
 
 class KronOptState(NamedTuple):
-    """State of `kron`."""
+    """State of `kron`, `lra` and `dense_newton`."""
 
-    preconditioner: ScaleByKronState
+    preconditioner: Any  # ScaleByKronState, or ScaleByVectorState
     rest: Any  # weight decay
 
     @property
@@ -255,9 +255,6 @@ def kron(
 
     All others are `scale_by_kron`'s.
     """
-    if not callable(learning_rate):
-        check_number("learning_rate", learning_rate, at_least=0)
-    check_number("weight_decay", weight_decay, at_least=0)
     preconditioner = scale_by_kron(
         b1,
         preconditioner_update_probability,
@@ -291,6 +288,19 @@ def kron(
         hvp_method=hvp_method,
         seed=seed,
     )
+    return with_learning_rate(preconditioner, learning_rate, weight_decay, weight_decay_mask)
+
+
+def with_learning_rate(
+    preconditioner: optax.GradientTransformationExtraArgs,
+    learning_rate: Schedule,
+    weight_decay: float,
+    weight_decay_mask: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Decoupled weight decay and a learning rate behind a preconditioner; a skipped step has neither."""
+    if not callable(learning_rate):
+        check_number("learning_rate", learning_rate, at_least=0)
+    check_number("weight_decay", weight_decay, at_least=0)
     decays = not isinstance(weight_decay, (int, float)) or weight_decay != 0
     decay = optax.add_decayed_weights(weight_decay, weight_decay_mask) if decays else optax.identity()
 
@@ -302,9 +312,8 @@ def kron(
     ) -> tuple[Any, KronOptState]:
         if params is None and decays:
             raise ValueError("params must be given to update(...) when weight_decay is not 0")
-        finite = all_finite(unbox(updates))
         whitened, inner = preconditioner.update(updates, state.preconditioner, params, **extra)
-        finite = finite & (inner.skipped_steps == state.preconditioner.skipped_steps)
+        finite = inner.skipped_steps == state.preconditioner.skipped_steps
         decayed, rest = decay.update(unbox(whitened), state.rest, unbox(params))
         rate = at(learning_rate, state.preconditioner.steps)
         moved = jax.tree.map(lambda d: -jnp.asarray(rate, d.dtype) * d, decayed)
@@ -325,7 +334,7 @@ def get_opt_state_partition_specs(params: Any, scale_by_kron_only: bool = False,
     """
     specs = kwargs.pop("params_partition_specs", None)
     layout = layout_of(specs, kwargs.pop("preconditioner_partition_spec", None))
-    factory = kron
+    factory: Callable[..., Any] = kron
     if scale_by_kron_only:
         factory = scale_by_kron
         known = (

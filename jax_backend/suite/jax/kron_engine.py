@@ -202,9 +202,9 @@ def update(
 
     def stacked(tree: list[Any]) -> list[Any]:
         # Whole before they are divided anew: XLA finds no direct way from one sharding to the other.
-        whole = layout.constrain(tree, PartitionSpec()) if layout.axes else tree
-        found = static.split(whole)
-        return [layout.place(pad(x, n)) for x, n in zip(found, rows, strict=True)]
+        found = [pad(x, n) for x, n in zip(static.split(tree), rows, strict=True)]
+        whole = layout.constrain(found, PartitionSpec()) if layout.axes else found
+        return layout.place(whole)
 
     signals = stacked([moments.unbiased(m, weight) for m in mu])
 

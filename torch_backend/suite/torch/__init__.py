@@ -12,17 +12,20 @@ from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.torch.kfac import KFAC, ComputeMethod, KFACPreconditioner
 from suite.torch.kron import Kron
+from suite.torch.lra import LRA, DenseNewton
 from suite.torch.recurrent import GRU, LSTM, RNN, replace_recurrent
 from suite.torch.schedulers import KFACParamScheduler, LambdaParamScheduler
 
 __all__ = [
     "GRU",
     "KFAC",
+    "LRA",
     "LSTM",
     "RNN",
     "Bernoulli",
     "Categorical",
     "ComputeMethod",
+    "DenseNewton",
     "Gaussian",
     "KFACParamScheduler",
     "KFACPreconditioner",
