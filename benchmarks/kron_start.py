@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/kron_start.py
 
-A multilayer perceptron of width 64 (`depth` matrices and biases). torch: seconds of the first and of a later
-`step()`, eager. JAX: seconds to trace and compile `tx.update`, and the size of its program. Seed 0.
+A multilayer perceptron of width 64. torch: seconds of the first and of a later `step()`, eager. JAX:
+seconds to trace and to compile `tx.update`, and the lines of its program. Seed 0.
 """
 
 from __future__ import annotations
@@ -49,16 +49,13 @@ def jax_compilation(depth: int) -> tuple[float, float, int]:
 def main() -> None:
     torch.set_num_threads(1)
     versions = f"python {platform.python_version()}, torch {torch.__version__}, jax {jax.__version__}"
-    print(
-        f"{versions}\n{'parameters':>10}{'first step':>12}{'later':>8}{'trace':>8}{'compile':>9}{'lines':>8}"
-    )
+    print(versions)
+    print(f"{'parameters':>10}{'first step':>12}{'later':>8}{'trace':>8}{'compile':>9}{'lines':>8}")
     for depth in DEPTHS:
         first, later = torch_steps(depth)
         trace, compiled, lines = jax_compilation(depth)
-        print(
-            f"{2 * depth:10}{first:11.2f}s{later:7.3f}s{trace:7.2f}s{compiled:8.2f}s{lines:8}",
-            flush=True,
-        )
+        row = f"{2 * depth:10}{first:11.2f}s{later:7.3f}s{trace:7.2f}s{compiled:8.2f}s{lines:8}"
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

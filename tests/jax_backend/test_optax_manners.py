@@ -18,7 +18,7 @@ from suite.jax import dense_newton, kron, lra, scale_by_dense, scale_by_kron, sc
 # name: (factory, settings that suit the problems below, whether it is given the loss)
 TRANSFORMATIONS = {
     "kron": (kron, {"learning_rate": 0.03}, False),
-    "kron newton": (kron, {"learning_rate": 0.1}, True),
+    "kron newton": (kron, {"learning_rate": 0.1, "min_ndim_triangular": np.int64(1)}, True),
     "lra": (lra, {"learning_rate": 0.03, "rank": np.int64(1)}, False),
     "lra newton": (lra, {"learning_rate": 0.1, "rank": np.int64(1)}, True),
     "dense newton": (dense_newton, {"learning_rate": 0.2, "clip": 1.0}, True),
