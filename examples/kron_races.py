@@ -65,7 +65,7 @@ class XorRNN(nn.Module):
         return self.write(h)[:, 0]
 
 
-def xor(seed: int, length: int = 24, batch: int = 128) -> Problem:
+def xor(seed: int, length: int = 8, batch: int = 128) -> Problem:
     model, draws = XorRNN(), torch.Generator().manual_seed(seed)
 
     def loss() -> torch.Tensor:
@@ -131,7 +131,7 @@ def gpt(seed: int, context: int = 32, batch: int = 16) -> Problem:
 PROBLEMS: dict[str, tuple[Callable[[int], Problem], int]] = {
     "rosenbrock": (rosenbrock, 500),
     "logistic": (logistic, 200),
-    "xor": (xor, 1000),
+    "xor": (xor, 1500),
     "lenet": (lenet, 400),
     "gpt": (gpt, 400),
 }
@@ -143,7 +143,7 @@ CONTENDERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[float, .
     ),
     "Kron": (lambda params, lr: Kron(params, lr), (0.001, 0.003, 0.01, 0.03, 0.1)),
     "Kron Newton": (
-        lambda params, lr: Kron(params, lr, hvp="exact", clip=None, b1=0.0, min_ndim_triangular=1),
+        lambda params, lr: Kron(params, lr, hvp="exact", clip=1.0, b1=0.0, min_ndim_triangular=1),
         (0.03, 0.1, 0.3, 0.6, 1.0),
     ),
 }

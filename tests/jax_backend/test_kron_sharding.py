@@ -64,3 +64,12 @@ def test_two_processes_follow_one():
     processes = [start(str(number), "2", address) for number in range(2)]
     for process in processes:
         check(result(process))
+
+
+def test_orbax_goes_on_with_another_mesh(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    script = SCRIPT.with_name("kron_checkpoint.py")
+    found = result(start(str(tmp_path), script=script))
+    assert found["difference"] < 1e-12
+    assert found["moved"] > 1e-2
+    assert found["shapes"] == [[24, 5, 5], [18, 5, 5]]  # 18 blocks over 8 and over 6 devices
