@@ -12,8 +12,8 @@ def stochastic_round(x: Array, noise: Array, dtype: Any) -> Array:
     """`x` in `dtype`, a neighbour chosen with the probability that makes the mean `x`.
 
     Rounding to nearest loses every update below half a unit in the last place (2⁻⁹ of the value in
-    bfloat16). Here |x| in these units, plus noise in (0, 1), is rounded down. Where `dtype` is as wide
-    as `x` is, there is nothing to round.
+    bfloat16). Here |x|, in these units, goes up where noise in (0, 1) is below its
+    fraction, else down. Where `dtype` is as wide as `x` is, there is nothing to round.
 
     Args:
         x: (...), in a wider dtype.
@@ -28,5 +28,7 @@ def stochastic_round(x: Array, noise: Array, dtype: Any) -> Array:
     exponent = xp.floor(xp.log2(xp.where(usable, size, xp.zeros_like(size) + 1)))
     unit = xp.exp(exponent * math.log(2.0)) * float(xp.finfo(dtype).eps)
     chance = xp.astype(noise, x.dtype) * (0.5 / math.sqrt(3.0)) + 0.5
-    rounded = xp.floor(size / xp.where(usable, unit, xp.zeros_like(unit) + 1) + chance) * unit
+    count = size / xp.where(usable, unit, xp.zeros_like(unit) + 1)
+    whole = xp.floor(count)
+    rounded = (whole + xp.astype(chance < count - whole, x.dtype)) * unit
     return xp.astype(xp.where(usable, xp.where(x < 0, -rounded, rounded), x), dtype)
