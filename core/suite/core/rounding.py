@@ -23,12 +23,12 @@ def stochastic_round(x: Array, noise: Array, dtype: Any) -> Array:
     xp = array_namespace(x)
     if xp.finfo(dtype).bits >= xp.finfo(x.dtype).bits:
         return xp.astype(x, dtype)
-    size = xp.abs(x)
-    usable = (size > 0) & xp.isfinite(x)
-    exponent = xp.floor(xp.log2(xp.where(usable, size, xp.zeros_like(size) + 1)))
+    usable = (x != 0) & xp.isfinite(x)
+    size = xp.where(usable, xp.abs(x), xp.zeros_like(x) + 1)
+    exponent = xp.floor(xp.log2(size))
     unit = xp.exp(exponent * math.log(2.0)) * float(xp.finfo(dtype).eps)
     chance = xp.astype(noise, x.dtype) * (0.5 / math.sqrt(3.0)) + 0.5
-    count = size / xp.where(usable, unit, xp.zeros_like(unit) + 1)
+    count = size / unit
     whole = xp.floor(count)
     rounded = (whole + xp.astype(chance < count - whole, x.dtype)) * unit
     return xp.astype(xp.where(usable, xp.where(x < 0, -rounded, rounded), x), dtype)
