@@ -17,8 +17,8 @@ from suite.core import blocks, moments, noise, schedules, statistics
 from suite.core import kfac as core_kfac
 from suite.core import kron as core_kron
 from suite.core.step_size import inner_product, kl_clip_coefficient, rms_clip
-from suite.jax import kfac, kron, value_and_grad
-from suite.torch import KFAC, Kron
+from suite.jax import dense_newton, kfac, kron, lra, value_and_grad
+from suite.torch import KFAC, LRA, DenseNewton, Kron
 
 pytestmark = pytest.mark.slow
 
@@ -175,6 +175,37 @@ def test_kron_newton(geometry):
     ours = [p.detach().numpy() for p in model.parameters()]
     assert moved(network, ours)
     theirs = jax_trajectory(network, kron(0.005, **settings), 2 * STEPS, newton=True)
+    assert_same(ours, theirs, 1e-9)
+
+
+# Torch's optimizer, JAX's, and whether they are given the loss.
+VECTORS = {
+    "lra": (LRA, lra, {"lr": 0.005, "rank": 3}, False),
+    "diagonal": (LRA, lra, {"lr": 0.005, "rank": 0, "whiten": "gradient"}, False),
+    "lra newton": (LRA, lra, {"lr": 0.005, "rank": 3}, True),
+    "dense newton": (DenseNewton, dense_newton, {"lr": 0.01, "clip": 1.0}, True),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_one_preconditioner_for_all_parameters(name):
+    of_torch, of_jax, settings, newton = VECTORS[name]
+    settings = {**settings, "weight_decay": 0.01, "preconditioner_lr": 0.1}
+    settings |= {"preconditioner_update_probability": 0.4}
+    network = networks.mlp()
+    model, loss_fn = networks.torch_model(network, torch.float64)
+    optimizer = of_torch(model.parameters(), hvp="exact" if newton else None, **settings)
+    for _ in range(2 * STEPS):
+        if newton:
+            optimizer.step(loss_fn)
+            continue
+        optimizer.zero_grad()
+        loss_fn().backward()
+        optimizer.step()
+    ours = [p.detach().numpy() for p in model.parameters()]
+    assert moved(network, ours)
+    settings["learning_rate"] = settings.pop("lr")
+    theirs = jax_trajectory(network, of_jax(**settings), 2 * STEPS, newton=newton)
     assert_same(ours, theirs, 1e-9)
 
 
