@@ -333,7 +333,10 @@ class Kron(torch.optim.Optimizer):
         return usage
 
     def state_dict(self) -> dict[str, Any]:
-        """As any torch optimizer's, of plain values: schedules, being functions, are left out."""
+        """As any torch optimizer's, of plain values: schedules, being functions, are left out.
+
+        As with torch's own, its tensors are the live ones, which later steps change: save or copy it.
+        """
         saved = super().state_dict()
         saved["param_groups"] = [
             {key: value for key, value in group.items() if not callable(value)}

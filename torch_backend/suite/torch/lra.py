@@ -136,6 +136,8 @@ class _WholeVector(torch.optim.Optimizer):
             group.update(counts)
         parts = direction.split([p.numel() for p in parameters])
         for p, part in zip(parameters, parts, strict=True):
+            if p.grad is None:
+                continue
             decayed = part.view_as(p) + group["weight_decay"] * p * finite
             p.sub_((group["lr"] * decayed).to(p.dtype))
         return loss
