@@ -261,6 +261,7 @@ CASES = {
     ),
     "kron.balance": (lambda q: kron.balance(q, 1), (kron_state((False, True)).factors,)),
     "kron.Kron.refresh": (kron.Kron().refresh, (kron_state((True, False)),)),
+    "kron.Kron.lifted": (kron.Kron().lifted, (kron_state((False, True)),)),
     "kron.Kron.precondition": (
         kron.Kron().precondition,
         (kron_state((False, True)), normal(B, 4, 3)),
@@ -400,8 +401,8 @@ def test_a_block_that_is_not_finite_harms_no_other(xp, function, args, value):
             assert_close(to_numpy(x)[[0, 2]], to_numpy(expected)[[0, 2]])
 
 
-# What eigenvalues are summed and multiplied into stays in single precision.
-LIFTED = ("kfac.mean_eigenvalue", "kfac.eigenvalue_products")
+# What is lifted on purpose, or what eigenvalues are summed and multiplied into, stays in single precision.
+LIFTED = ("kfac.mean_eigenvalue", "kfac.eigenvalue_products", "kron.Kron.lifted")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("k") and name not in LIFTED])
