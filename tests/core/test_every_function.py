@@ -401,7 +401,7 @@ def test_a_block_that_is_not_finite_harms_no_other(xp, function, args, value):
             assert_close(to_numpy(x)[[0, 2]], to_numpy(expected)[[0, 2]])
 
 
-# What is lifted on purpose, or what eigenvalues are summed and multiplied into, stays in single precision.
+# Lifted on purpose, or what eigenvalues are summed and multiplied into: it stays in single precision.
 LIFTED = ("kfac.mean_eigenvalue", "kfac.eigenvalue_products", "kron.Kron.lifted")
 
 
