@@ -35,6 +35,7 @@ OPTIONS = {
 METHODS = {"eigen": {}, "inverse": {}, "ekfac": {"inv_update_steps": 3}}
 STRATEGIES = ("COMM_OPT", "HYBRID_OPT", "MEM_OPT")
 WORLDS = (1, 2, 3, 4)
+_HALF_OF_TWO = ("HYBRID_OPT", 2)
 
 
 def cell(crew: Crew, wrap: str, strategy: str, method: str, world: int, dtype: torch.dtype) -> str:
@@ -43,8 +44,12 @@ def cell(crew: Crew, wrap: str, strategy: str, method: str, world: int, dtype: t
         return "-"
     worst = 0.0
     for option, changes in OPTIONS.items():
-        if option == "apart" and strategy == "MEM_OPT":
-            continue  # an error by design
+        if (
+            option == "apart"
+            and world > 1
+            and (strategy == "MEM_OPT" or (strategy, world) == _HALF_OF_TWO)
+        ):
+            continue  # one gradient worker for each layer needs its factors together
         settings = Settings(
             wrap,
             dtype=dtype,

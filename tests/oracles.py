@@ -87,7 +87,7 @@ class PSGD:
 
     Sources: Li 2015 (arXiv:1512.04202), Li 2022 (arXiv:2211.04422), Li 2024 (arXiv:2402.11858). Factors
     are balanced in QEP only, as published: elsewhere that is a choice of gauge. PRO4P and QUAD4P fit P
-    itself, in place of Q.
+    itself, in place of Q. With `pair`, Newton: g is H v, and v takes the place of white noise.
     """
 
     def __init__(
@@ -107,13 +107,14 @@ class PSGD:
     def direction(self, g: np.ndarray) -> np.ndarray:
         return (self.P() @ g.reshape(-1)).reshape(g.shape)
 
-    def update(self, g: np.ndarray, v: np.ndarray, lr: float) -> None:
+    def update(self, g: np.ndarray, v: np.ndarray, lr: float, pair: np.ndarray | None = None) -> None:
         """One step with gradient g and standard noise v; every factor sees the old Q."""
         g = g + (self.damping + np.finfo(np.float64).eps * np.abs(g)) * v
+        self.pair = pair
         if self.geometry == "EQ":
             Q = kronecker_product(self.Q)
             a = (Q @ g.reshape(-1)).reshape(g.shape)
-            b = np.linalg.solve(Q.T, v.reshape(-1)).reshape(g.shape)
+            b = np.linalg.solve(Q.T, (v if pair is None else pair).reshape(-1)).reshape(g.shape)
             for i in range(g.ndim):
                 self._step_eq(i, contraction(a, a, i), contraction(b, b, i), lr)
         elif self.geometry == "QEP":
@@ -142,35 +143,42 @@ class PSGD:
             L = self._smoothness(i, norm_bound(T1 + T2))
             self.Q[i] = q - lr / L * np.triu(T1 - T2) @ q
 
+    def _white(self, i: int, c: float) -> Matrix:
+        """What T is to become: c I for white noise, or the pair's own second moment."""
+        if self.pair is None:
+            return c * np.eye(len(self.Q[i]))
+        return contraction(self.pair, self.pair, i)
+
     def _step_qep(self, i: int, T: Matrix, c: float, lr: float) -> None:
-        q = self.Q[i]
+        q, W = self.Q[i], self._white(i, c)
         if q.ndim == 1:
-            t1, t2 = q * np.diag(T) * q, c * q * q
+            t1, t2 = q * np.diag(T) * q, q * np.diag(W) * q
             L = self._smoothness(i, np.max(t1 + t2))
             self.Q[i] = q - lr / L * (t1 - t2) * q
         else:
-            t1, t2 = q @ T @ q.T, c * q @ q.T
+            t1, t2 = q @ T @ q.T, q @ W @ q.T
             L = self._smoothness(i, norm_bound(t1 + t2))
             self.Q[i] = q - lr / L * (t1 - t2) @ q
 
     def _step(self, i: int, T: Matrix, c: float, lr: float) -> None:
-        q = self.Q[i]
+        q, W = self.Q[i], self._white(i, c)
+        side = lr if self.geometry == "QUAD4P" else lr / 2
         if q.ndim == 1:
-            t = np.diag(T)
-            L = self._smoothness(i, np.max(t) + c)
+            t, w = np.diag(T), np.diag(W)
+            L = self._smoothness(i, np.max(t) + c if self.pair is None else np.max(t + w))
             if self.geometry in ("QUAD", "QUAD4P"):
-                self.Q[i] = q * (1 - lr / (2 * L) * (t - c)) ** 2
+                self.Q[i] = q * (1 - side / L * (t - w)) ** 2
             else:
-                self.Q[i] = q * (1 - lr / L * (t - c))
+                self.Q[i] = q * (1 - lr / L * (t - w))
             return
-        L = self._smoothness(i, norm_bound(T) + c)
+        L = self._smoothness(i, norm_bound(T) + c if self.pair is None else norm_bound(T + W))
         if self.geometry == "QEQ":
-            self.Q[i] = q - lr / L * (q @ T - c * q)
+            self.Q[i] = q - lr / L * q @ (T - W)
         elif self.geometry in ("Q0.5EQ1.5", "PRO4P"):
-            self.Q[i] = procrustes_step(q - lr / L * (T @ q - c * q))
+            self.Q[i] = procrustes_step(q - lr / L * (T - W) @ q)
         elif self.geometry in ("QUAD", "QUAD4P"):
-            p = q - lr / (2 * L) * (T @ q - c * q)
-            p = p - lr / (2 * L) * (p @ T - c * p)
+            p = q - side / L * (T - W) @ q
+            p = p - side / L * p @ (T - W)
             self.Q[i] = (p + p.T) / 2
         else:
             raise ValueError(self.geometry)
@@ -239,3 +247,93 @@ def murmur_finalizer(h: int) -> int:
     h ^= h >> 13
     h = h * 0xC2B2AE35 % 2**32
     return h ^ (h >> 16)
+
+
+class LowRankPSGD:
+    """PSGD with Q = (I + U Vᵀ) diag(d), every Q formed in full.
+
+    Sources: Li 2022 (arXiv:2211.04422), section 4; Li 2024 (arXiv:2402.11858) for the steps' lengths.
+    """
+
+    def __init__(
+        self, U: Matrix, V: Matrix, d: np.ndarray, betaL: float = 0.9, damping: float = 0.0
+    ) -> None:
+        self.U, self.V, self.d = U.copy(), V.copy(), d.copy()
+        self.L = [0.0, 0.0, 0.0]
+        self.betaL, self.damping = betaL, damping
+
+    def Q(self) -> Matrix:
+        return (np.eye(len(self.d)) + self.U @ self.V.T) @ np.diag(self.d)
+
+    def P(self) -> Matrix:
+        return self.Q().T @ self.Q()
+
+    def _smoothness(self, i: int, ell: float) -> float:
+        self.L[i] = max(self.betaL * self.L[i] + (1 - self.betaL) * ell, ell)
+        return self.L[i]
+
+    def update(
+        self, h: np.ndarray, noise: np.ndarray, lr: float, on_U: bool, v: np.ndarray | None = None
+    ) -> None:
+        h = h + self.damping * noise
+        v = noise if v is None else v
+        if self.U.shape[1]:
+            rho = np.sqrt(np.linalg.norm(self.U) / np.linalg.norm(self.V))
+            self.U, self.V = self.U / rho, self.V * rho
+            A, B = self.U.T @ self.U, self.V.T @ self.V
+            E = 0.1 * (A - B) / (np.trace(A) + np.trace(B))
+            self.U = self.U @ (np.eye(len(E)) - E + E @ E / 2)
+            self.V = self.V @ (np.eye(len(E)) + E + E @ E / 2)
+        Q, P = self.Q(), self.P()
+        a, b = Q @ h, np.linalg.solve(Q.T, v)
+        Ph, Pv = P @ h, np.linalg.solve(P, v)
+        U, V, n = self.U, self.V, len(self.d)
+        gap = np.outer(a, a) - np.outer(b, b)
+        L = self._smoothness(2, np.max(np.abs(Ph * h)) + np.max(np.abs(v * Pv)))
+        self.d = self.d - lr / L * (Ph * h - v * Pv) * self.d
+        if not U.shape[1]:
+            return
+        norm = np.linalg.norm
+        if on_U:
+            L = self._smoothness(0, norm(a) * norm(V @ V.T @ a) + norm(b) * norm(V @ V.T @ b))
+            self.U = U - lr / L * gap @ V @ (np.eye(U.shape[1]) + V.T @ U)
+        else:
+            L = self._smoothness(1, norm(a) * norm(U @ U.T @ a) + norm(b) * norm(U @ U.T @ b))
+            self.V = V - lr / L * (np.eye(n) + V @ U.T) @ gap @ U
+
+
+class DensePSGD:
+    """PSGD with one dense Q for a vector; sources as for `PSGD`."""
+
+    def __init__(self, geometry: str, Q: Matrix, betaL: float = 0.9, damping: float = 0.0) -> None:
+        self.geometry, self.Q, self.L = geometry, Q.copy(), 0.0
+        self.betaL, self.damping = betaL, damping
+
+    def P(self) -> Matrix:
+        return self.Q if self.geometry == "QUAD4P" else self.Q.T @ self.Q
+
+    def update(self, h: np.ndarray, noise: np.ndarray, lr: float, v: np.ndarray | None = None) -> None:
+        h = h + self.damping * noise
+        v = noise if v is None else v
+        Q, P, g = self.Q, self.P(), self.geometry
+        a, b = P @ h, v
+        if g == "EQ":
+            a, b = Q @ h, np.linalg.solve(Q.T, v)
+        elif g == "QEP":
+            a, b = Q @ P @ h, Q @ v
+        ell = a @ a + b @ b
+        self.L = max(self.betaL * self.L + (1 - self.betaL) * ell, ell)
+        step, gap = lr / self.L, np.outer(a, a) - np.outer(b, b)
+        if g == "EQ":
+            self.Q = Q - step * np.triu(gap) @ Q
+        elif g == "QEP":
+            self.Q = Q - step * gap @ Q
+        elif g == "QEQ":
+            self.Q = Q - step * Q @ gap
+        elif g == "Q0.5EQ1.5":
+            self.Q = procrustes_step(Q - step * gap @ Q)
+        elif g in ("QUAD", "QUAD4P"):
+            K = np.eye(len(Q)) - (step if g == "QUAD4P" else step / 2) * gap
+            self.Q = (K @ Q @ K + (K @ Q @ K).T) / 2
+        else:
+            raise ValueError(g)

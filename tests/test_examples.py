@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import kron_races
 import resnets
 import train_pinn
 import training
@@ -249,3 +250,18 @@ def test_derivatives_carried_forward_are_autograds():
     )
     torch.testing.assert_close(rows[:, 1:3], gradient)
     torch.testing.assert_close(rows[:, 3], laplacian)
+
+
+def test_races_of_kron_in_a_few_steps(tmp_path, capsys):
+    assert kron_races.main(["--steps", "2", "--output", str(tmp_path / "races")]) == 0
+    results = json.loads((tmp_path / "races" / "races.json").read_text())["results"]
+    assert results.keys() == kron_races.PROBLEMS.keys()
+    for problem, contenders in results.items():
+        newton = {"Kron Newton"} if problem in ("rosenbrock", "logistic") else set()
+        assert contenders.keys() == {"AdamW", "Kron"} | newton
+        assert all(np.isfinite(found["losses"]).all() for found in contenders.values())
+    assert (tmp_path / "races" / "races.png").read_bytes().startswith(b"\x89PNG")
+    assert len({len(rates) for _, rates in kron_races.CONTENDERS.values()}) == 1  # equal grids
+    with pytest.raises(SystemExit):
+        kron_races.main(["--problems", "xorr"])
+    assert "'xorr' is not one of" in capsys.readouterr().err

@@ -251,3 +251,17 @@ def test_option_out_of_range_is_named(name, value, message):
 def test_option_of_another_type_is_named(name, value):
     with pytest.raises(TypeError, match=f"^{name} must be "):
         Structure(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("shape", "max_skew", "expected"),
+    [
+        ((100, 4), 1.0, (True, False)),
+        ((100, 4), 25.0, (False, False)),  # 100² = 25 x 400
+        ((8, 8), 1.0, (False, False)),
+        ((8, 9), 1.0, (False, True)),
+        ((100, 4), None, (False, False)),
+    ],
+)
+def test_sides_whose_square_exceeds_the_parameter_are_diagonal(shape, max_skew, expected):
+    assert plan_blocks(shape, Structure(max_skew=max_skew)).diagonal == expected

@@ -22,7 +22,19 @@ from conftest import (
     positive_definite,
     to_numpy,
 )
-from suite.core import damping, ekfac, kfac, kron, kronecker, linalg, moments, statistics, step_size
+from suite.core import (
+    damping,
+    dense,
+    ekfac,
+    kfac,
+    kron,
+    kronecker,
+    linalg,
+    lra,
+    moments,
+    statistics,
+    step_size,
+)
 from suite.core._namespace import array_namespace
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 
@@ -51,6 +63,20 @@ def kron_state(diagonal):
     return kron.KronState(factors, lipschitz, squares)
 
 
+def lra_state():
+    lipschitz = tuple(np.abs(normal(B, seed=7 + i)) for i in range(3))
+    U, V = (0.3 * normal(B, 5, 2, seed=k) for k in (1, 2))
+    return lra.LRAState(U, V, 0.5 + np.abs(normal(B, 5)), lipschitz)
+
+
+def lra_update(update_U, rule):
+    return lambda state, h, noise, v: rule.update(state, h, noise, 0.1, update_U, v)
+
+
+def dense_state():
+    return dense.DenseState(np.triu(0.3 * normal(B, 5, 5)) + np.eye(5), np.abs(normal(B, seed=7)))
+
+
 def kfac_state(compute_method, diagonal):
     state = kfac.KFAC(compute_method).init(np.zeros(1), (B,), (4, 3), diagonal)
     A, G = kfac_factors(diagonal, seed=3)
@@ -72,6 +98,10 @@ def kfac_factors(diagonal, seed=0):
 
 def kron_update(rule):
     return lambda state, g, v: rule.update(state, g, v, 0.1)
+
+
+def newton_update(rule):
+    return lambda state, h, noise, v: rule.update(state, h, noise, 0.1, v)
 
 
 def kfac_step(compute_method):
@@ -206,8 +236,32 @@ CASES = {
         lambda x: step_size.rms_clip(x, 0.9, 2),
         (normal(B, 4, 3) * np.array([0.1, 1.0, 10.0])[:, None, None],),
     ),
+    "step_size.clipped": (
+        lambda x: step_size.clipped(x, (0.9, 1.1), 2),
+        (normal(B, 4, 3) * np.array([0.1, 1.0, 10.0])[:, None, None],),
+    ),
+    "step_size.amplitude_clip": (
+        lambda x: step_size.amplitude_clip(x, 0.9),
+        (normal(B, 4, 3),),
+    ),
+    "step_size.normalized": (
+        lambda x: step_size.normalized(x, 2),
+        (normal(B, 4, 3) * np.array([1e-6, 1.0, 1e4])[:, None, None],),
+    ),
+    "linalg.inverse": (linalg.inverse, (normal(B, 4, 4) + 2 * np.eye(4),)),
+    "lra.first_scale": (
+        lambda g, L: lra.first_scale(g, None, L, 1e-9),
+        (normal(B, 5), np.array([0.0, 1.0, 0.0])),
+    ),
+    "lra.LRA.init": (lra.LRA(2).init, (normal(B, 5, 2), normal(B, 5, 2, seed=1))),
+    "lra.LRA.precondition": (lra.LRA(2).precondition, (lra_state(), normal(B, 5))),
+    "linalg.rotate_towards_symmetry": (
+        linalg.rotate_towards_symmetry,
+        (np.eye(4) + 0.3 * normal(B, 4, 4),),
+    ),
     "kron.balance": (lambda q: kron.balance(q, 1), (kron_state((False, True)).factors,)),
     "kron.Kron.refresh": (kron.Kron().refresh, (kron_state((True, False)),)),
+    "kron.Kron.lifted": (kron.Kron().lifted, (kron_state((False, True)),)),
     "kron.Kron.precondition": (
         kron.Kron().precondition,
         (kron_state((False, True)), normal(B, 4, 3)),
@@ -218,6 +272,21 @@ for geometry in ("Q0.5EQ1.5", "QEQ", "QUAD", "EQ"):
         kron_update(kron.Kron(geometry)),
         (kron_state((False, True)), normal(B, 4, 3), normal(B, 4, 3, seed=1)),
     )
+    CASES[f"kron.Kron.update newton {geometry}"] = (
+        newton_update(kron.Kron(geometry)),
+        (kron_state((False, True)), *(normal(B, 4, 3, seed=k) for k in range(3))),
+    )
+for update_U in (True, False):
+    CASES[f"lra.LRA.update {update_U}"] = (
+        lra_update(update_U, lra.LRA(2, preconditioner_init_scale=1.0)),
+        (lra_state(), *(normal(B, 5, seed=k) for k in range(3))),
+    )
+for geometry in ("Q0.5EQ1.5", "QEQ", "QUAD", "EQ", "QEP", "QUAD4P"):
+    CASES[f"dense.Dense.update {geometry}"] = (
+        newton_update(dense.Dense(geometry)),
+        (dense_state(), *(normal(B, 5, seed=k) for k in range(3))),
+    )
+CASES["dense.Dense.precondition"] = (dense.Dense().precondition, (dense_state(), normal(B, 5)))
 CASES["kron.Kron.update first"] = (
     kron_update(kron.Kron(preconditioner_init_scale=None)),
     (
@@ -332,8 +401,8 @@ def test_a_block_that_is_not_finite_harms_no_other(xp, function, args, value):
             assert_close(to_numpy(x)[[0, 2]], to_numpy(expected)[[0, 2]])
 
 
-# What eigenvalues are summed and multiplied into stays in single precision.
-LIFTED = ("kfac.mean_eigenvalue", "kfac.eigenvalue_products")
+# Lifted on purpose, or what eigenvalues are summed and multiplied into: it stays in single precision.
+LIFTED = ("kfac.mean_eigenvalue", "kfac.eigenvalue_products", "kron.Kron.lifted")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("k") and name not in LIFTED])
@@ -354,11 +423,13 @@ OTHERS = {
     *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
     *("linalg.norm", "linalg.bilinear"),
     *("linalg.eye_like", "step_size.inner_product", "step_size.kl_clip_coefficient"),
+    "step_size.check_clip",
 }
 
 
 @pytest.mark.parametrize(
-    "module", [damping, ekfac, kfac, kron, kronecker, linalg, moments, statistics, step_size]
+    "module",
+    [damping, dense, ekfac, kfac, kron, kronecker, linalg, lra, moments, statistics, step_size],
 )
 def test_every_public_function_is_a_case(module):
     short = module.__name__.rpartition(".")[2]

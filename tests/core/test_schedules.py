@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import assert_close
-from suite.core.schedules import advance_clock, precond_update_prob_schedule
+from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 
 STEPS = [0, 1, 499, 500, 501, 1500, 4000, 10**6]
 
 
-def test_number_and_array_agree(xp):
-    schedule = precond_update_prob_schedule()
+@pytest.mark.parametrize("schedule", [precond_update_prob_schedule(), precond_lr_schedule()])
+def test_number_and_array_agree(xp, schedule):
     for step in STEPS:
         array = xp.run(schedule, xp.asarray(np.array(step, dtype=np.int32)))
         assert_close(array, schedule(step), rtol=1e-5)
@@ -29,6 +29,23 @@ def test_probability_is_flat_then_decays_then_is_flat():
         assert math.isclose(schedule(step), 0.8 * math.exp(-0.01 * (step - 100)))
     assert schedule(100 + int(math.log(8) / 0.01) + 1) == 0.1
     assert schedule(10**9) == 0.1
+
+
+def test_preconditioner_lr_falls_from_its_first_value_to_its_floor():
+    schedule = precond_lr_schedule(max_lr=0.5, min_lr=0.01, decay_updates=20)
+    assert schedule(0) == 0.5
+    for updates in (1, 20, 100):
+        assert math.isclose(schedule(updates), 0.5 / (1 + updates**2 / 400))
+    assert schedule(20) == 0.25
+    assert schedule(141) == schedule(10**9) == 0.01  # 0.5 / (1 + 141² / 400) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_lr", 1.0), ("min_lr", 0.0), ("min_lr", 0.8), ("decay_updates", 0.0)]
+)
+def test_preconditioner_lr_out_of_range_is_named(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} must be .* got {value!r}$"):
+        precond_lr_schedule(**{name: value})
 
 
 @given(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conftest import assert_close, assert_identical, dtype_name, normal, random
+from conftest import assert_close, assert_identical, dtype_name, normal, random, to_numpy
 from suite.core import step_size
 
 
@@ -81,3 +81,33 @@ def test_max_rms_may_be_an_array(xp):
     x = random(xp, 2, 3, 2)
     by_number = xp.run(step_size.rms_clip, x, max_rms=0.25, ndim=2)
     assert_identical(xp.run(step_size.rms_clip, x, xp.asarray(0.25, "float32"), ndim=2), by_number)
+
+
+def test_amplitude_clip_bounds_each_entry_and_leaves_the_others(xp):
+    x = normal(3, 4)
+    found = to_numpy(xp.run(step_size.amplitude_clip, xp.asarray(x), 0.5))
+    np.testing.assert_array_equal(found, np.clip(x, -0.5, 0.5))
+
+
+def test_normalized_tensors_have_norm_one_at_every_scale_and_zeros_stay(xp):
+    x = normal(4, 3, 2) * np.array([1.0, 1e30, 1e-30, 0.0])[:, None, None]
+    found = to_numpy(xp.run(step_size.normalized, xp.asarray(x, "float32"), ndim=2))
+    lengths = np.sqrt(np.sum(found.astype(float) ** 2, axis=(1, 2)))
+    assert_close(lengths, [1, 1, 1, 0], rtol=1e-6)
+    assert_close(found[0], x[0] / np.linalg.norm(x[0]), rtol=1e-6)
+
+
+def test_clipped_bounds_the_mean_first_and_entries_then(xp):
+    x = 10 * normal(2, 3, 4)
+    by_mean = to_numpy(step_size.rms_clip(xp.asarray(x), 0.8, 2))
+    found = to_numpy(step_size.clipped(xp.asarray(x), (0.8, 1.0), 2))
+    assert_close(found, np.clip(by_mean, -1, 1))
+    assert_close(step_size.clipped(xp.asarray(x), 0.8, 2), by_mean)
+    assert_close(step_size.clipped(xp.asarray(x), (None, 1.0), 2), np.clip(x, -1, 1))
+    assert_close(step_size.clipped(xp.asarray(x), None, 2), x)
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, (1.0, 0.0), (1.0,), (1.0, 1.0, 1.0)])
+def test_a_bound_that_is_none_is_an_error(clip):
+    with pytest.raises(ValueError, match="clip must be"):
+        step_size.check_clip(clip)

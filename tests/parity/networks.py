@@ -71,17 +71,23 @@ def cnn() -> Network:
     return Network(weights, rng.normal(size=(32, 1, 6, 6)), rng.integers(0, 5, 32), layers, apply)
 
 
-def torch_trajectory(network: Network, make: Any, steps: int, dtype: torch.dtype) -> list[np.ndarray]:
-    """Parameters after `steps` steps of `make(model)` on the network's one batch."""
+def torch_model(network: Network, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    """The model and its loss on the network's one batch, () -> 0-d tensor."""
     model = nn.Sequential(*network.torch_layers()).to(dtype)
     with torch.no_grad():
         for parameter, weight in zip(model.parameters(), network.weights, strict=True):
             parameter.copy_(torch.tensor(weight))
-    optimizer = make(model)
     x, y = torch.tensor(network.x, dtype=dtype), torch.tensor(network.y)
+    return model, lambda: nn.functional.cross_entropy(model(x), y)
+
+
+def torch_trajectory(network: Network, make: Any, steps: int, dtype: torch.dtype) -> list[np.ndarray]:
+    """Parameters after `steps` steps of `make(model)` on the network's one batch."""
+    model, loss_fn = torch_model(network, dtype)
+    optimizer = make(model)
     for _ in range(steps):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        loss_fn().backward()
         optimizer.step()
     return [p.detach().numpy() for p in model.parameters()]
 

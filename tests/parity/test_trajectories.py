@@ -17,8 +17,8 @@ from suite.core import blocks, moments, noise, schedules, statistics
 from suite.core import kfac as core_kfac
 from suite.core import kron as core_kron
 from suite.core.step_size import inner_product, kl_clip_coefficient, rms_clip
-from suite.jax import kfac, kron, value_and_grad
-from suite.torch import KFAC, Kron
+from suite.jax import dense_newton, kfac, kron, lra, value_and_grad
+from suite.torch import KFAC, LRA, DenseNewton, Kron
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +26,7 @@ STEPS = 100
 NETWORKS = {"mlp": networks.mlp, "cnn": networks.cnn}
 KFAC_SETTINGS = {"damping": 0.01, "factor_update_steps": 3, "inv_update_steps": 7}
 KRON_SETTINGS = {
+    "preconditioner_lr": 0.1,  # longer steps amplify rounding errors
     "weight_decay": 0.01,
     "preconditioner_update_probability": 0.4,
     "block_size": 5,  # several blocks, ragged
@@ -113,6 +114,119 @@ def test_kron(name, geometry, dtype, rtol):
     )
     assert moved(network, ours)
     assert_same(ours, jax_kron_trajectory(network, dtype, geometry=geometry), rtol)
+
+
+# Settings of Kron, each on a path of its own through both adapters.
+KRON_OPTIONS = {
+    "gradient": {"whiten": "gradient"},
+    "update after": {"update_first": False},
+    "clip": {"clip": (0.8, 1.5)},
+    "unbounded": {"clip": None, "preconditioner_init_scale": None},
+    "normalize": {"normalize_grads": True},
+    "skew": {"max_skew": 1.0},
+    "QEP": {"geometry": "QEP"},
+    "PRO4P": {"geometry": "PRO4P"},
+    "QUAD4P": {"geometry": "QUAD4P"},
+    "smoothness": {"betaL": 0.5, "damping": 1e-4},
+    "default lr": {"preconditioner_lr": None},
+}
+
+
+@pytest.mark.parametrize("option", KRON_OPTIONS)
+def test_options_of_kron(option):
+    settings = {**KRON_SETTINGS, **KRON_OPTIONS[option]}
+    # Long steps amplify rounding errors: by 1e5 within the first 30 at the default.
+    steps = 20 if option == "default lr" else 2 * STEPS
+    network = networks.mlp()
+    ours = networks.torch_trajectory(
+        network, lambda model: Kron(model.parameters(), lr=0.005, **settings), steps, torch.float64
+    )
+    assert moved(network, ours)
+    theirs = jax_trajectory(network, kron(0.005, **settings), steps)
+    assert_same(ours, theirs, 1e-9)
+
+
+def jax_trajectory(network, tx, steps, dtype="float64", newton=False):
+    weights, x, y = networks.jax_arguments(network, dtype)
+    state = jax.jit(tx.init)(weights)
+
+    @jax.jit
+    def step(weights, state):
+        def value_fn(values):
+            return networks.jax_loss(network)(values, x, y)
+
+        extra = {"value_fn": value_fn} if newton else {}
+        updates, state = tx.update(jax.grad(value_fn)(weights), state, weights, **extra)
+        return optax.apply_updates(weights, updates), state
+
+    for _ in range(steps):
+        weights, state = step(weights, state)
+    return [np.asarray(w) for w in weights]
+
+
+@pytest.mark.parametrize("geometry", ["Q0.5EQ1.5", "EQ", "QUAD4P"])
+def test_kron_newton(geometry):
+    network = networks.mlp()
+    settings = {**KRON_SETTINGS, "geometry": geometry}
+    model, loss_fn = networks.torch_model(network, torch.float64)
+    optimizer = Kron(model.parameters(), lr=0.005, hvp="exact", **settings)
+    for _ in range(2 * STEPS):
+        optimizer.step(loss_fn)
+    ours = [p.detach().numpy() for p in model.parameters()]
+    assert moved(network, ours)
+    theirs = jax_trajectory(network, kron(0.005, **settings), 2 * STEPS, newton=True)
+    assert_same(ours, theirs, 1e-9)
+
+
+# Torch's optimizer, JAX's, and whether they are given the loss.
+VECTORS = {
+    "lra": (LRA, lra, {"lr": 0.005, "rank": 3}, False),
+    "diagonal": (LRA, lra, {"lr": 0.005, "rank": 0, "whiten": "gradient"}, False),
+    "lra newton": (LRA, lra, {"lr": 0.005, "rank": 3}, True),
+    "dense newton": (DenseNewton, dense_newton, {"lr": 0.01, "clip": 1.0}, True),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_one_preconditioner_for_all_parameters(name):
+    of_torch, of_jax, settings, newton = VECTORS[name]
+    settings = {**settings, "weight_decay": 0.01, "preconditioner_lr": 0.1}
+    settings |= {"preconditioner_update_probability": 0.4}
+    network = networks.mlp()
+    model, loss_fn = networks.torch_model(network, torch.float64)
+    optimizer = of_torch(model.parameters(), hvp="exact" if newton else None, **settings)
+    for _ in range(2 * STEPS):
+        if newton:
+            optimizer.step(loss_fn)
+            continue
+        optimizer.zero_grad()
+        loss_fn().backward()
+        optimizer.step()
+    ours = [p.detach().numpy() for p in model.parameters()]
+    assert moved(network, ours)
+    settings["learning_rate"] = settings.pop("lr")
+    theirs = jax_trajectory(network, of_jax(**settings), 2 * STEPS, newton=newton)
+    assert_same(ours, theirs, 1e-9)
+
+
+def test_bfloat16_state_rounded_by_chance():
+    """The same neighbours are chosen; products of bfloat16 numbers then differ in float32 rounding."""
+    network = networks.mlp()
+    settings = {**KRON_SETTINGS, "stochastic_rounding": True}
+    ours = networks.torch_trajectory(
+        network,
+        lambda model: Kron(
+            model.parameters(),
+            lr=0.01,
+            mu_dtype=torch.bfloat16,
+            precond_dtype=torch.bfloat16,
+            **settings,
+        ),
+        STEPS // 5,
+        torch.float64,
+    )
+    tx = kron(0.01, mu_dtype="bfloat16", precond_dtype="bfloat16", **settings)
+    assert_same(ours, jax_trajectory(network, tx, STEPS // 5), 1e-2)
 
 
 # ---- the same in NumPy, layer by layer, with no bucket and no framework --------------------------

@@ -67,6 +67,38 @@ def test_fifty_steps_equal_the_published_update(geometry, shape, diagonal):
     assert_close(np.array(state.lipschitz), np.array(oracle.L))
 
 
+def pairs(shape: tuple[int, ...], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(v, H v) of a symmetric, ill-conditioned and indefinite H."""
+    n = int(np.prod(shape))
+    basis = np.linalg.qr(normal(n, n, seed=seed))[0]
+    H = (basis * np.logspace(1, -1, n) * np.where(np.arange(n) % 3, 1, -1)) @ basis.T
+    vectors = [normal(*shape, seed=3000 + t) for t in range(STEPS)]
+    return [(v, (H @ v.reshape(-1)).reshape(shape)) for v in vectors]
+
+
+@pytest.mark.parametrize("init_scale", [0.7, None])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(
+    ("shape", "diagonal"),
+    [((5,), (False,)), ((4, 3), (False, True)), ((3, 4, 2), (False, False, False))],
+)
+def test_fifty_newton_steps_equal_the_published_update(geometry, shape, diagonal, init_scale):
+    history = pairs(shape, seed=7)
+    damping = 1e-3 if init_scale else 0.0
+    rule = Kron(geometry, damping=damping, preconditioner_init_scale=init_scale)
+    state = rule.init(np.zeros(1), shape, diagonal)
+    v, h = history[0]
+    scale = init_scale or np.mean(v**2) ** 0.25 * np.mean(h**4) ** -0.125
+    start = scale**2 if rule.fits_P else scale
+    oracle = PSGD(geometry, multiples_of_identity(shape, diagonal, start), betaL=0.9, damping=damping)
+    for t, (v, h) in enumerate(history):
+        noise = normal(*shape, seed=5000 + t)
+        state = rule.refresh(rule.update(state, h, noise, 0.5, v))
+        oracle.update(h, noise, 0.5, pair=v)
+        assert_close(kronecker_product(state.preconditioners), oracle.P())
+    assert_close(np.array(state.lipschitz), np.array(oracle.L))
+
+
 @pytest.mark.parametrize("geometry", [g for g in GEOMETRIES if g != "QEP"])  # always balanced
 def test_without_balancing_each_factor_equals_the_published_one(geometry):
     shape, diagonal = (3, 4, 2), (False, True, False)

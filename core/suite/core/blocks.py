@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from suite.core._namespace import Array, array_namespace
-from suite.core.checks import check_choice, check_flag, check_integer
+from suite.core.checks import check_choice, check_flag, check_integer, check_number
 
 MemorySaveMode = Literal["one_diag", "smart_one_diag", "all_diag"]
 
@@ -35,6 +35,8 @@ class Structure:
         merge_small_dims: merge neighbouring axes (a kernel's input channels and offsets, say) while
             their product is at most `target_merged_dim_size`; at least two axes stay.
         partition_grads_into_blocks: cut axes with dense factors into chunks of `block_size`.
+        max_skew: an axis with side² > max_skew times the parameter's size gets a diagonal factor, whose
+            matrix would be larger than the parameter itself (at 1, psgd_torch's); None: no such rule.
     """
 
     max_size_triangular: int = 8192
@@ -44,6 +46,7 @@ class Structure:
     target_merged_dim_size: int = 2048
     partition_grads_into_blocks: bool = True
     block_size: int = 256
+    max_skew: float | None = None
 
     def __post_init__(self) -> None:
         check_integer("max_size_triangular", self.max_size_triangular, at_least=0)
@@ -54,6 +57,8 @@ class Structure:
         check_integer("target_merged_dim_size", self.target_merged_dim_size, at_least=1)
         check_flag("partition_grads_into_blocks", self.partition_grads_into_blocks)
         check_integer("block_size", self.block_size, at_least=1)
+        if self.max_skew is not None:
+            check_number("max_skew", self.max_skew, above=0)
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,9 @@ def _diagonal_axes(merged: tuple[int, ...], structure: Structure) -> tuple[bool,
     if structure.memory_save_mode == "all_diag" or own_ndim < structure.min_ndim_triangular:
         return (True,) * len(merged)
     diagonal = [side <= 1 or side > structure.max_size_triangular for side in merged]
+    if structure.max_skew is not None:
+        limit = structure.max_skew * math.prod(merged)
+        diagonal = [d or side**2 > limit for d, side in zip(diagonal, merged, strict=True)]
     longest = max(range(len(merged)), key=lambda axis: (merged[axis], axis))
     unique = merged.count(merged[longest]) == 1
     if structure.memory_save_mode == "one_diag" or (

@@ -1,8 +1,9 @@
 """PSGD Kron: a preconditioner P = QᵀQ, Q = Q_1 ⊗ Q_2 ⊗ ..., fitted until P g is white.
 
 Whitening fits P to (E[g gᵀ])^(-1/2): at the optimum the preconditioned gradient h = P g satisfies
-E[h hᵀ] = I in every axis. Each update is one relative step on a Lie group or on the positive definite
-cone, with step `preconditioner_lr` / L where L bounds the local smoothness.
+E[h hᵀ] = I in every axis. Newton fits P to |H|⁻¹ from pairs of a random vector v and the Hessian's
+product H v: at the optimum E[P H v (P H v)ᵀ] = E[v vᵀ]. Each update is one relative step on a Lie group
+or on the positive definite cone, with step `preconditioner_lr` / L where L bounds the local smoothness.
 
 References:
     Li 2015 (arXiv:1512.04202): the fitting criterion.
@@ -14,16 +15,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from suite.core import kronecker, linalg
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
 from suite.core.checks import check_choice, check_number
+from suite.core.rounding import stochastic_round
 
 Geometry = Literal["Q0.5EQ1.5", "QEQ", "QUAD", "EQ", "QEP", "PRO4P", "QUAD4P"]
 
 _LARGEST_LIPSCHITZ = 1e30  # it must stay finite in float32 to be forgotten again
-_PROCRUSTES_STEP = 0.125  # below 1/4 the truncated rotation is orthogonal to 1e-3 (arXiv:2402.11858)
 
 
 class KronState(NamedTuple):
@@ -49,9 +50,10 @@ class Kron:
             'PRO4P', 'QUAD4P': 'Q0.5EQ1.5' and 'QUAD' on P itself in place of Q: one product less, and
             half the range of a float.
         betaL: decay of L between updates, in [0, 1); larger forgets outliers more slowly.
-        damping: noise added to the gradient, absolute; bounds P by about 1 / damping.
+        damping: noise added to the gradient (Newton: to H v), absolute; bounds P by about 1 / damping.
         preconditioner_init_scale: factors start as the identity, ‖Q‖ being this number; with None each
-            block's is set by its first gradient that is not zero, to mean(g⁴)^(-1/8).
+            block's is set by its first gradient that is not zero, to mean(g⁴)^(-1/8), or by its first
+            pair, to mean(v²)^(1/4) mean((H v)⁴)^(-1/8).
     """
 
     geometry: Geometry = "Q0.5EQ1.5"
@@ -74,8 +76,9 @@ class Kron:
             shape: (*batch, n_1, ..., n_d), a stack of blocks.
             diagonal: for each of the d axes, whether its factor is diagonal.
         """
-        scale = (self.preconditioner_init_scale or 1.0) ** (2 if self.fits_P else 1)
+        given = self.preconditioner_init_scale
         xp = array_namespace(like)
+        scale = as_scalar(1.0 if given is None else given, like) ** (2 if self.fits_P else 1)
         where = {"dtype": like.dtype, "device": device_of(like)}
         batch, sides = shape[: len(shape) - len(diagonal)], shape[len(shape) - len(diagonal) :]
         factors = []
@@ -92,7 +95,12 @@ class Kron:
         return self.geometry in ("PRO4P", "QUAD4P")
 
     def update(
-        self, state: KronState, gradient: Array, noise: Array, preconditioner_lr: Scalar
+        self,
+        state: KronState,
+        gradient: Array,
+        noise: Array,
+        preconditioner_lr: Scalar,
+        vector: Array | None = None,
     ) -> KronState:
         """Fit the factors to one more gradient. Blocks whose gradient is all zero are left alone.
 
@@ -102,15 +110,20 @@ class Kron:
 
             QEQ        Q ← Q - μ Q (T - c I)
             Q0.5EQ1.5  Q ← rotate(Q - μ (T - c I) Q),  PRO4P the same with P for Q
-            QUAD       Q ← sym(K Q K),  K = I - ½ μ (T - c I),  QUAD4P the same with P for Q
+            QUAD       Q ← sym(K Q K),  K = I - ½ μ (T - c I)
+            QUAD4P     P ← sym(K P K),  K = I - μ (T - c I)
             QEP        Q ← Q - μ (Q T Qᵀ - c Q Qᵀ) Q,  ℓ = ‖Q T Qᵀ + c Q Qᵀ‖
             EQ         Q ← Q - μ triu(T₁ - T₂) Q,  T₁ of Q g, T₂ of Q⁻ᵀ v
 
+        With `vector`, the same for Newton: H v stands for g, Σ v vᵀ for c I (QEP: Q Σ v vᵀ Qᵀ for
+        c Q Qᵀ), and ℓ = ‖T + Σ v vᵀ‖.
+
         Args:
             state: its `preconditioners` must be those of its factors (`refresh`).
-            gradient: (..., n_1, ..., n_d), g.
-            noise: like `gradient`, mean 0 and variance 1; v in EQ, else only damping.
+            gradient: (..., n_1, ..., n_d), g or H v.
+            noise: like `gradient`, mean 0 and variance 1; v in EQ without `vector`, else only damping.
             preconditioner_lr: in (0, 1).
+            vector: like `gradient`, v of the pair (v, H v); mean 0 and variance 1.
 
         Returns:
             The state with new factors and L; its `preconditioners` are out of date until `refresh`.
@@ -126,16 +139,18 @@ class Kron:
         # An exactly zero gradient says nothing about curvature; fitting it would inflate Q.
         evidence = xp.any(g != 0, axis=own_axes)
         preconditioners = tuple(lift(p) for p in state.preconditioners)
+        v = None if vector is None else xp.astype(vector, compute)
         if self.preconditioner_init_scale is None:
-            gain = self._first_scale(g, state.lipschitz[0], own_axes)
+            gain = self._first_scale(g, v, state.lipschitz[0], own_axes)
             factors = _scaled(factors, gain * gain if self.fits_P else gain, batch)
             preconditioners = _scaled(preconditioners, gain * gain, batch)
-        g = g + (self.damping + float(xp.finfo(compute).eps) * xp.abs(g)) * noise
+        g = g + (as_scalar(self.damping, g) + float(xp.finfo(compute).eps) * xp.abs(g)) * noise
+        reference = v
         if self.geometry == "EQ":
-            signal, reference = kronecker.apply(factors, g), _inverse_transposed(factors, noise)
+            signal = kronecker.apply(factors, g)
+            reference = _inverse_transposed(factors, noise if v is None else v)
         else:
             signal = kronecker.apply(preconditioners, g)
-            reference = None
         # Everything below is in units of the signal's largest entry u (T / u², c / u², L / u²): the
         # update is a ratio, and squares of 1e20 do not fit in float32.
         unit = xp.max(xp.abs(signal), axis=own_axes, keepdims=True)
@@ -152,7 +167,11 @@ class Kron:
             seen = kronecker.apply_factor(q, signal, axis, ndim) if self.geometry == "QEP" else signal
             T = kronecker.gram(seen, axis, ndim, diagonal=is_diagonal)
             scalar = False  # whether `white` is a number times I
-            if self.geometry == "QEP":
+            if self.geometry == "QEP" and reference is not None:
+                own = kronecker.apply_factor(q, reference, axis, ndim)
+                white = kronecker.gram(own, axis, ndim, diagonal=is_diagonal)
+                total = T + white
+            elif self.geometry == "QEP":
                 square = q * q if is_diagonal else xp.matmul(q, linalg.transpose(q))
                 c = math.prod(g.shape[batch:]) / g.shape[batch + axis] / u / u
                 white = square * xp.reshape(c, (*c.shape, *(1,) * (q.ndim - batch)))
@@ -168,16 +187,19 @@ class Kron:
             if scalar:
                 bound = bound + white
             L = xp.astype(old_L, compute) / u / u
-            L = xp.maximum(self.betaL * L + (1 - self.betaL) * bound, bound)
+            betaL = as_scalar(self.betaL, L)
+            L = xp.maximum(betaL * L + (1 - betaL) * bound, bound)
             step = as_scalar(preconditioner_lr, L) / L
-            new_q = self._step(q, T, white, step, is_diagonal)
+            new_q = self._step(q, T, white, step, is_diagonal, scalar)
             keep = xp.reshape(evidence, (*evidence.shape, *(1,) * (q.ndim - batch)))
             new_factors.append(xp.astype(xp.where(keep, new_q, q), dtype))
             L = xp.minimum(L * u * u, xp.zeros_like(L) + _LARGEST_LIPSCHITZ)
             new_lipschitz.append(xp.where(evidence, xp.astype(L, old_L.dtype), old_L))
         return KronState(tuple(new_factors), tuple(new_lipschitz), state.preconditioners)
 
-    def _first_scale(self, g: Array, lipschitz: Array, own_axes: tuple[int, ...]) -> Array:
+    def _first_scale(
+        self, g: Array, v: Array | None, lipschitz: Array, own_axes: tuple[int, ...]
+    ) -> Array:
         """What a block's factors still lack, each: mean(g⁴)^(-1/8 d) at its first evidence, else 1.
 
         E[(P g)²] = 1 asks for P ~ 1 / |g|, and Q is its root; the fourth moment weighs large entries, so
@@ -191,29 +213,39 @@ class Kron:
             xp.where(fresh, largest, one), (*g.shape[: -len(own_axes)], *(1,) * len(own_axes))
         )
         moment = xp.sqrt(xp.sqrt(xp.mean(unit**4, axis=own_axes)))  # in units of the largest entry
-        scale = 1 / xp.sqrt(xp.where(fresh, moment * largest + self.damping, one))
-        return scale ** (1 / len(own_axes))
+        size = xp.where(fresh, moment * largest + as_scalar(self.damping, g), one)
+        if v is not None:
+            size = size / xp.where(fresh, xp.sqrt(xp.mean(v * v, axis=own_axes)), one)
+        return (1 / xp.sqrt(size)) ** (1 / len(own_axes))
 
-    def _step(self, q: Array, T: Array, white: Array, step: Array, is_diagonal: bool) -> Array:
+    def _step(
+        self, q: Array, T: Array, white: Array, step: Array, is_diagonal: bool, scalar: bool
+    ) -> Array:
         xp = array_namespace(q)
+        half = 1.0 if self.fits_P else 0.5  # of a quadratic step, whose two sides add up
         if is_diagonal:
-            white = white if white.ndim == q.ndim else white[..., None]
-            relative = step[..., None] * (T - white)
+            relative = step[..., None] * (T - (white[..., None] if scalar else white))
             quadratic = self.geometry in ("QUAD", "QUAD4P")
-            return q * (1 - 0.5 * relative) ** 2 if quadratic else q * (1 - relative)
+            return q * (1 - half * relative) ** 2 if quadratic else q * (1 - relative)
         step = step[..., None, None]
         if self.geometry == "EQ":
             return q - step * xp.matmul(xp.triu(T - white), q)
         if self.geometry == "QEP":
             return q - step * xp.matmul(T - white, q)
-        white = white[..., None, None]
+        number = white[..., None, None] if scalar else None
+
+        def left(x: Array) -> Array:
+            return xp.matmul(T - white, x) if number is None else xp.matmul(T, x) - number * x
+
+        def right(x: Array) -> Array:
+            return xp.matmul(x, T - white) if number is None else xp.matmul(x, T) - number * x
+
         if self.geometry == "QEQ":
-            return q - step * (xp.matmul(q, T) - white * q)
+            return q - step * right(q)
         if self.geometry in ("Q0.5EQ1.5", "PRO4P"):
-            return _rotate_towards_symmetry(q - step * (xp.matmul(T, q) - white * q))
-        half = 0.5 * step
-        q = q - half * (xp.matmul(T, q) - white * q)
-        return linalg.symmetrize(q - half * (xp.matmul(q, T) - white * q))
+            return linalg.rotate_towards_symmetry(q - step * left(q))
+        q = q - half * step * left(q)
+        return linalg.symmetrize(q - half * step * right(q))
 
     def refresh(self, state: KronState) -> KronState:
         """Balance the factors (a gauge: Q's product stays) and cache the P_i."""
@@ -227,6 +259,18 @@ class Kron:
             own = tuple(q if q.ndim == batch + 1 else linalg.symmetrize(q) for q in state.factors)
             return state._replace(preconditioners=own)
         return state._replace(preconditioners=_squares(state.factors, batch))
+
+    def lifted(self, state: KronState) -> KronState:
+        """The state in at least single precision, for `update` before `rounded`."""
+        wide = tuple(lift(q) for q in state.factors)
+        return state._replace(factors=wide, preconditioners=tuple(map(lift, state.preconditioners)))
+
+    def rounded(self, state: KronState, noises: tuple[Array, ...], dtype: Any) -> KronState:
+        """The state with factors rounded to `dtype` by chance, one noise like each, and their cache."""
+        factors = tuple(
+            stochastic_round(q, noise, dtype) for q, noise in zip(state.factors, noises, strict=True)
+        )
+        return self.square(state._replace(factors=factors))
 
     def precondition(self, state: KronState, gradient: Array) -> Array:
         """P g, with the preconditioners as `refresh` left them; dtype and shape of `gradient`."""
@@ -295,24 +339,3 @@ def _inverse_transposed(factors: tuple[Array, ...], x: Array) -> Array:
             solved = linalg.solve_triangular(xp.matrix_transpose(q), rows, upper=False)
             x = kronecker.fold(solved, axis, x.shape, ndim)
     return x
-
-
-def _rotate_towards_symmetry(q: Array) -> Array:
-    """One step of the orthogonal Procrustes problem min ‖U Q - I‖ over rotations U.
-
-    U = exp(a R) ≈ I + a R + ½ (a R)², R = (Qᵀ - Q) / ‖Qᵀ - Q‖, with the best a up to a bound. P = QᵀQ
-    does not change but for the truncation. Source: Li 2024 (arXiv:2402.11858).
-    """
-    xp = array_namespace(q)
-    R = linalg.transpose(q) - q
-    bound = linalg.spectral_norm_bound(R)[..., None, None]
-    one = xp.zeros_like(bound) + 1
-    R = R / xp.where(bound > 0, bound, one)
-    RQ = xp.matmul(R, q)
-    RRQ = xp.matmul(R, RQ)
-    slope, curvature = linalg.trace(RQ)[..., None, None], linalg.trace(RRQ)[..., None, None]
-    concave = curvature < 0
-    best = -slope / xp.where(concave, curvature, -one)
-    limit = _PROCRUSTES_STEP * one
-    a = xp.where(concave, xp.minimum(best, limit), limit)
-    return q + a * (RQ + 0.5 * a * RRQ)

@@ -18,6 +18,8 @@ from suite.core._namespace import (
 )
 from suite.core.checks import check_integer
 
+_PROCRUSTES_STEP = 0.125  # below 1/4 the truncated rotation is orthogonal to 1e-3 (arXiv:2402.11858)
+
 
 def transpose(x: Array) -> Array:
     """(..., m, n) -> (..., n, m)."""
@@ -220,6 +222,42 @@ def warm_eigh(x: Array, vectors: Array) -> tuple[Array, Array]:
 def solve_triangular(x: Array, y: Array, *, upper: bool) -> Array:
     """x⁻¹ y for triangular x (..., n, n) and y (..., n, k); not finite for a singular x."""
     return factorizations(array_namespace(x)).solve_triangular(lift(x), lift(y), upper=upper)
+
+
+def inverse(x: Array) -> Array:
+    """x⁻¹ of any square matrices (..., n, n), by QR; NaN for one that is singular or not finite."""
+    xp = array_namespace(x)
+    safe, finite = _guard(x)
+    Q = factorizations(xp).qr(safe)
+    R = xp.triu(xp.matmul(transpose(Q), safe))
+    regular = xp.all(xp.sum(xp.abs(R * eye_like(R)), axis=-1) > 0, axis=-1)[..., None, None]
+    solved = solve_triangular(xp.where(regular, R, eye_like(R)), transpose(Q), upper=True)
+    return xp.where(finite & regular, solved, float("nan"))
+
+
+def rotate_towards_symmetry(q: Array) -> Array:
+    """One step of the orthogonal Procrustes problem min ‖U Q - I‖ over rotations U.
+
+    U = exp(a R) ≈ I + a R + ½ (a R)², R = (Qᵀ - Q) / ‖Qᵀ - Q‖, with the best a up to a bound. P = QᵀQ
+    does not change but for the truncation. Source: Li 2024 (arXiv:2402.11858).
+
+    Args:
+        q: (..., n, n).
+    """
+    xp = array_namespace(q)
+    q = lift(q)
+    R = transpose(q) - q
+    bound = spectral_norm_bound(R)[..., None, None]
+    one = xp.zeros_like(bound) + 1
+    R = R / xp.where(bound > 0, bound, one)
+    RQ = xp.matmul(R, q)
+    RRQ = xp.matmul(R, RQ)
+    slope, curvature = trace(RQ)[..., None, None], trace(RRQ)[..., None, None]
+    concave = curvature < 0
+    best = -slope / xp.where(concave, curvature, -one)
+    limit = _PROCRUSTES_STEP * one
+    a = xp.where(concave, xp.minimum(best, limit), limit)
+    return q + a * (RQ + 0.5 * a * RRQ)
 
 
 def spectral_norm_bound(x: Array) -> Array:

@@ -52,6 +52,16 @@ def unit_noise(streams: Array, step: Scalar, shape: tuple[int, ...], dtype: Any)
     return xp.reshape(xp.astype(uniform, dtype), (streams.shape[0], *shape))
 
 
+# What a block draws noise for. Each use has its own: equal counters would give equal numbers.
+FIT, PAIR, MOMENTUM, FACTOR = range(4)  # FACTOR + i for the factor of axis i
+_STEPS_PER_USE = 2**26
+
+
+def draw(streams: Array, step: Scalar, use: int, shape: tuple[int, ...], dtype: Any) -> Array:
+    """`unit_noise` of a use, independent of that of all others for the first 67 million steps."""
+    return unit_noise(streams, step + use * _STEPS_PER_USE, shape, dtype)
+
+
 def stream_numbers(parameter: int, blocks: int, seed: int = 0) -> list[int]:
     """The stream of every block of a parameter, as int32 values.
 

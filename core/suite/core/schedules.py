@@ -1,4 +1,4 @@
-"""When a preconditioner is updated: deterministic, with its clock as plain data."""
+"""When a preconditioner is updated and how far: deterministic, with clock and count as plain data."""
 
 from __future__ import annotations
 
@@ -49,6 +49,45 @@ class precond_update_prob_schedule:
         late = xp.astype(step, xp.float32) - self.flat_start
         value = self.max_prob * xp.exp(-self.decay * xp.maximum(late, xp.zeros_like(late)))
         return xp.maximum(value, xp.zeros_like(value) + self.min_prob)
+
+
+@dataclass(frozen=True)
+class precond_lr_schedule:
+    """Long steps while the preconditioner is far from its optimum, short ones once it is near.
+
+        μ(t) = max(min_lr, max_lr / (1 + (t / decay_updates)²))
+
+    A constant step leaves a noise floor of order √μ, so it must fall; the long ones before let the
+    factors follow the first, fast changes of a training. `min_lr` is what follows a covariance that
+    drifts: a smaller one fits a constant covariance better and a moving one worse.
+    `benchmarks/kron_fit.py` has the figures.
+
+    Called with the number of factor updates done before, a number or a 0-d array.
+
+    Args:
+        max_lr: the first step, in (0, 1).
+        min_lr: the last ones, in (0, max_lr].
+        decay_updates: updates after which the step has halved, > 0.
+    """
+
+    max_lr: float = 0.4
+    min_lr: float = 0.004
+    decay_updates: float = 50.0
+
+    def __post_init__(self) -> None:
+        check_number("max_lr", self.max_lr, above=0, below=1)
+        check_number("min_lr", self.min_lr, above=0, at_most=self.max_lr)
+        check_number("decay_updates", self.decay_updates, above=0)
+
+    def __call__(self, updates: Any) -> Any:
+        if isinstance(updates, (int, float)):
+            late = updates / self.decay_updates
+            return max(self.max_lr / (1 + late * late), self.min_lr)
+        xp = array_namespace(updates)
+        # The library's widest default: where that is double, frameworks agree to its last digits.
+        late = xp.astype(updates, xp.asarray(0.0).dtype) / self.decay_updates
+        value = self.max_lr / (1 + late * late)
+        return xp.maximum(value, xp.zeros_like(value) + self.min_lr)
 
 
 def advance_clock(clock: Scalar, probability: Scalar) -> tuple[Scalar, Scalar]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, lift
+from suite.core.checks import check_number
 
 
 def inner_product(x: Array, y: Array) -> Array:
@@ -54,3 +57,53 @@ def rms_clip(direction: Array, max_rms: Scalar, ndim: int) -> Array:
     max_rms = as_scalar(max_rms, x)
     clipped = x * xp.where(rms > max_rms, max_rms / xp.where(rms > max_rms, rms, one), one)
     return xp.astype(clipped, direction.dtype)
+
+
+Clip = Any  # None, a number or 0-d array, or a pair of these
+
+
+def check_clip(clip: Clip) -> None:
+    """Raise unless `clip` is None, a number > 0, or a pair of these."""
+    if isinstance(clip, tuple) and len(clip) != 2:
+        raise ValueError(f"clip must be a number or (mean, entry), got {clip!r}")
+    for bound in clip if isinstance(clip, tuple) else (clip,):
+        if bound is not None:
+            check_number("clip", bound, above=0)
+
+
+def clipped(direction: Array, clip: Clip, ndim: int) -> Array:
+    """Blocks bounded in root mean square, then entries in size.
+
+    Args:
+        direction: (..., *block), a stack of blocks.
+        clip: the largest root mean square, or (that, the largest entry); None: no bound.
+        ndim: how many trailing axes make up one block.
+    """
+    mean, entry = clip if isinstance(clip, tuple) else (clip, None)
+    if mean is not None:
+        direction = rms_clip(direction, mean, ndim)
+    return direction if entry is None else amplitude_clip(direction, entry)
+
+
+def amplitude_clip(direction: Array, max_amplitude: Scalar) -> Array:
+    """Each entry bounded to ±`max_amplitude`, > 0."""
+    xp = array_namespace(direction)
+    limit = xp.zeros_like(direction) + as_scalar(max_amplitude, direction)
+    return xp.minimum(xp.maximum(direction, -limit), limit)
+
+
+def normalized(gradient: Array, ndim: int) -> Array:
+    """Each tensor of a stack divided by its Euclidean norm; zeros stay zeros.
+
+    Args:
+        gradient: (..., *shape).
+        ndim: how many trailing axes make up one tensor.
+    """
+    xp = array_namespace(gradient)
+    axes = tuple(range(gradient.ndim - ndim, gradient.ndim))
+    x = lift(gradient)
+    largest = xp.max(xp.abs(x), axis=axes, keepdims=True)
+    one = xp.zeros_like(largest) + 1
+    unit = x / xp.where(largest > 0, largest, one)
+    norm = xp.sqrt(xp.sum(unit * unit, axis=axes, keepdims=True))
+    return xp.astype(unit / xp.where(largest > 0, norm, one), gradient.dtype)

@@ -9,18 +9,27 @@ except ImportError as error:
         "or install this package with its extra `jax`"
     ) from error
 
-from suite.core.schedules import precond_update_prob_schedule
+from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.jax.capture import Plan, value_and_grad
+from suite.jax.hessian import hessian_vector_product
 from suite.jax.kfac import kfac, scale_by_kfac
-from suite.jax.kron import kron, routing, scale_by_kron
+from suite.jax.kron import get_opt_state_partition_specs, kron, routing, scale_by_kron
+from suite.jax.lra import dense_newton, lra, scale_by_dense, scale_by_lra
 
 __all__ = [
     "Plan",
+    "dense_newton",
+    "get_opt_state_partition_specs",
+    "hessian_vector_product",
     "kfac",
     "kron",
+    "lra",
+    "precond_lr_schedule",
     "precond_update_prob_schedule",
     "routing",
+    "scale_by_dense",
     "scale_by_kfac",
     "scale_by_kron",
+    "scale_by_lra",
     "value_and_grad",
 ]

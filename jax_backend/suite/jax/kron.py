@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
-from suite.core import blocks, buckets, moments, noise
+from suite.core import blocks
 from suite.core import kron as core_kron
-from suite.core.checks import check_integer, check_number
+from suite.core.checks import check_choice, check_flag, check_integer, check_number
 from suite.core.routing import Route, Routing, describe_factors
-from suite.core.schedules import advance_clock, precond_update_prob_schedule
-from suite.core.step_size import rms_clip
-from suite.jax.finite import all_finite, select, zero_unless
+from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
+from suite.core.step_size import Clip, check_clip
+from suite.jax import kron_engine
+from suite.jax.boxes import rebox, unbox
+from suite.jax.finite import zero_unless
+from suite.jax.kron_engine import ScaleByKronState, Schedule, Settings, at
+from suite.jax.sharding import layout_of, specs_like
 
-Schedule = Any  # a number, a 0-d array, or a function of the step count
-
-MAX_RMS = 1.1  # a whitened gradient has root mean square 1; distributed_kron's bound
-
-
-class ScaleByKronState(NamedTuple):
-    """State of `scale_by_kron`."""
-
-    steps: jax.Array  # (): steps, without skipped ones
-    update_clock: jax.Array  # (): see `suite.core.schedules.advance_clock`
-    mu: Any  # momentum, like the parameters
-    weight: jax.Array  # (): how much evidence the momentum holds
-    buckets: tuple[core_kron.KronState, ...]  # blocks of equal shape, stacked
-    skipped_steps: jax.Array  # (): steps that changed nothing because a gradient was not finite
+# Defaults are numpy integers because optax.inject_hyperparams makes traced arrays of Python's, and block
+# shapes cannot depend on those.
+Integer = int | np.integer
 
 
 class KronOptState(NamedTuple):
-    """State of `kron`."""
+    """State of `kron`, `lra` and `dense_newton`."""
 
-    preconditioner: ScaleByKronState
+    preconditioner: Any  # ScaleByKronState, or ScaleByVectorState
     rest: Any  # weight decay
 
     @property
@@ -44,50 +40,58 @@ class KronOptState(NamedTuple):
         return self.preconditioner.skipped_steps
 
 
-class _Blocks(NamedTuple):
-    """The static side of the state: blocks of every leaf and their buckets."""
-
-    plans: list[blocks.BlockPlan | None]  # None: an empty leaf
-    buckets: tuple[buckets.Bucket, ...]
-    streams: list[list[int]]  # noise streams of every bucket's blocks
-
-
 def scale_by_kron(
     b1: float = 0.9,
     preconditioner_update_probability: Schedule | None = None,
-    max_size_triangular: int = 8192,
-    min_ndim_triangular: int = 2,
+    max_size_triangular: Integer = np.int64(8192),
+    min_ndim_triangular: Integer = np.int64(2),
     memory_save_mode: blocks.MemorySaveMode | None = None,
-    preconditioner_lr: Schedule = 0.1,
+    preconditioner_lr: Schedule | None = None,
     preconditioner_init_scale: float | None = 1.0,
     mu_dtype: Any = None,
     precond_dtype: Any = None,
     precond_update_precision: str | None = "tensorfloat32",
     precond_grads_precision: str | None = None,
     scanned_layers: Any = None,
+    lax_map_scanned_layers: bool = False,
+    lax_map_batch_size: Integer = np.int64(8),
     merge_small_dims: bool = True,
-    target_merged_dim_size: int = 2048,
+    target_merged_dim_size: Integer = np.int64(2048),
     partition_grads_into_blocks: bool = True,
-    block_size: int = 256,
+    block_size: Integer = np.int64(256),
+    params_partition_specs: Any = None,
+    preconditioner_partition_spec: Any = None,
     *,
     geometry: core_kron.Geometry = "Q0.5EQ1.5",
     betaL: float = 0.9,
     damping: float = 1e-9,
-    seed: int = 0,
+    max_skew: float | None = None,
+    whiten: Literal["momentum", "gradient"] = "momentum",
+    update_first: bool = True,
+    clip: Clip = 1.1,
+    normalize_grads: bool = False,
+    stochastic_rounding: bool = False,
+    hvp_method: Literal["exact", "finite_difference"] = "exact",
+    seed: Integer = np.int64(0),
 ) -> optax.GradientTransformationExtraArgs:
     """Momentum, whitened by a Kronecker-factored preconditioner fitted on the fly, for chains.
 
     A step with a gradient that is not finite changes no momentum and no factor, returns zeros and is
     counted in the state's `skipped_steps`.
 
+    `update` takes two more arguments, either of which makes it Kron Newton, P fitted to |H|⁻¹:
+    `value_fn`, the loss as a function of the parameters, which is differentiated twice when the factors
+    are due; or `vector` and `hvp`, a pair (v, H v) like the parameters with v white, in every step.
+
     Args:
         b1: decay of the momentum, in [0, 1).
         preconditioner_update_probability: how often factors are updated, a number in (0, 1] or a
             function of the step; spread evenly, not drawn. Default: `precond_update_prob_schedule()`.
         max_size_triangular, min_ndim_triangular, memory_save_mode, merge_small_dims,
-        target_merged_dim_size, partition_grads_into_blocks, block_size: which factors a parameter gets,
-            see `suite.core.blocks.Structure`.
-        preconditioner_lr: step size of the factors' updates, in (0, 1); number or schedule.
+        target_merged_dim_size, partition_grads_into_blocks, block_size, max_skew: which factors a
+            parameter gets, see `suite.core.blocks.Structure`.
+        preconditioner_lr: step size of the factors' updates, in (0, 1), a number or a function of how
+            many there have been. Default: `precond_lr_schedule()`.
         preconditioner_init_scale: factors start as the identity times (their share of) this; None
             sets it from each block's first gradient.
         mu_dtype: dtype of the momentum; default: the parameter's.
@@ -95,7 +99,22 @@ def scale_by_kron(
         precond_update_precision, precond_grads_precision: `jax.default_matmul_precision` of the
             factors' updates and of preconditioning.
         scanned_layers: a pytree of booleans like the parameters; True where axis 0 stacks layers.
+        lax_map_scanned_layers, lax_map_batch_size: serve so many blocks of a stack at a time, which
+            bounds the memory of a step.
+        params_partition_specs: a pytree of PartitionSpecs like the parameters, kept by the momentum and
+            the directions.
+        preconditioner_partition_spec: blocks are divided over the mesh axes that it names; default:
+            those of the parameters. Needs a mesh around (`jax.set_mesh(mesh)`) or sharded arrays.
         geometry, betaL, damping: how factors are fitted, see `suite.core.kron.Kron`.
+        whiten: what factors are fitted to, 'momentum' or 'gradient'; what they precondition is always
+            the momentum, in pure noise smaller than the gradient by √((1 - b1) / (1 + b1)).
+        update_first: whether the factors' update comes before the step that is due, or after it.
+        clip: the largest root mean square of a preconditioned block, or (that, the largest entry); None:
+            unbounded. A whitened block's is 1.
+        normalize_grads: divide each parameter's gradient by its norm first.
+        stochastic_rounding: of a momentum or factors in half precision, whose small updates rounding to
+            nearest would lose.
+        hvp_method: how `value_fn` is used, 'exact' or 'finite_difference'.
         seed: of the noise that the fit uses; the same seed gives the same run, also in torch.
 
     References: see `suite.core.kron`. Argument names are distributed_kron's.
@@ -106,92 +125,81 @@ def scale_by_kron(
     elif not callable(preconditioner_update_probability):
         name = "preconditioner_update_probability"
         check_number(name, preconditioner_update_probability, above=0, at_most=1)
-    if not callable(preconditioner_lr):
+    if preconditioner_lr is None:
+        preconditioner_lr = precond_lr_schedule()
+    elif not callable(preconditioner_lr):
         check_number("preconditioner_lr", preconditioner_lr, above=0, below=1)
-    check_integer("seed", seed, at_least=0)
-    rule = core_kron.Kron(geometry, betaL, damping, preconditioner_init_scale)
+    check_choice("whiten", whiten, ("momentum", "gradient"))
+    check_choice("hvp_method", hvp_method, ("exact", "finite_difference"))
+    check_clip(clip)
+    flags = {"update_first": update_first, "normalize_grads": normalize_grads}
+    flags |= {
+        "stochastic_rounding": stochastic_rounding,
+        "lax_map_scanned_layers": lax_map_scanned_layers,
+    }
+    for name, flag in flags.items():
+        check_flag(name, flag)
     structure = blocks.Structure(
-        max_size_triangular,
-        min_ndim_triangular,
+        _integer("max_size_triangular", max_size_triangular, 0),
+        _integer("min_ndim_triangular", min_ndim_triangular, 0),
         memory_save_mode,
         merge_small_dims,
-        target_merged_dim_size,
+        _integer("target_merged_dim_size", target_merged_dim_size, 1),
         partition_grads_into_blocks,
-        block_size,
+        _integer("block_size", block_size, 1),
+        max_skew,
+    )
+    batch_size = _integer("lax_map_batch_size", lax_map_batch_size, 1)
+    settings = Settings(
+        core_kron.Kron(geometry, betaL, damping, preconditioner_init_scale),
+        structure,
+        b1,
+        preconditioner_update_probability,
+        preconditioner_lr,
+        mu_dtype,
+        precond_dtype,
+        precond_update_precision,
+        precond_grads_precision,
+        scanned_layers,
+        batch_size if lax_map_scanned_layers else None,
+        params_partition_specs,
+        layout_of(params_partition_specs, preconditioner_partition_spec),
+        whiten,
+        update_first,
+        clip,
+        normalize_grads,
+        stochastic_rounding,
+        hvp_method,
+        _integer("seed", seed, 0),
     )
 
-    def factor_dtype(leaf_dtype: Any) -> Any:
-        return precond_dtype or jnp.promote_types(leaf_dtype, jnp.float32)
-
     def init(params: Any) -> ScaleByKronState:
-        static = _plan(params, structure, scanned_layers, seed, factor_dtype)
-        states = []
-        for bucket in static.buckets:
-            sizes, diagonal, dtype = bucket.key
-            like = jnp.zeros((), dtype)
-            shape = (bucket.blocks, *sizes)
-            states.append(rule.init(like, shape, diagonal))
-        weight_dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
-        return ScaleByKronState(
-            jnp.zeros((), jnp.int32),
-            jnp.ones((), jnp.float32),
-            jax.tree.map(lambda p: jnp.zeros_like(p, dtype=mu_dtype), params),
-            jnp.zeros((), weight_dtype),
-            tuple(states),
-            jnp.zeros((), jnp.int32),
-        )
+        return kron_engine.init(settings, unbox(params))
 
     def update(
-        updates: Any, state: ScaleByKronState, params: Any = None, **extra: Any
+        updates: Any,
+        state: ScaleByKronState,
+        params: Any = None,
+        *,
+        value_fn: Callable[[Any], jax.Array] | None = None,
+        vector: Any = None,
+        hvp: Any = None,
+        **extra: Any,
     ) -> tuple[Any, ScaleByKronState]:
-        del params, extra
-        static = _plan(updates, structure, scanned_layers, seed, factor_dtype)
-        finite = all_finite(updates)
-        step = state.steps + 1
-        due, clock = advance_clock(state.update_clock, _at(preconditioner_update_probability, step))
-        mu = jax.tree.map(lambda m, g: moments.update_average(m, g, b1), state.mu, updates)
-        weight = moments.update_average(state.weight, jnp.ones_like(state.weight), b1)
-        signals: list[Any] = []
-        for plan, m in zip(static.plans, jax.tree.leaves(mu), strict=True):
-            if plan is not None:
-                signals += blocks.split(plan, moments.unbiased(m, weight))
+        del extra
+        if (vector is None) != (hvp is None):
+            raise ValueError("vector and hvp must be given together")
+        if value_fn is not None and params is None:
+            raise ValueError("params must be given to update(...) with value_fn")
+        pair = None if vector is None else (unbox(vector), unbox(hvp))
+        plain, loss = unbox(updates), value_fn
+        if value_fn is not None:  # which may want its parameters in their boxes
 
-        joined = [buckets.gather(bucket, signals) for bucket in static.buckets]
+            def loss(values: Any) -> jax.Array:
+                return value_fn(rebox(values, params))
 
-        def fit(
-            olds: tuple[core_kron.KronState, ...], joined: list[jax.Array]
-        ) -> tuple[core_kron.KronState, ...]:
-            rate = _at(preconditioner_lr, step)
-            new = []
-            for old, signal, streams in zip(olds, joined, static.streams, strict=True):
-                numbers = jnp.asarray(streams, jnp.int32)
-                unit = noise.unit_noise(numbers, step, signal.shape[1:], old.factors[0].dtype)
-                new.append(rule.refresh(rule.update(old, signal, unit, rate)))
-            return tuple(new)
-
-        with jax.default_matmul_precision(precond_update_precision):
-            states = jax.lax.cond(due & finite, fit, lambda olds, joined: olds, state.buckets, joined)
-        directions: list[Any] = [None] * len(signals)
-        with jax.default_matmul_precision(precond_grads_precision):
-            for bucket, new, signal in zip(static.buckets, states, joined, strict=True):
-                whitened = rms_clip(rule.precondition(new, signal), MAX_RMS, signal.ndim - 1)
-                buckets.scatter(bucket, whitened, directions)
-
-        flat, treedef = jax.tree.flatten(updates)
-        stacks = iter(directions)
-        moved = [
-            g if plan is None else blocks.merge(plan, [next(stacks) for _ in plan.tiles]).astype(g.dtype)
-            for g, plan in zip(flat, static.plans, strict=True)
-        ]
-        new_state = ScaleByKronState(
-            jnp.where(finite, step, state.steps),
-            jnp.where(finite, clock, state.update_clock),
-            select(finite, mu, state.mu),
-            jnp.where(finite, weight, state.weight),
-            states,
-            state.skipped_steps + (~finite).astype(jnp.int32),
-        )
-        return jax.tree.unflatten(treedef, zero_unless(finite, moved)), new_state
+        moved, state = kron_engine.update(settings, plain, state, unbox(params), pair, loss)
+        return rebox(moved, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -202,25 +210,36 @@ def kron(
     weight_decay: float = 0.0,
     weight_decay_mask: Any = None,
     preconditioner_update_probability: Schedule | None = None,
-    max_size_triangular: int = 8192,
-    min_ndim_triangular: int = 2,
+    max_size_triangular: Integer = np.int64(8192),
+    min_ndim_triangular: Integer = np.int64(2),
     memory_save_mode: blocks.MemorySaveMode | None = None,
-    preconditioner_lr: Schedule = 0.1,
+    preconditioner_lr: Schedule | None = None,
     preconditioner_init_scale: float | None = 1.0,
     mu_dtype: Any = None,
     precond_dtype: Any = None,
     precond_update_precision: str | None = "tensorfloat32",
     precond_grads_precision: str | None = None,
     scanned_layers: Any = None,
+    lax_map_scanned_layers: bool = False,
+    lax_map_batch_size: Integer = np.int64(8),
     merge_small_dims: bool = True,
-    target_merged_dim_size: int = 2048,
+    target_merged_dim_size: Integer = np.int64(2048),
     partition_grads_into_blocks: bool = True,
-    block_size: int = 256,
+    block_size: Integer = np.int64(256),
+    params_partition_specs: Any = None,
+    preconditioner_partition_spec: Any = None,
     *,
     geometry: core_kron.Geometry = "Q0.5EQ1.5",
     betaL: float = 0.9,
     damping: float = 1e-9,
-    seed: int = 0,
+    max_skew: float | None = None,
+    whiten: Literal["momentum", "gradient"] = "momentum",
+    update_first: bool = True,
+    clip: Clip = 1.1,
+    normalize_grads: bool = False,
+    stochastic_rounding: bool = False,
+    hvp_method: Literal["exact", "finite_difference"] = "exact",
+    seed: Integer = np.int64(0),
 ) -> optax.GradientTransformationExtraArgs:
     """PSGD Kron: `scale_by_kron`, decoupled weight decay, learning rate.
 
@@ -236,9 +255,6 @@ def kron(
 
     All others are `scale_by_kron`'s.
     """
-    if not callable(learning_rate):
-        check_number("learning_rate", learning_rate, at_least=0)
-    check_number("weight_decay", weight_decay, at_least=0)
     preconditioner = scale_by_kron(
         b1,
         preconditioner_update_probability,
@@ -252,35 +268,90 @@ def kron(
         precond_update_precision,
         precond_grads_precision,
         scanned_layers,
+        lax_map_scanned_layers,
+        lax_map_batch_size,
         merge_small_dims,
         target_merged_dim_size,
         partition_grads_into_blocks,
         block_size,
+        params_partition_specs,
+        preconditioner_partition_spec,
         geometry=geometry,
         betaL=betaL,
         damping=damping,
+        max_skew=max_skew,
+        whiten=whiten,
+        update_first=update_first,
+        clip=clip,
+        normalize_grads=normalize_grads,
+        stochastic_rounding=stochastic_rounding,
+        hvp_method=hvp_method,
         seed=seed,
     )
-    decay = (
-        optax.add_decayed_weights(weight_decay, weight_decay_mask) if weight_decay else optax.identity()
-    )
+    return with_learning_rate(preconditioner, learning_rate, weight_decay, weight_decay_mask)
+
+
+def with_learning_rate(
+    preconditioner: optax.GradientTransformationExtraArgs,
+    learning_rate: Schedule,
+    weight_decay: float,
+    weight_decay_mask: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Decoupled weight decay and a learning rate behind a preconditioner; a skipped step has neither."""
+    if not callable(learning_rate):
+        check_number("learning_rate", learning_rate, at_least=0)
+    check_number("weight_decay", weight_decay, at_least=0)
+    decays = not isinstance(weight_decay, (int, float)) or weight_decay != 0
+    decay = optax.add_decayed_weights(weight_decay, weight_decay_mask) if decays else optax.identity()
 
     def init(params: Any) -> KronOptState:
-        return KronOptState(preconditioner.init(params), decay.init(params))
+        return KronOptState(preconditioner.init(params), decay.init(unbox(params)))
 
     def update(
         updates: Any, state: KronOptState, params: Any = None, **extra: Any
     ) -> tuple[Any, KronOptState]:
-        if params is None and weight_decay:
+        if params is None and decays:
             raise ValueError("params must be given to update(...) when weight_decay is not 0")
-        finite = all_finite(updates)
         whitened, inner = preconditioner.update(updates, state.preconditioner, params, **extra)
-        decayed, rest = decay.update(whitened, state.rest, params)
-        rate = _at(learning_rate, state.preconditioner.steps)
+        finite = inner.skipped_steps == state.preconditioner.skipped_steps
+        decayed, rest = decay.update(unbox(whitened), state.rest, unbox(params))
+        rate = at(learning_rate, state.preconditioner.steps)
         moved = jax.tree.map(lambda d: -jnp.asarray(rate, d.dtype) * d, decayed)
-        return zero_unless(finite, moved), KronOptState(inner, rest)
+        return rebox(zero_unless(finite, moved), updates), KronOptState(inner, rest)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def get_opt_state_partition_specs(params: Any, scale_by_kron_only: bool = False, **kwargs: Any) -> Any:
+    """The PartitionSpecs of the state of `kron`, or of `scale_by_kron`, as a pytree like it.
+
+        >>> specs = get_opt_state_partition_specs(params, preconditioner_partition_spec=P("fsdp"))
+        >>> shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+    Args:
+        params: arrays, `jax.ShapeDtypeStruct`s or boxes of these; nothing is computed.
+        kwargs: what `kron` or `scale_by_kron` is called with.
+    """
+    specs = kwargs.pop("params_partition_specs", None)
+    layout = layout_of(specs, kwargs.pop("preconditioner_partition_spec", None))
+    factory: Callable[..., Any] = kron
+    if scale_by_kron_only:
+        factory = scale_by_kron
+        known = (
+            inspect.signature(kron).parameters.keys()
+            - inspect.signature(scale_by_kron).parameters.keys()
+        )
+        kwargs = {name: value for name, value in kwargs.items() if name not in known}
+    shapes = jax.eval_shape(factory(**kwargs).init, unbox(params))
+    inner = shapes if scale_by_kron_only else shapes.preconditioner
+    whole = jax.tree.map(lambda _: PartitionSpec(), inner)
+    mu = whole.mu if specs is None else specs_like(inner.mu, specs)
+    own = whole._replace(mu=mu, buckets=jax.tree.map(lambda _: layout.spec, inner.buckets))
+    return (
+        own
+        if scale_by_kron_only
+        else KronOptState(own, jax.tree.map(lambda _: PartitionSpec(), shapes.rest))
+    )
 
 
 def routing(params: Any, scanned_layers: Any = None, **structure: Any) -> Routing:
@@ -291,7 +362,10 @@ def routing(params: Any, scanned_layers: Any = None, **structure: Any) -> Routin
         scanned_layers: as in `scale_by_kron`.
         structure: of `suite.core.blocks.Structure`.
     """
-    static = _plan(params, blocks.Structure(**structure), scanned_layers, 0, lambda dtype: dtype)
+    params = unbox(params)
+    static = kron_engine.plan(
+        params, blocks.Structure(**structure), scanned_layers, 0, lambda dtype: dtype
+    )
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
     routes = []
     for (path, leaf), plan in zip(paths, static.plans, strict=True):
@@ -305,38 +379,11 @@ def routing(params: Any, scanned_layers: Any = None, **structure: Any) -> Routin
     return Routing(tuple(routes))
 
 
-def _plan(
-    tree: Any,
-    structure: blocks.Structure,
-    scanned_layers: Any,
-    seed: int,
-    factor_dtype: Callable[[Any], Any],
-) -> _Blocks:
-    leaves, treedef = jax.tree.flatten(tree)
-    if any(jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating) for leaf in leaves):
-        raise ValueError("Kron does not cover complex parameters: give it real and imaginary parts")
-    scanned = [False] * len(leaves)
-    if scanned_layers is not None:
-        scanned, scanned_treedef = jax.tree.flatten(scanned_layers)
-        if scanned_treedef != treedef:  # type: ignore[operator]
-            raise ValueError(f"scanned_layers must have the structure {treedef}, got {scanned_treedef}")
-    plans: list[blocks.BlockPlan | None] = []
-    stacks, owner = [], []
-    for number, (leaf, is_scanned) in enumerate(zip(leaves, scanned, strict=True)):
-        if leaf.size == 0:
-            plans.append(None)
-            continue
-        plan = blocks.plan_blocks(leaf.shape, structure, scanned=is_scanned)
-        plans.append(plan)
-        streams = iter(noise.stream_numbers(number, plan.blocks, seed))
-        # By the factors' dtype: gradients may come in a wider one than their parameters.
-        dtype = jnp.dtype(factor_dtype(jnp.result_type(leaf)))
-        for tile in plan.tiles:
-            stacks.append(((tile.sizes, plan.diagonal, dtype), plan.tile_blocks(tile)))
-            owner.append([next(streams) for _ in range(plan.tile_blocks(tile))])
-    planned = buckets.plan_buckets(stacks)
-    return _Blocks(plans, planned, [[s for m in b.members for s in owner[m.index]] for b in planned])
-
-
-def _at(value: Schedule, count: jax.Array) -> Any:
-    return value(count) if callable(value) else value
+def _integer(name: str, value: Any, at_least: int) -> int:
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{name} decides shapes and cannot be an array: name it in the static_args of "
+            "optax.inject_hyperparams"
+        )
+    check_integer(name, value, at_least=at_least)
+    return int(value)

@@ -9,7 +9,7 @@ except ImportError as error:
     ) from error
 
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
-from suite.core.schedules import precond_update_prob_schedule
+from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.torch.kfac import (
     KFAC,
     AssignmentStrategy,
@@ -18,24 +18,28 @@ from suite.torch.kfac import (
     KFACPreconditioner,
 )
 from suite.torch.kron import Kron
+from suite.torch.lra import LRA, DenseNewton
 from suite.torch.recurrent import GRU, LSTM, RNN, replace_recurrent
 from suite.torch.schedulers import KFACParamScheduler, LambdaParamScheduler
 
 __all__ = [
     "GRU",
     "KFAC",
+    "LRA",
     "LSTM",
     "RNN",
     "AssignmentStrategy",
     "Bernoulli",
     "Categorical",
     "ComputeMethod",
+    "DenseNewton",
     "DistributedStrategy",
     "Gaussian",
     "KFACParamScheduler",
     "KFACPreconditioner",
     "Kron",
     "LambdaParamScheduler",
+    "precond_lr_schedule",
     "precond_update_prob_schedule",
     "replace_recurrent",
 ]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
 from suite.core import blocks
 from suite.core import kron as core_kron
-from suite.core.checks import check_flag, check_integer, check_number
+from suite.core.checks import check_choice, check_flag, check_integer, check_number
 from suite.core.routing import Route, Routing, describe_factors
-from suite.core.schedules import advance_clock, precond_update_prob_schedule
+from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
+from suite.core.step_size import Clip, check_clip
 from suite.torch.checks import check_dtype
-from suite.torch.kron_engine import KronEngine
+from suite.torch.hessian import exact, finite_difference
+from suite.torch.kron_engine import KronEngine, Pairs, StepSettings
 
 Schedule: TypeAlias = float | Callable[[int], float]
+Whiten: TypeAlias = Literal["momentum", "gradient"]
 
 _STRUCTURE = (
     "max_size_triangular",
@@ -26,7 +29,12 @@ _STRUCTURE = (
     "target_merged_dim_size",
     "partition_grads_into_blocks",
     "block_size",
+    "max_skew",
 )
+
+
+_STEP = ("b1", "whiten", "update_first", "clip", "normalize_grads", "stochastic_rounding")
+_COUNTS = ("steps", "updates", "update_clock")
 
 
 class Kron(torch.optim.Optimizer):
@@ -52,14 +60,28 @@ class Kron(torch.optim.Optimizer):
         max_size_triangular, min_ndim_triangular, memory_save_mode, merge_small_dims,
         target_merged_dim_size, partition_grads_into_blocks, block_size: which factors a parameter gets,
             see `suite.core.blocks.Structure`.
-        preconditioner_lr: step size of the factors' updates, in (0, 1); number or schedule.
+        preconditioner_lr: step size of the factors' updates, in (0, 1), a number or a function of how
+            many there have been. Default: `precond_lr_schedule()`.
         preconditioner_init_scale: factors start as the identity times (their share of) this; None
             sets it from each block's first gradient.
         mu_dtype: dtype of the momentum; default: the parameter's.
         precond_dtype: dtype of the factors; default: the parameter's, at least float32.
         geometry, betaL, damping: how factors are fitted, see `suite.core.kron.Kron`.
+        max_skew: see `suite.core.blocks.Structure`.
+        whiten: what factors are fitted to, 'momentum' or 'gradient'; what they precondition is always
+            the momentum, in pure noise smaller than the gradient by √((1 - b1) / (1 + b1)).
+        update_first: whether the factors' update comes before the step that is due, or after it.
+        clip: the largest root mean square of a preconditioned block, or (that, the largest entry); None:
+            unbounded. A whitened block's is 1.
+        normalize_grads: divide each parameter's gradient by its norm first.
+        stochastic_rounding: of a momentum or factors in half precision, whose small updates rounding to
+            nearest would lose.
         maximize: ascend instead of descend.
         seed: of the noise that the fit uses; the same seed gives the same run, also in JAX.
+        hvp: fit P to |H|⁻¹, not to whiten (Kron Newton); for all groups. 'exact': `step` needs a closure
+            that returns the loss and leaves the backward pass to `step`, which differentiates twice when
+            an update is due. 'finite_difference': `step` needs a closure as torch.optim.LBFGS does, and
+            calls it again at a nearby point; it must be a function of the parameters alone.
 
     Raises:
         ValueError, TypeError: bad values; complex parameters; sparse gradients (at `step`).
@@ -77,7 +99,7 @@ class Kron(torch.optim.Optimizer):
         max_size_triangular: int = 8192,
         min_ndim_triangular: int = 2,
         memory_save_mode: blocks.MemorySaveMode | None = None,
-        preconditioner_lr: Schedule = 0.1,
+        preconditioner_lr: Schedule | None = None,
         preconditioner_init_scale: float | None = 1.0,
         mu_dtype: torch.dtype | None = None,
         precond_dtype: torch.dtype | None = None,
@@ -89,9 +111,18 @@ class Kron(torch.optim.Optimizer):
         geometry: core_kron.Geometry = "Q0.5EQ1.5",
         betaL: float = 0.9,
         damping: float = 1e-9,
+        max_skew: float | None = None,
+        whiten: Whiten = "momentum",
+        update_first: bool = True,
+        clip: Clip = 1.1,
+        normalize_grads: bool = False,
+        stochastic_rounding: bool = False,
         maximize: bool = False,
         seed: int = 0,
+        hvp: Literal["exact", "finite_difference"] | None = None,
     ) -> None:
+        check_choice("hvp", hvp, (None, "exact", "finite_difference"))
+        self.hvp = hvp
         defaults = {
             "lr": lr,
             "b1": b1,
@@ -104,7 +135,9 @@ class Kron(torch.optim.Optimizer):
             "max_size_triangular": max_size_triangular,
             "min_ndim_triangular": min_ndim_triangular,
             "memory_save_mode": memory_save_mode,
-            "preconditioner_lr": preconditioner_lr,
+            "preconditioner_lr": (
+                precond_lr_schedule() if preconditioner_lr is None else preconditioner_lr
+            ),
             "preconditioner_init_scale": preconditioner_init_scale,
             "mu_dtype": mu_dtype,
             "precond_dtype": precond_dtype,
@@ -115,9 +148,16 @@ class Kron(torch.optim.Optimizer):
             "geometry": geometry,
             "betaL": betaL,
             "damping": damping,
+            "max_skew": max_skew,
+            "whiten": whiten,
+            "update_first": update_first,
+            "clip": clip,
+            "normalize_grads": normalize_grads,
+            "stochastic_rounding": stochastic_rounding,
             "maximize": maximize,
             "seed": seed,
             "steps": 0,
+            "updates": 0,  # of the factors
             "update_clock": 1.0,  # due: the first step fits the factors
         }
         self._engines: list[KronEngine] = []
@@ -160,7 +200,7 @@ class Kron(torch.optim.Optimizer):
             self.state[parameter] = {**engine.views(index), "skipped_steps": self._skipped}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_engines": self._engines, "_skipped": self._skipped}
+        own = {"_engines": self._engines, "_skipped": self._skipped, "hvp": self.hvp}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -170,35 +210,69 @@ class Kron(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns what `closure`, called first and under grad, returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """One step; returns what `closure`, called first and under grad, returned.
+
+        Raises:
+            RuntimeError: no closure where `hvp` needs one.
+        """
+        loss, pairs = self._evaluate(closure)
         gradients = [p.grad for engine in self._engines for p in engine.parameters if p.grad is not None]
         if any(g.is_sparse for g in gradients):
             raise ValueError("Kron needs dense gradients: build the embedding with sparse=False")
         if not gradients or self._skipped is None:
             return loss
-        largest = torch.nn.utils.get_total_norm(gradients, norm_type=float("inf"))
+        products = [h for pair in pairs if pair is not None for h in pair.products]
+        largest = torch.nn.utils.get_total_norm([*gradients, *products], norm_type=float("inf"))
         finite = largest.isfinite()
         self._skipped += (~finite).to(self._skipped.device)
-        clocks = [(group["steps"], group["update_clock"]) for group in self.param_groups]
-        for group, engine in zip(self.param_groups, self._engines, strict=True):
+        clocks = [{name: group[name] for name in _COUNTS} for group in self.param_groups]
+        for group, engine, pair in zip(self.param_groups, self._engines, pairs, strict=True):
             engine.rule = _rule(group)
-            self._step_group(group, engine, finite)
+            self._step_group(group, engine, finite, pair)
         # On an accelerator reading `finite` would make the host wait; there a skipped step ticks.
         if finite.device.type == "cpu" and not finite:
             for group, clock in zip(self.param_groups, clocks, strict=True):
-                group["steps"], group["update_clock"] = clock
+                group.update(clock)
         return loss
 
-    def _step_group(self, group: dict[str, Any], engine: KronEngine, finite: torch.Tensor) -> None:
+    def _evaluate(self, closure: Callable[[], Any] | None) -> tuple[Any, list[Pairs | None]]:
+        """The closure's loss, and for each group the pairs that are due."""
+        nothing: list[Pairs | None] = [None] * len(self._engines)
+        if self.hvp is None:
+            if closure is None:
+                return None, nothing
+            with torch.enable_grad():
+                return closure(), nothing
+        if closure is None:
+            raise RuntimeError(f"step needs a closure with hvp={self.hvp!r}: step(closure)")
+        due, vectors = [], []
+        for group, engine in zip(self.param_groups, self._engines, strict=True):
+            probability = _at("preconditioner_update_probability", group, group["steps"] + 1)
+            due.append(advance_clock(group["update_clock"], probability)[0])
+            vectors.append(engine.vectors(group["steps"] + 1) if due[-1] else [])
+        parameters = [p for engine in self._engines for p in engine.parameters]
+        chosen = [
+            p for engine, now in zip(self._engines, due, strict=True) if now for p in engine.parameters
+        ]
+        flat = [v for own in vectors for v in own]
+        products = exact if self.hvp == "exact" else finite_difference
+        loss, found = products(closure, parameters, chosen, flat)
+        rest = iter(found)
+        pairs = [
+            Pairs(own, [next(rest) for _ in own]) if now else None
+            for own, now in zip(vectors, due, strict=True)
+        ]
+        return loss, pairs
+
+    def _step_group(
+        self, group: dict[str, Any], engine: KronEngine, finite: torch.Tensor, pairs: Pairs | None
+    ) -> None:
         group["steps"] += 1
         step = group["steps"]
         probability = _at("preconditioner_update_probability", group, step)
-        preconditioner_lr = _at("preconditioner_lr", group, step)
+        preconditioner_lr = _at("preconditioner_lr", group, group["updates"])
         update, group["update_clock"] = advance_clock(group["update_clock"], probability)
+        group["updates"] += int(update)
         gradients = [p.grad for p in engine.parameters]
         if group["maximize"]:
             gradients = [None if g is None else -g for g in gradients]
@@ -208,10 +282,13 @@ class Kron(torch.optim.Optimizer):
         directions = engine.step(
             gradients,
             finite.to(device),
-            b1=group["b1"],
-            update=bool(update),
-            step=step,
-            preconditioner_lr=preconditioner_lr,
+            StepSettings(
+                step=step,
+                update=bool(update),
+                preconditioner_lr=preconditioner_lr,
+                **{name: group[name] for name in _STEP},
+            ),
+            pairs,
         )
         chosen = [(p, d) for p, d in zip(engine.parameters, directions, strict=True) if d is not None]
         parameters, updates = [p for p, _ in chosen], [d.to(p.dtype) for p, d in chosen]
@@ -256,7 +333,10 @@ class Kron(torch.optim.Optimizer):
         return usage
 
     def state_dict(self) -> dict[str, Any]:
-        """As any torch optimizer's, of plain values: schedules, being functions, are left out."""
+        """As any torch optimizer's, of plain values: schedules, being functions, are left out.
+
+        As with torch's own, its tensors are the live ones, which later steps change: save or copy it.
+        """
         saved = super().state_dict()
         saved["param_groups"] = [
             {key: value for key, value in group.items() if not callable(value)}
@@ -317,7 +397,11 @@ def _check_setting(name: str, value: Any) -> None:
         check_number(name, value, above=0, at_most=1)
     elif name == "preconditioner_lr":
         check_number(name, value, above=0, below=1)
-    elif name == "maximize":
+    elif name == "whiten":
+        check_choice(name, value, get_args(Whiten))
+    elif name == "clip":
+        check_clip(value)
+    elif name in ("maximize", "update_first", "normalize_grads", "stochastic_rounding"):
         check_flag(name, value)
     elif name == "seed":
         check_integer(name, value, at_least=0)

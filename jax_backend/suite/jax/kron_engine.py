@@ -1,0 +1,312 @@
+"""PSGD Kron over a pytree: momentum, whitening and clipping on buckets, on one device or many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from suite.core import blocks, buckets, moments, noise
+from suite.core import kron as core_kron
+from suite.core._namespace import lift
+from suite.core.rounding import stochastic_round
+from suite.core.schedules import advance_clock
+from suite.core.step_size import Clip, clipped, normalized
+from suite.jax.finite import all_finite, select, zero_unless
+from suite.jax.hessian import hessian_vector_product
+from suite.jax.sharding import Layout, constrain, in_batches, pad
+
+Schedule = Any  # a number, a 0-d array, or a function of a count
+
+
+class ScaleByKronState(NamedTuple):
+    """State of `scale_by_kron`."""
+
+    steps: jax.Array  # (): steps, without skipped ones
+    updates: jax.Array  # (): updates of the factors
+    update_clock: jax.Array  # (): see `suite.core.schedules.advance_clock`
+    mu: Any  # momentum, like the parameters
+    weight: jax.Array  # (): how much evidence the momentum holds
+    buckets: tuple[core_kron.KronState, ...]  # blocks of equal shape, stacked
+    skipped_steps: jax.Array  # (): steps that changed nothing because a gradient was not finite
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `scale_by_kron` was called with, checked."""
+
+    rule: core_kron.Kron
+    structure: blocks.Structure
+    b1: Any
+    preconditioner_update_probability: Schedule
+    preconditioner_lr: Schedule
+    mu_dtype: Any
+    precond_dtype: Any
+    precond_update_precision: str | None
+    precond_grads_precision: str | None
+    scanned_layers: Any
+    batch_size: int | None  # of `lax.map` over blocks; None: all at once
+    params_partition_specs: Any
+    layout: Layout
+    whiten: str
+    update_first: bool
+    clip: Clip
+    normalize_grads: bool
+    stochastic_rounding: bool
+    hvp_method: str
+    seed: int
+
+    def factor_dtype(self, leaf_dtype: Any) -> Any:
+        return self.precond_dtype or jnp.promote_types(leaf_dtype, jnp.float32)
+
+    def layout_on(self, tree: Any) -> Layout:
+        sharded = self.layout.axes or self.params_partition_specs is not None
+        return self.layout.on(tree) if sharded else self.layout
+
+
+class Blocks(NamedTuple):
+    """The static side of the state: blocks of every leaf and their buckets."""
+
+    plans: list[blocks.BlockPlan | None]  # None: an empty leaf
+    buckets: tuple[buckets.Bucket, ...]
+    streams: list[list[int]]  # noise streams of every bucket's blocks
+
+    def split(self, leaves: list[Any]) -> list[Any]:
+        """Leaves like the parameters as one array (blocks, ...) per bucket."""
+        stacks: list[Any] = []
+        for plan, x in zip(self.plans, leaves, strict=True):
+            if plan is not None:
+                stacks += blocks.split(plan, x)
+        return [buckets.gather(bucket, stacks) for bucket in self.buckets]
+
+    def merge(self, joined: list[Any], leaves: list[Any]) -> list[Any]:
+        """Undo `split`; what is empty is taken from `leaves`."""
+        stacks: list[Any] = [None] * sum(len(bucket.members) for bucket in self.buckets)
+        for bucket, x in zip(self.buckets, joined, strict=True):
+            buckets.scatter(bucket, x, stacks)
+        rest = iter(stacks)
+        return [
+            x if plan is None else blocks.merge(plan, [next(rest) for _ in plan.tiles]).astype(x.dtype)
+            for plan, x in zip(self.plans, leaves, strict=True)
+        ]
+
+    def noise(self, step: jax.Array, use: int, leaves: list[Any], dtype: Any) -> list[Any]:
+        """Noise like the leaves."""
+        joined = [
+            noise.draw(jnp.asarray(streams, jnp.int32), step, use, bucket.key[0], dtype)
+            for bucket, streams in zip(self.buckets, self.streams, strict=True)
+        ]
+        return self.merge(joined, [x.astype(dtype) for x in leaves])
+
+
+def plan(
+    tree: Any,
+    structure: blocks.Structure,
+    scanned_layers: Any,
+    seed: int,
+    factor_dtype: Callable[[Any], Any],
+) -> Blocks:
+    """Blocks and buckets of a pytree.
+
+    Raises:
+        ValueError: complex leaves; `scanned_layers` of another structure.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    if any(jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating) for leaf in leaves):
+        raise ValueError("Kron does not cover complex parameters: give it real and imaginary parts")
+    scanned = [False] * len(leaves)
+    if scanned_layers is not None:
+        scanned, scanned_treedef = jax.tree.flatten(scanned_layers)
+        if scanned_treedef != treedef:  # type: ignore[operator]
+            raise ValueError(f"scanned_layers must have the structure {treedef}, got {scanned_treedef}")
+    plans: list[blocks.BlockPlan | None] = []
+    stacks, owner = [], []
+    for number, (leaf, is_scanned) in enumerate(zip(leaves, scanned, strict=True)):
+        if leaf.size == 0:
+            plans.append(None)
+            continue
+        of_leaf = blocks.plan_blocks(leaf.shape, structure, scanned=is_scanned)
+        plans.append(of_leaf)
+        streams = iter(noise.stream_numbers(number, of_leaf.blocks, seed))
+        # By the factors' dtype: gradients may come in a wider one than their parameters.
+        dtype = jnp.dtype(factor_dtype(jnp.result_type(leaf)))
+        for tile in of_leaf.tiles:
+            stacks.append(((tile.sizes, of_leaf.diagonal, dtype), of_leaf.tile_blocks(tile)))
+            owner.append([next(streams) for _ in range(of_leaf.tile_blocks(tile))])
+    planned = buckets.plan_buckets(stacks)
+    return Blocks(plans, planned, [[s for m in b.members for s in owner[m.index]] for b in planned])
+
+
+def _plan(settings: Settings, tree: Any) -> Blocks:
+    structure, scanned = settings.structure, settings.scanned_layers
+    return plan(tree, structure, scanned, settings.seed, settings.factor_dtype)
+
+
+def init(settings: Settings, params: Any) -> ScaleByKronState:
+    """The state before the first step."""
+    static = _plan(settings, params)
+    layout = settings.layout_on(params)
+    states = []
+    for bucket in static.buckets:
+        sizes, diagonal, dtype = bucket.key
+        blocks_of_all = layout.padded(bucket.blocks) if layout.axes else bucket.blocks
+        state = settings.rule.init(jnp.zeros((), dtype), (blocks_of_all, *sizes), diagonal)
+        states.append(layout.place(state))
+    mu = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=settings.mu_dtype), params)
+    return ScaleByKronState(
+        jnp.zeros((), jnp.int32),
+        jnp.zeros((), jnp.int32),
+        jnp.ones((), jnp.float32),
+        constrain(mu, settings.params_partition_specs, layout),
+        jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(params))),
+        tuple(states),
+        jnp.zeros((), jnp.int32),
+    )
+
+
+def update(
+    settings: Settings,
+    updates: Any,
+    state: ScaleByKronState,
+    params: Any,
+    pair: tuple[Any, Any] | None,
+    value_fn: Callable[[Any], jax.Array] | None,
+) -> tuple[Any, ScaleByKronState]:
+    """One step: directions like `updates`, and the new state.
+
+    Args:
+        pair: (v, H v) like the parameters, or None.
+        value_fn: the loss as a function of the parameters, from which pairs are made when due, or None.
+    """
+    static, layout = _plan(settings, updates), settings.layout_on(updates)
+    leaves, treedef = jax.tree.flatten(updates)
+    finite = all_finite((updates, pair))
+    step = state.steps + 1
+    probability = at(settings.preconditioner_update_probability, step)
+    due, clock = advance_clock(state.update_clock, probability)
+    if settings.normalize_grads:
+        leaves = [
+            g if of_leaf is None else normalized(g, g.ndim - of_leaf.scanned)
+            for g, of_leaf in zip(leaves, static.plans, strict=True)
+        ]
+    mu = _absorb(settings, static, step, jax.tree.leaves(state.mu), leaves)
+    mu = jax.tree.leaves(
+        constrain(jax.tree.unflatten(treedef, mu), settings.params_partition_specs, layout)
+    )
+    weight = moments.update_average(state.weight, jnp.ones_like(state.weight), settings.b1)
+    rows = [old.lipschitz[0].shape[0] for old in state.buckets]
+
+    def stacked(tree: list[Any]) -> list[Any]:
+        # Whole before they are divided anew: XLA finds no direct way from one sharding to the other.
+        found = [pad(x, n) for x, n in zip(static.split(tree), rows, strict=True)]
+        whole = layout.constrain(found, PartitionSpec()) if layout.axes else found
+        return layout.place(whole)
+
+    signals = stacked([moments.unbiased(m, weight) for m in mu])
+
+    def fit(olds: tuple[core_kron.KronState, ...]) -> Any:
+        evidence, vectors, ok = signals, [None] * len(signals), jnp.asarray(True)
+        if settings.whiten == "gradient":
+            evidence = stacked(leaves)
+        if pair is not None or value_fn is not None:
+            vector, product = pair or _make_pair(settings, static, step, params, value_fn)
+            ok = all_finite(product)
+            vectors, evidence = stacked(jax.tree.leaves(vector)), stacked(jax.tree.leaves(product))
+        rate = at(settings.preconditioner_lr, state.updates)
+        new = []
+        for old, x, v, streams in zip(olds, evidence, vectors, static.streams, strict=True):
+            numbers = layout.place(pad(jnp.asarray(streams, jnp.int32), x.shape[0]))
+            arguments = (old, x, numbers) if v is None else (old, x, numbers, v)
+            new.append(layout.each(_fitting(settings, step, rate), *arguments))
+        return select(ok, tuple(new), olds), ok
+
+    with jax.default_matmul_precision(settings.precond_update_precision):
+        states, ok = jax.lax.cond(
+            due & finite, fit, lambda olds: (olds, jnp.asarray(True)), state.buckets
+        )
+    finite = finite & ok
+    used = states if settings.update_first else state.buckets
+    directions = []
+    with jax.default_matmul_precision(settings.precond_grads_precision):
+        for bucket, of_bucket, signal in zip(static.buckets, used, signals, strict=True):
+            moved = layout.gathered(_preconditioning(settings), of_bucket, signal)
+            directions.append(moved[: bucket.blocks])
+    moved = jax.tree.unflatten(treedef, static.merge(directions, leaves))
+    moved = constrain(zero_unless(finite, moved), settings.params_partition_specs, layout)
+    return moved, ScaleByKronState(
+        jnp.where(finite, step, state.steps),
+        jnp.where(finite & due, state.updates + 1, state.updates),
+        jnp.where(finite, clock, state.update_clock),
+        select(finite, jax.tree.unflatten(treedef, mu), state.mu),
+        jnp.where(finite, weight, state.weight),
+        states,
+        state.skipped_steps + (~finite).astype(jnp.int32),
+    )
+
+
+def _absorb(
+    settings: Settings, static: Blocks, step: jax.Array, mu: list[Any], gradients: list[Any]
+) -> list[Any]:
+    """Momentum with these gradients in it."""
+    if not settings.stochastic_rounding:
+        return [moments.update_average(m, g, settings.b1) for m, g in zip(mu, gradients, strict=True)]
+    units = static.noise(step, noise.MOMENTUM, gradients, jnp.float32)
+    return [
+        stochastic_round(moments.update_average(lift(m), g, settings.b1), unit, m.dtype)
+        for m, g, unit in zip(mu, gradients, units, strict=True)
+    ]
+
+
+def _make_pair(
+    settings: Settings, static: Blocks, step: jax.Array, params: Any, value_fn: Any
+) -> tuple[Any, Any]:
+    leaves, treedef = jax.tree.flatten(params)
+    wide = jnp.result_type(jnp.float32, *leaves)
+    units = static.noise(step, noise.PAIR, leaves, wide)
+    vector = jax.tree.unflatten(treedef, [v.astype(p.dtype) for v, p in zip(units, leaves, strict=True)])
+    return vector, hessian_vector_product(value_fn, params, vector, method=settings.hvp_method)
+
+
+def _fitting(settings: Settings, step: jax.Array, rate: Any) -> Callable[..., core_kron.KronState]:
+    """One update of one bucket's factors, or of a device's share of them."""
+    rule = settings.rule
+
+    def fit(
+        old: core_kron.KronState, evidence: jax.Array, numbers: jax.Array, vector: Any = None
+    ) -> core_kron.KronState:
+        dtype = old.factors[0].dtype
+        unit = noise.draw(numbers, step, noise.FIT, evidence.shape[1:], dtype)
+        if not settings.stochastic_rounding:
+            return rule.refresh(rule.update(old, evidence, unit, rate, vector))
+        new = rule.refresh(rule.update(rule.lifted(old), evidence, unit, rate, vector))
+        noises = tuple(
+            noise.draw(numbers, step, noise.FACTOR + axis, q.shape[1:], jnp.float32)
+            for axis, q in enumerate(new.factors)
+        )
+        return rule.rounded(new, noises, dtype)
+
+    if settings.batch_size is None:
+        return fit
+    size = settings.batch_size
+    return lambda *arguments: in_batches(fit, size, *arguments)
+
+
+def _preconditioning(settings: Settings) -> Callable[..., jax.Array]:
+    """P m of one bucket, or of a device's share of it, clipped."""
+
+    def precondition(state: core_kron.KronState, signal: jax.Array) -> jax.Array:
+        return clipped(settings.rule.precondition(state, signal), settings.clip, signal.ndim - 1)
+
+    if settings.batch_size is None:
+        return precondition
+    size = settings.batch_size
+    return lambda *arguments: in_batches(precondition, size, *arguments)
+
+
+def at(value: Schedule, count: jax.Array) -> Any:
+    """A schedule's value, or the value."""
+    return value(count) if callable(value) else value

@@ -1,0 +1,179 @@
+"""Kron's buckets over the devices of a mesh: each device fits and applies its share of the blocks.
+
+A bucket's leading axis is padded to a multiple of the devices' number and divided among them. Fitting
+needs no communication; preconditioning ends in one all-gather per bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+T = Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Over which mesh axes the blocks of every bucket are divided; none: every device has all."""
+
+    axes: tuple[str, ...] = ()
+    mesh: Any = None
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Of an array whose leading axis counts blocks."""
+        return PartitionSpec(self.axes) if self.axes else PartitionSpec()
+
+    def on(self, tree: Any) -> Layout:
+        """The layout on the mesh around (`jax.set_mesh(mesh)`, `with mesh:`), or else on that of `tree`.
+
+        Raises:
+            ValueError: there is none, or it lacks one of the axes.
+        """
+        mesh = _mesh_around() or next(filter(None, map(_mesh_of, jax.tree.leaves(tree))), None)
+        if mesh is None:
+            raise ValueError(
+                f"sharding the preconditioner over {self.axes} needs a mesh: jax.set_mesh(mesh), or "
+                "arrays that are sharded"
+            )
+        missing = [axis for axis in self.axes if axis not in mesh.axis_names]
+        if missing:
+            raise ValueError(f"the mesh must have the axes {missing}, got {mesh.axis_names}")
+        return Layout(self.axes, mesh)
+
+    def devices(self) -> int:
+        """How many shares there are."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def padded(self, blocks: int) -> int:
+        """The next multiple of the number of shares."""
+        return -(-blocks // self.devices()) * self.devices()
+
+    def place(self, tree: T) -> T:
+        """The arrays (blocks, ...) with their blocks divided."""
+        return self.constrain(tree, self.spec) if self.axes else tree
+
+    def constrain(self, tree: T, spec: PartitionSpec) -> T:
+        """Arrays with the sharding `spec`."""
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
+
+    def each(self, function: Callable[..., T], *args: Any) -> T:
+        """`function` of every device's share of the arrays; the results stay divided."""
+        if not self.axes:
+            return function(*args)
+        mapped = jax.shard_map(
+            function, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec, check_vma=False
+        )
+        return mapped(*args)
+
+    def gathered(self, function: Callable[..., jax.Array], *args: Any) -> jax.Array:
+        """`function` of every device's share, one array, then all shares on every device."""
+        if not self.axes:
+            return function(*args)
+
+        def share(*own: Any) -> jax.Array:
+            return jax.lax.all_gather(function(*own), self.axes, tiled=True)
+
+        mapped = jax.shard_map(
+            share, mesh=self.mesh, in_specs=self.spec, out_specs=PartitionSpec(), check_vma=False
+        )
+        return mapped(*args)
+
+
+def layout_of(params_partition_specs: Any, preconditioner_partition_spec: Any) -> Layout:
+    """Blocks go over the axes of `preconditioner_partition_spec`, or else over those of the parameters.
+
+    Raises:
+        TypeError: not a PartitionSpec.
+    """
+    if preconditioner_partition_spec is not None:
+        specs = [preconditioner_partition_spec]
+        if not isinstance(preconditioner_partition_spec, PartitionSpec):
+            given = repr(preconditioner_partition_spec)
+            raise TypeError(f"preconditioner_partition_spec must be a PartitionSpec, got {given}")
+    else:
+        specs = jax.tree.leaves(params_partition_specs, is_leaf=_is_spec)
+    axes: list[str] = []
+    for spec in specs:
+        for entry in spec or ():
+            for axis in entry if isinstance(entry, tuple) else (entry,):
+                if axis is not None and axis not in axes:
+                    axes.append(axis)
+    return Layout(tuple(axes))
+
+
+def pad(x: jax.Array, blocks: int) -> jax.Array:
+    """Zero blocks behind the others: they are no evidence, and their factors stay as they are."""
+    missing = blocks - x.shape[0]
+    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
+
+
+def constrain(tree: T, params_partition_specs: Any, layout: Layout) -> T:
+    """A pytree like the parameters, with their sharding."""
+    if params_partition_specs is None:
+        return tree
+    specs = specs_like(tree, params_partition_specs)
+    return jax.tree.map(lambda spec, x: layout.constrain(x, spec), specs, tree, is_leaf=_is_spec)
+
+
+def specs_like(tree: Any, params_partition_specs: Any) -> Any:
+    """The specs as a pytree of the structure of `tree`; None in it stands for PartitionSpec().
+
+    Raises:
+        ValueError: another number of specs than leaves.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    specs = jax.tree.leaves(params_partition_specs, is_leaf=_is_spec)
+    if len(specs) != len(leaves):
+        raise ValueError(
+            f"params_partition_specs must have a spec for each of {len(leaves)} parameters, "
+            f"got {len(specs)}"
+        )
+    return jax.tree.unflatten(treedef, [PartitionSpec() if spec is None else spec for spec in specs])
+
+
+def _mesh_around() -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        return mesh
+    try:  # an enclosing `with mesh:` shows in what a constraint does
+        return _mesh_of(jax.lax.with_sharding_constraint(jnp.zeros(()), PartitionSpec()))
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _mesh_of(x: Any) -> Any:
+    """The mesh of an array, concrete where the array is; None without one."""
+    try:
+        sharding = x.sharding if isinstance(x, jax.Array) and not isinstance(x, Tracer) else None
+        mesh = getattr(sharding or jax.typeof(x).sharding, "mesh", None)
+    except TypeError:  # not an array
+        return None
+    return None if mesh is None or mesh.empty else mesh
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, PartitionSpec)
+
+
+def in_batches(function: Callable[..., T], batch_size: int, *args: Any) -> T:
+    """`function` of stacks, `batch_size` of their blocks at a time, by `lax.map`."""
+    blocks = jax.tree.leaves(args)[0].shape[0]
+    whole = blocks // batch_size * batch_size
+    if whole == 0 or blocks <= batch_size:
+        return function(*args)
+    head = jax.tree.map(lambda x: x[:whole].reshape(-1, batch_size, *x.shape[1:]), args)
+    done = jax.lax.map(lambda part: function(*part), head)
+    done = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), done)
+    if whole == blocks:
+        return done
+    rest = function(*jax.tree.map(lambda x: x[whole:], args))
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), done, rest)

@@ -1,0 +1,281 @@
+"""Settings of `suite.jax.kron` against something simpler: boxes, batches, meshes, old names."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from suite.core import noise
+from suite.core.rounding import stochastic_round
+from suite.jax import get_opt_state_partition_specs, hessian_vector_product, kron, scale_by_kron
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape))
+
+
+PARAMS = {"s": normal(5, 6, 4), "w": normal(9, 7, seed=1), "b": normal(7, seed=2)}
+SCANNED = {"s": True, "w": False, "b": False}
+
+
+def directions(tx, params=PARAMS, steps=4):
+    state, update = tx.init(params), jax.jit(tx.update)
+    for seed in range(steps):
+        grads = jax.tree.map(lambda p, seed=seed: normal(*p.shape, seed=seed + 10), params)
+        updates, state = update(grads, state, params)
+    return updates, state
+
+
+def assert_same(a, b, rtol=1e-10):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol), a, b)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_blocks_in_batches_are_the_same_blocks(size):
+    settings = {"scanned_layers": SCANNED, "block_size": 4}
+    whole, _ = directions(scale_by_kron(**settings))
+    batched = scale_by_kron(**settings, lax_map_scanned_layers=True, lax_map_batch_size=size)
+    assert_same(whole, directions(batched)[0])
+
+
+def test_batches_bound_the_memory_of_a_step():
+    """XLA's own count of temporary bytes."""
+    params = {"w": jnp.zeros((64, 96, 96), jnp.float32)}
+
+    def temporary(**settings):
+        tx = scale_by_kron(scanned_layers={"w": True}, **settings)
+        compiled = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # What is left is the new state; the products of a step are 4 of 64 blocks' instead of all.
+    assert temporary(lax_map_scanned_layers=True, lax_map_batch_size=4) < 0.85 * temporary()
+
+
+class Box:
+    """What flax's Partitioned looks like."""
+
+    def __init__(self, value, names):
+        self.value, self.names = value, names
+
+    def unbox(self):
+        return self.value
+
+    def replace_boxed(self, value):
+        return Box(value, self.names)
+
+
+jax.tree_util.register_pytree_node(
+    Box, lambda box: ((box.value,), box.names), lambda names, children: Box(children[0], names)
+)
+
+
+def boxed(make):
+    names = {"s": ("layers", "in", "out"), "w": ("in", "out"), "b": ("out",)}
+    return {k: make(v, names[k]) if k != "b" else v for k, v in PARAMS.items()}
+
+
+@pytest.mark.parametrize("kind", ["look-alike", "flax"])
+def test_boxes_are_opened_and_closed(kind):
+    make = Box
+    if kind == "flax":
+        make = pytest.importorskip("flax.core.meta").Partitioned
+    params = boxed(make)
+    tx = kron(0.1, weight_decay=0.1, scanned_layers=SCANNED)
+    plain_tx = kron(0.1, weight_decay=0.1, scanned_layers=SCANNED)
+    state, plain_state = tx.init(params), plain_tx.init(PARAMS)
+    assert jax.tree.structure(state) == jax.tree.structure(plain_state)
+    grads = jax.tree.map(lambda p: normal(*p.shape, seed=3), params)
+    plain = jax.tree.map(lambda p: normal(*p.shape, seed=3), PARAMS)
+    updates, _ = jax.jit(tx.update)(grads, state, params)
+    expected, _ = jax.jit(plain_tx.update)(plain, plain_state, PARAMS)
+    assert isinstance(updates["w"], make)
+    assert updates["w"].names == ("in", "out")
+    assert_same({k: u.value if isinstance(u, make) else u for k, u in updates.items()}, expected)
+    moved = optax.apply_updates(params, updates)
+    assert isinstance(moved["s"], make)
+    specs = get_opt_state_partition_specs(params, scanned_layers=SCANNED)
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+
+
+def test_newton_in_boxes_hands_the_loss_its_boxes():
+    params = boxed(Box)
+
+    def value_fn(p):
+        return jnp.sum(p["w"].value ** 2 * (1 + jnp.arange(7.0))) + jnp.sum(p["s"].value ** 2)
+
+    tx = kron(0.1)
+    updates, _ = tx.update(jax.grad(value_fn)(params), tx.init(params), params, value_fn=value_fn)
+    assert isinstance(updates["w"], Box)
+
+
+def test_whitening_the_gradient_fits_to_gradients():
+    """With b1 near 1 the momentum hardly moves, and what is fitted decides the direction's size."""
+    settings = {"b1": 0.99, "clip": None, "preconditioner_init_scale": None}
+    big, _ = directions(scale_by_kron(**settings), steps=60)
+    small, _ = directions(scale_by_kron(**settings, whiten="gradient"), steps=60)
+    assert jnp.linalg.norm(small["w"]) < 0.5 * jnp.linalg.norm(big["w"])
+
+
+def test_update_first_or_after():
+    g = {"w": normal(4, 3)}
+    for first in (True, False):
+        tx = scale_by_kron(update_first=first, clip=None, damping=0.0)
+        moved, state = tx.update(g, tx.init(g))
+        expected = tx.update(g, state)[0] if first else g  # the start is the identity
+        ratio = np.asarray(moved["w"] / expected["w"])
+        assert first or np.allclose(ratio, 1)
+        assert int(state.updates) == 1
+    assert not np.allclose(scale_by_kron().update(g, scale_by_kron().init(g))[0]["w"], g["w"])
+
+
+def test_clip_bounds_mean_and_entries():
+    g = jax.tree.map(lambda p: 1e3 * p, PARAMS)
+    tx = scale_by_kron(clip=(0.5, 0.7), update_first=False)
+    moved, _ = tx.update(g, tx.init(PARAMS))
+    assert float(jnp.sqrt(jnp.mean(moved["w"] ** 2))) <= 0.5
+    assert max(float(jnp.max(jnp.abs(u))) for u in moved.values()) <= 0.7
+    free = scale_by_kron(clip=None, update_first=False)
+    assert_same(free.update(g, free.init(PARAMS))[0], g)
+
+
+def test_normalized_gradients_know_no_scale_and_scanned_layers_are_apart():
+    settings = {"normalize_grads": True, "scanned_layers": SCANNED}
+    state = scale_by_kron(**settings).init(PARAMS)
+    plain, _ = scale_by_kron(**settings).update(PARAMS, state)
+    factors = jnp.asarray([1.0, 10.0, 100.0, 1e-3, 1e-6])[:, None, None]
+    scaled = {k: v * (factors if k == "s" else 1e4) for k, v in PARAMS.items()}
+    assert_same(plain, scale_by_kron(**settings).update(scaled, state)[0], rtol=1e-8)
+
+
+def test_stochastic_rounding_keeps_what_nearest_loses():
+    """Steps of a quarter of a unit in the last place: lost by rounding to nearest, kept on average."""
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    grads = {"w": jnp.full((64, 64), 1 + 2**-7, jnp.bfloat16)}  # one unit above 1
+
+    def average(**settings):
+        tx = scale_by_kron(
+            b1=0.98, mu_dtype="bfloat16", preconditioner_update_probability=1e-3, **settings
+        )
+        state = tx.init(params)
+        state = state._replace(mu=params, weight=jnp.ones_like(state.weight))
+        update = jax.jit(tx.update)
+        for _ in range(30):
+            _, state = update(grads, state)
+        return float(jnp.mean(state.mu["w"].astype(jnp.float64)))
+
+    exact = 1 + 2**-7 * (1 - 0.98**30)
+    assert abs(average(stochastic_rounding=True) - exact) < 2e-4
+    assert abs(average() - exact) > 2e-3
+
+
+def test_rounded_state_is_near_the_exact_one():
+    settings = {"preconditioner_lr": 0.1}
+    exact, _ = directions(scale_by_kron(**settings), steps=10)
+    half = {"mu_dtype": "bfloat16", "precond_dtype": "bfloat16", "stochastic_rounding": True}
+    rounded, state = directions(scale_by_kron(**settings, **half), steps=10)
+    assert {q.dtype for b in state.buckets for q in b.factors} == {jnp.dtype(jnp.bfloat16)}
+    for name in PARAMS:
+        error = jnp.linalg.norm(exact[name] - rounded[name]) / jnp.linalg.norm(exact[name])
+        assert float(error) < 0.1
+
+
+def test_stochastic_rounding_has_no_bias():
+    x = normal(1000).astype(jnp.float32)
+    streams = jnp.arange(400, dtype=jnp.int32)
+    draws = noise.unit_noise(streams, 1, (1000,), jnp.float32)
+    rounded = jax.vmap(lambda unit: stochastic_round(x, unit, jnp.bfloat16))(draws)
+    assert rounded.dtype == jnp.bfloat16
+    mean = np.mean(np.asarray(rounded, np.float64), axis=0)
+    unit = np.abs(np.asarray(x, np.float64)) * 2.0**-7
+    assert np.max(np.abs(mean - np.asarray(x)) / unit) < 0.15  # six standard errors
+    nearest = np.abs(np.asarray(x.astype(jnp.bfloat16), np.float64) - np.asarray(x)) / unit
+    assert np.max(nearest) > 0.45
+
+
+@pytest.mark.parametrize("method", ["exact", "finite_difference"])
+def test_hessian_vector_product(method):
+    H = normal(5, 5) + normal(5, 5).T
+    found = hessian_vector_product(
+        lambda x: 0.5 * x @ H @ x, normal(5), normal(5, seed=3), method=method
+    )
+    np.testing.assert_allclose(found, H @ normal(5, seed=3), rtol=1e-6, atol=1e-6)
+
+
+def test_positions_and_names_are_distributed_krons():
+    names = list(inspect.signature(kron).parameters)
+    assert names[:23] == [
+        *("learning_rate", "b1", "weight_decay", "weight_decay_mask"),
+        *("preconditioner_update_probability", "max_size_triangular", "min_ndim_triangular"),
+        *("memory_save_mode", "preconditioner_lr", "preconditioner_init_scale", "mu_dtype"),
+        *("precond_dtype", "precond_update_precision", "precond_grads_precision", "scanned_layers"),
+        *("lax_map_scanned_layers", "lax_map_batch_size", "merge_small_dims", "target_merged_dim_size"),
+        *("partition_grads_into_blocks", "block_size", "params_partition_specs"),
+        "preconditioner_partition_spec",
+    ]
+    assert list(inspect.signature(scale_by_kron).parameters)[:20] == [names[1], *names[4:23]]
+    specs = inspect.signature(get_opt_state_partition_specs).parameters
+    assert list(specs) == ["params", "scale_by_kron_only", "kwargs"]
+
+
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_partition_specs_have_the_states_structure(only, weight_decay):
+    specs = {"s": P(None, "x"), "w": P("x", None), "b": None}
+    settings = {"learning_rate": 0.1, "weight_decay": weight_decay, "scanned_layers": SCANNED}
+    spread = {"params_partition_specs": specs, "preconditioner_partition_spec": P("x", None)}
+    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), PARAMS)
+    found = get_opt_state_partition_specs(shapes, only, **settings, **spread)
+    tx = scale_by_kron(scanned_layers=SCANNED) if only else kron(**settings)
+    assert jax.tree.structure(found) == jax.tree.structure(tx.init(PARAMS))
+    inner = found if only else found.preconditioner
+    assert inner.mu == {"s": P(None, "x"), "w": P("x", None), "b": P()}
+    assert set(jax.tree.leaves(inner.buckets)) == {P(("x",))}
+    assert inner.steps == P()
+
+
+def test_the_parameters_axes_are_used_where_no_spec_is_given():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    specs = {"s": P(None, "x"), "w": P("x"), "b": P()}
+    with jax.set_mesh(mesh):
+        state = scale_by_kron(params_partition_specs=specs, scanned_layers=SCANNED).init(PARAMS)
+    leaf = state.buckets[0].factors[0]
+    assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), leaf.ndim)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"whiten": "g"}, ValueError, "whiten must be one of"),
+        ({"clip": -1.0}, ValueError, "clip must be > 0"),
+        ({"clip": (1.0, 2.0, 3.0)}, ValueError, "clip must be a number or"),
+        ({"update_first": 1}, TypeError, "update_first must be True or False"),
+        ({"max_skew": 0.0}, ValueError, "max_skew must be > 0"),
+        ({"lax_map_batch_size": 0}, ValueError, "lax_map_batch_size must be >= 1"),
+        ({"hvp_method": "guess"}, ValueError, "hvp_method must be one of"),
+        ({"preconditioner_partition_spec": ("x",)}, TypeError, "must be a PartitionSpec"),
+    ],
+)
+def test_bad_settings_are_errors(settings, error, message):
+    with pytest.raises(error, match=message):
+        kron(**settings)
+
+
+def test_sharding_needs_a_mesh_with_its_axes():
+    tx = scale_by_kron(preconditioner_partition_spec=P("x"))
+    with pytest.raises(ValueError, match="needs a mesh"):
+        tx.init(PARAMS)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("y",))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="must have the axes"):
+        tx.init(PARAMS)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match="a spec for each of 3 parameters, got 1"),
+    ):
+        scale_by_kron(params_partition_specs={"w": P()}).init(PARAMS)

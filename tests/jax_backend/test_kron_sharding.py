@@ -1,0 +1,75 @@
+"""Kron's state over eight CPU devices, in one process and in two (`kron_devices.py` runs in its own)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("kron_devices.py")
+ROOT = SCRIPT.parents[2]
+
+
+def start(*arguments: str, script: Path = SCRIPT) -> subprocess.Popen[str]:
+    paths = [str(ROOT / name) for name in ("core", "torch_backend", "jax_backend")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def result(process: subprocess.Popen[str]) -> dict:
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return json.loads(out.splitlines()[-1])
+
+
+def check(found: dict) -> None:
+    assert found["difference"] < 1e-9
+    assert found["moved"] > 1e-2
+    assert found["specs_agree"]
+
+
+def test_eight_devices_follow_one():
+    found = result(start())
+    check(found)
+    one, each = found["bucket_bytes"]
+    assert each < one / 5  # not an eighth: small buckets are padded
+    one, each = found["argument_bytes"]  # XLA's own count
+    assert each < one / 3  # parameters and momentum are split in four, two, or not at all
+    # one all-gather per bucket, and nothing else, where every device has the gradients
+    assert found["collectives"] == {
+        "all-gather": found["buckets"],
+        "all-reduce": 0,
+        "all-to-all": 0,
+        "collective-permute": 0,
+    }
+
+
+def test_two_processes_follow_one():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    processes = [start(str(number), "2", address) for number in range(2)]
+    for process in processes:
+        check(result(process))
+
+
+def test_orbax_goes_on_with_another_mesh(tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    script = SCRIPT.with_name("kron_checkpoint.py")
+    found = result(start(str(tmp_path), script=script))
+    assert found["difference"] < 1e-12
+    assert found["moved"] > 1e-2
+    assert found["shapes"] == [[24, 5, 5], [18, 5, 5]]  # 18 blocks over 8 and over 6 devices

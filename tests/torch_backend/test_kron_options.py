@@ -1,0 +1,230 @@
+"""Settings of `suite.torch.Kron` against something simpler."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from conftest import same
+from suite.torch import Kron, precond_lr_schedule
+
+
+def problem():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
+    x, y = torch.randn(64, 6).double(), torch.randn(64, 3).double()
+    return model, lambda: torch.nn.functional.mse_loss(model(x), y)
+
+
+def backward_closure(optimizer, loss_fn):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_fn()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def single(gradient, **settings):
+    """The direction of a first step."""
+    p = torch.nn.Parameter(torch.zeros_like(gradient))
+    optimizer = Kron([p], lr=1.0, **settings)
+    p.grad = gradient
+    optimizer.step()
+    return -p.detach()
+
+
+def test_preconditioner_lr_is_a_function_of_the_count_of_updates():
+    calls = []
+
+    def schedule(updates):
+        calls.append(updates)
+        return 0.1
+
+    p = torch.nn.Parameter(torch.ones(3, 3))
+    settings = {"preconditioner_update_probability": 0.5, "preconditioner_lr": schedule}
+    optimizer = Kron([p], **settings)
+    for _ in range(6):
+        p.grad = torch.ones(3, 3)
+        optimizer.step()
+    assert calls == [0, 1, 1, 2, 2, 3]  # due in steps 1, 3, 5
+    assert optimizer.param_groups[0]["updates"] == 3
+    p.grad = torch.full((3, 3), torch.nan)
+    optimizer.step()
+    assert optimizer.param_groups[0]["updates"] == 3
+    assert Kron([p]).param_groups[0]["preconditioner_lr"] == precond_lr_schedule()
+
+
+def test_clip_bounds_mean_and_entries():
+    g = 1e3 * torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    start = {"update_first": False}  # the start is the identity
+    torch.testing.assert_close(single(g, clip=None, **start), g)
+    assert single(g, clip=0.5, **start).square().mean().sqrt() <= 0.5 + 1e-6
+    both = single(g, clip=(0.5, 0.7), **start)
+    assert both.abs().max() <= 0.7
+    assert single(g, clip=(None, 0.7), **start).abs().min() > 0.69
+
+
+def test_normalized_gradients_know_no_scale():
+    g = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = single(g, normalize_grads=True)
+    torch.testing.assert_close(single(1e6 * g, normalize_grads=True), expected)
+    plain = single(g / g.norm())
+    torch.testing.assert_close(expected, plain)
+
+
+def test_max_skew_makes_long_sides_diagonal():
+    p = torch.nn.Parameter(torch.ones(100, 4))
+    assert Kron([p], max_skew=1.0).routing()["0.0"].factors == "diag 100, 4x4"
+    assert Kron([p], max_skew=30.0).routing()["0.0"].factors == "100x100, 4x4"
+
+
+@pytest.mark.parametrize("geometry", ["Q0.5EQ1.5", "EQ", "QEP", "PRO4P"])
+def test_newton_of_a_quadratic_knows_the_curvature(geometry):
+    """Kronecker curvature of condition 100 x 100: descent would need thousands of steps."""
+    A, B = torch.logspace(1, -1, 5).double(), torch.logspace(-1, 1, 4).double()
+    p = torch.nn.Parameter(torch.ones(5, 4, dtype=torch.float64))
+    optimizer = Kron(
+        [p], lr=0.5, b1=0.0, hvp="exact", geometry=geometry, clip=None, preconditioner_init_scale=None
+    )
+    for _ in range(400):
+        optimizer.step(lambda: 0.5 * torch.sum(A[:, None] * B * p**2))
+    assert float(0.5 * torch.sum(A[:, None] * B * p.detach() ** 2)) < 1e-5  # from 130
+
+
+def test_finite_differences_agree_with_the_second_derivative_and_restore_parameters():
+    results = []
+    for hvp in ("exact", "finite_difference"):
+        model, loss_fn = problem()
+        optimizer = Kron(model.parameters(), lr=0.01, hvp=hvp, preconditioner_lr=0.1)
+        closure = loss_fn if hvp == "exact" else backward_closure(optimizer, loss_fn)
+        for _ in range(10):
+            optimizer.step(closure)
+        results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+        model, loss_fn = problem()
+        still = Kron(model.parameters(), lr=0.0, hvp=hvp)
+        before = copy.deepcopy(model.state_dict())
+        still.step(loss_fn if hvp == "exact" else backward_closure(still, loss_fn))
+        assert same(before, model.state_dict())
+        assert all(p.grad is not None for p in model.parameters())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)  # √eps is 1.5e-8
+
+
+def test_newton_calls_the_closure_once_and_twice():
+    for hvp, due, plain in (("exact", 1, 1), ("finite_difference", 2, 1)):
+        model, loss_fn = problem()
+        calls = []
+
+        def counted(loss_fn=loss_fn, calls=calls):
+            calls.append(1)
+            return loss_fn()
+
+        optimizer = Kron(model.parameters(), hvp=hvp, preconditioner_update_probability=0.5)
+        closure = counted if hvp == "exact" else backward_closure(optimizer, counted)
+        for expected in (due, due + plain):
+            loss = optimizer.step(closure)
+            assert len(calls) == expected
+        assert loss.item() > 0
+
+
+@pytest.mark.parametrize("hvp", ["exact", "finite_difference"])
+def test_newton_with_a_loss_that_is_not_finite_changes_nothing(hvp):
+    model, loss_fn = problem()
+    optimizer = Kron(model.parameters(), lr=0.1, hvp=hvp)
+
+    def broken():
+        return loss_fn() * torch.nan
+
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step(broken if hvp == "exact" else backward_closure(optimizer, broken))
+    assert same(before, model.state_dict())
+    assert optimizer.skipped_steps == 1
+
+
+def test_newton_leaves_unused_frozen_and_linear_parameters_in_peace():
+    model, loss_fn = problem()
+    unused, linear = (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    optimizer = Kron([*model.parameters(), unused, linear], lr=0.1, hvp="exact")
+    for _ in range(3):
+        optimizer.step(lambda: loss_fn() + linear.sum())
+    assert torch.equal(unused, torch.ones(2, dtype=torch.float64))
+    assert torch.isfinite(linear).all()
+    assert not torch.equal(linear, torch.ones(2, dtype=torch.float64))
+
+
+def test_newton_survives_a_pickle():
+    model, loss_fn = problem()
+    optimizer = Kron(model.parameters(), hvp="exact")
+    optimizer.step(loss_fn)
+    assert pickle.loads(pickle.dumps(optimizer)).hvp == "exact"
+    assert copy.deepcopy(optimizer).hvp == "exact"
+
+
+def test_newton_needs_the_right_closure():
+    model, loss_fn = problem()
+    with pytest.raises(RuntimeError, match="step needs a closure with hvp='exact'"):
+        Kron(model.parameters(), hvp="exact").step()
+    with pytest.raises(RuntimeError, match="must return the loss"):
+        Kron(model.parameters(), hvp="exact").step(lambda: loss_fn().item())
+
+
+def test_stochastic_rounding_keeps_what_nearest_loses():
+    """Steps of a fiftieth of a unit in the last place: lost by rounding to nearest, kept on average."""
+
+    def average(**settings):
+        p = torch.nn.Parameter(torch.zeros(64, 64))
+        rare = {"preconditioner_update_probability": 1e-3, "b1": 0.98}
+        optimizer = Kron([p], 0.0, mu_dtype=torch.bfloat16, **rare, **settings)
+        state = optimizer.state[p]
+        state["tile0.momentum"].fill_(1.0)
+        for _ in range(30):
+            p.grad = torch.full((64, 64), 1 + 2.0**-7)
+            optimizer.step()
+        return state["tile0.momentum"].double().mean().item()
+
+    exact = 1 + 2**-7 * (1 - 0.98**30)
+    assert abs(average(stochastic_rounding=True) - exact) < 2e-4
+    assert abs(average() - exact) > 2e-3
+
+
+@pytest.mark.parametrize("stochastic_rounding", [False, True])
+def test_resume_in_half_precision_is_the_uninterrupted_run(stochastic_rounding):
+    half = {"mu_dtype": torch.bfloat16, "precond_dtype": torch.bfloat16}
+    settings = {"lr": 0.01, "stochastic_rounding": stochastic_rounding, **half}
+
+    def steps(model, optimizer, loss_fn, count):
+        for _ in range(count):
+            optimizer.step(backward_closure(optimizer, loss_fn))
+        return [p.detach().clone() for p in model.parameters()]
+
+    model, loss_fn = problem()
+    optimizer = Kron(model.parameters(), **settings)
+    steps(model, optimizer, loss_fn, 3)
+    weights, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    expected = steps(model, optimizer, loss_fn, 3)
+    other, other_loss = problem()
+    other.load_state_dict(weights)
+    fresh = Kron(other.parameters(), **settings)
+    fresh.load_state_dict(saved)
+    assert same(expected, steps(other, fresh, other_loss, 3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"whiten": "g"}, ValueError, "whiten must be one of"),
+        ({"clip": -1.0}, ValueError, "clip must be > 0"),
+        ({"clip": (1.0, 2.0, 3.0)}, ValueError, "clip must be a number or"),
+        ({"update_first": 1}, TypeError, "update_first must be True or False"),
+        ({"max_skew": 0.0}, ValueError, "max_skew must be > 0"),
+        ({"hvp": "guess"}, ValueError, "hvp must be one of"),
+        ({"normalize_grads": None}, TypeError, "normalize_grads must be True or False"),
+    ],
+)
+def test_bad_settings_are_errors(settings, error, message):
+    with pytest.raises(error, match=message):
+        Kron([torch.nn.Parameter(torch.ones(2))], **settings)

@@ -1,0 +1,155 @@
+"""`suite.torch.LRA` and `DenseNewton` as torch optimizers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from conftest import same
+from suite.torch import LRA, DenseNewton
+
+DOORS = {
+    "LRA": lambda params, **kw: LRA(params, lr=0.01, rank=3, **kw),
+    "diagonal": lambda params, **kw: LRA(params, lr=0.01, rank=0, **kw),
+    "LRA newton": lambda params, **kw: LRA(params, lr=0.05, rank=3, hvp="exact", **kw),
+    "dense": lambda params, **kw: DenseNewton(params, lr=0.02, hvp=None, clip=1.1, **kw),
+    "dense newton": lambda params, **kw: DenseNewton(params, lr=0.1, **kw),
+}
+every_door = pytest.mark.parametrize("make", DOORS.values(), ids=DOORS)
+
+
+def problem():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+    x, y = torch.randn(32, 4).double(), torch.randn(32, 2).double()
+    return model, lambda: torch.nn.functional.mse_loss(model(x), y)
+
+
+def step(optimizer, loss_fn):
+    if optimizer.param_groups[0]["hvp"] is not None:
+        return optimizer.step(loss_fn)
+    optimizer.zero_grad()
+    loss = loss_fn()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@every_door
+def test_it_learns(make):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters())
+    first = loss_fn().item()
+    for _ in range(200):
+        step(optimizer, loss_fn)
+    assert loss_fn().item() < 0.75 * first  # least squares of noise: 0.6 is about the best
+
+
+def run_on(model, optimizer, loss_fn, steps):
+    for _ in range(steps):
+        step(optimizer, loss_fn)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@every_door
+def test_resume_from_a_state_dict_or_a_pickle_is_the_uninterrupted_run(make, tmp_path):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters())
+    run_on(model, optimizer, loss_fn, 5)
+    weights, saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    torch.save(saved, tmp_path / "state.pt")
+    pickled = pickle.dumps((model, optimizer))
+    expected = run_on(model, optimizer, loss_fn, 5)
+
+    other, other_loss = problem()
+    fresh = make(other.parameters())
+    other.load_state_dict(weights)
+    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert same(expected, run_on(other, fresh, other_loss, 5))
+    thawed, again = pickle.loads(pickled)
+    torch.manual_seed(0)
+    _, x_loss = problem()
+    del x_loss
+    assert again.param_groups[0]["steps"] == 5
+    assert same(saved["state"], again.state_dict()["state"])
+    assert thawed[0].weight is again.param_groups[0]["params"][0]
+
+
+@every_door
+def test_a_step_that_is_not_finite_changes_nothing(make):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters(), weight_decay=0.1)
+    run_on(model, optimizer, loss_fn, 3)
+    weights, before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    step(optimizer, lambda: loss_fn() * float("nan"))
+    assert same(weights, model.state_dict())
+    assert optimizer.skipped_steps == 1
+    after = optimizer.state_dict()
+    before["state"][0]["skipped_steps"] += 1
+    assert same(before, after)
+
+
+def test_newton_of_a_quadratic_reaches_the_minimum():
+    """H has condition 1e4; gradient descent at its best rate needs 10,000 steps for a factor of e."""
+    H = torch.diag(torch.logspace(2, -2, 8)).double()
+    for make in (
+        lambda p: DenseNewton(p, lr=0.5, preconditioner_lr=lambda t: 0.5 / (1 + t / 300)),
+        lambda p: LRA(p, lr=0.5, rank=0, hvp="exact", b1=0.0, clip=None, preconditioner_lr=0.3),
+    ):
+        x = torch.ones(8, dtype=torch.float64, requires_grad=True)
+        optimizer = make([x])
+        for _ in range(1500):
+            optimizer.step(lambda x=x: 0.5 * x @ H @ x)
+        assert float(0.5 * x.detach() @ H @ x.detach()) < 1e-6  # from 78
+
+
+def test_finite_differences_agree_with_the_second_derivative():
+    results = []
+    for hvp in ("exact", "finite_difference"):
+        model, loss_fn = problem()
+        optimizer = LRA(model.parameters(), lr=0.01, rank=2, hvp=hvp)
+
+        def closure(optimizer=optimizer, loss_fn=loss_fn):
+            optimizer.zero_grad()
+            loss = loss_fn()
+            loss.backward()
+            return loss
+
+        for _ in range(10):
+            optimizer.step(loss_fn if hvp == "exact" else closure)
+        results.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)  # √eps is 1.5e-8
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"rank": -1}, ValueError, "rank must be >= 0"),
+        ({"lr": -1.0}, ValueError, "lr must be >= 0"),
+        ({"hvp": "approximate"}, ValueError, "hvp must be one of"),
+        ({"clip": 0.0}, ValueError, "clip must be > 0"),
+        ({"clip": (1.0,)}, ValueError, "clip must be a number or"),
+        ({"whiten": "g"}, ValueError, "whiten must be one of"),
+        ({"preconditioner_lr": 1.0}, ValueError, "preconditioner_lr must be > 0"),
+    ],
+)
+def test_bad_settings_are_errors(settings, error, message):
+    with pytest.raises(error, match=message):
+        LRA(torch.nn.Linear(2, 2).parameters(), **settings)
+
+
+def test_refusals():
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="one group"):
+        LRA([{"params": [layer.weight]}, {"params": [layer.bias]}])
+    with pytest.raises(ValueError, match="complex"):
+        LRA([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])
+    with pytest.raises(ValueError, match="one dtype"):
+        LRA([layer.weight, torch.zeros(2, dtype=torch.float64, requires_grad=True)])
+    with pytest.raises(RuntimeError, match="needs a closure"):
+        DenseNewton(layer.parameters()).step()
+    with pytest.raises(RuntimeError, match="must return the loss"):
+        DenseNewton(layer.parameters()).step(lambda: 1.0)

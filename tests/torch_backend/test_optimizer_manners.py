@@ -1,0 +1,154 @@
+"""What every optimizer of PSGD owes torch: one table, and the tests that all rows pass."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from conftest import same
+from suite.torch import LRA, DenseNewton, Kron
+
+OPTIMIZERS = {
+    "Kron": lambda params, lr=0.01, **kw: Kron(params, lr, **kw),
+    "Kron gradient": lambda params, lr=0.01, **kw: Kron(params, lr, whiten="gradient", **kw),
+    "Kron bfloat16": lambda params, lr=0.01, **kw: Kron(
+        params, lr, mu_dtype=torch.bfloat16, precond_dtype=torch.bfloat16, stochastic_rounding=True, **kw
+    ),
+    "LRA": lambda params, lr=0.01, **kw: LRA(params, lr, rank=2, **kw),
+    "dense": lambda params, lr=0.01, **kw: DenseNewton(params, lr, hvp=None, clip=1.1, **kw),
+}
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def problem():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    x, y = torch.randn(32, 4), torch.randn(32, 2)
+    return model, lambda model=model: torch.nn.functional.mse_loss(model(x), y)
+
+
+def run(model, optimizer, loss_fn, steps=4):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_fn(model).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@every_optimizer
+def test_a_closure_runs_once_first_and_under_grad(make):
+    model, loss_fn = problem()
+    optimizer, calls = make(model.parameters()), []
+    before = [p.detach().clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def step():
+        def closure():
+            calls.append(torch.is_grad_enabled() and same(before, list(model.parameters())))
+            optimizer.zero_grad()
+            loss = loss_fn()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    assert step().item() > 0
+    assert calls == [True]
+    assert not same(before, [p.detach() for p in model.parameters()])
+
+
+@every_optimizer
+def test_a_tensor_rate_and_a_scheduler_are_the_same_numbers(make):
+    results = []
+    for rate in (0.01, torch.tensor(0.01)):
+        model, loss_fn = problem()
+        optimizer = make(model.parameters(), rate)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        run(model, optimizer, loss_fn, 2)
+        schedule.step()
+        results.append(run(model, optimizer, loss_fn, 2))
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.005)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@every_optimizer
+def test_to_maximize_is_to_minimize_the_negative(make):
+    model, loss_fn = problem()
+    up, up_loss = problem()
+    down = run(model, make(model.parameters()), lambda m: -loss_fn(m))
+    assert same(down, run(up, make(up.parameters(), maximize=True), up_loss))
+
+
+@every_optimizer
+def test_weight_decay_is_decoupled_and_a_rate_of_zero_is_honoured(make):
+    model, loss_fn = problem()
+    before = [p.detach().clone() for p in model.parameters()]
+    assert same(before, run(model, make(model.parameters(), 0.0, weight_decay=0.5), loss_fn))
+    plain, other = (run(*self_made(make, decay), steps=1) for decay in (0.0, 0.5))
+    for old, a, b in zip(before, plain, other, strict=True):
+        torch.testing.assert_close(a - b, 0.01 * 0.5 * old, rtol=1e-3, atol=1e-6)
+
+
+def self_made(make, decay):
+    model, loss_fn = problem()
+    return model, make(model.parameters(), weight_decay=decay), loss_fn
+
+
+@every_optimizer
+@pytest.mark.parametrize("through", ["deepcopy", "pickle", "state_dict"])
+def test_copies_go_on_alike(make, through, tmp_path):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters())
+    run(model, optimizer, loss_fn)
+    if through == "state_dict":
+        other, _ = problem()
+        other.load_state_dict(model.state_dict())
+        twin = make(other.parameters())
+        torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+        twin.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    else:
+        through = copy.deepcopy if through == "deepcopy" else lambda x: pickle.loads(pickle.dumps(x))
+        other, twin = through((model, optimizer))
+    assert same(run(model, optimizer, loss_fn), run(other, twin, loss_fn))
+
+
+@every_optimizer
+def test_parameters_without_gradient_stay(make):
+    model, loss_fn = problem()
+    idle = torch.nn.Parameter(torch.ones(3))
+    optimizer = make([*model.parameters(), idle])
+    optimizer.step()  # none has one yet
+    run(model, optimizer, loss_fn)
+    assert torch.equal(idle, torch.ones(3))
+
+
+@every_optimizer
+def test_a_first_step_with_zero_gradients_changes_nothing(make):
+    model, _ = problem()
+    optimizer = make(model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert same(before, [p.detach() for p in model.parameters()])
+    tensors = [x for state in optimizer.state.values() for x in state.values()]
+    assert all(torch.isfinite(x).all() for x in tensors)
+
+
+@every_optimizer
+def test_a_compiled_model_is_the_same_model(make):
+    model, loss_fn = problem()
+    plain = run(model, make(model.parameters()), loss_fn)
+    other, _ = problem()
+    compiled = torch.compile(other, backend="aot_eager")
+    optimizer = make(compiled.parameters())
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss_fn(compiled).backward()
+        optimizer.step()
+    for a, b in zip(plain, other.parameters(), strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=1e-3, atol=1e-5)

@@ -1,0 +1,384 @@
+"""Front doors of PSGD with one preconditioner for all parameters: low rank, and dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+
+from suite.core import dense as core_dense
+from suite.core import lra as core_lra
+from suite.core import moments, noise
+from suite.core.checks import check_choice, check_flag, check_integer, check_number
+from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
+from suite.core.step_size import Clip, check_clip, clipped
+from suite.torch.hessian import exact, finite_difference
+
+Schedule = float | Callable[[int], float]
+Hvp = Literal["exact", "finite_difference"] | None
+_COUNTS = ("steps", "updates", "update_clock")
+
+
+class _WholeVector(torch.optim.Optimizer):
+    """What both have in common: all parameters as one vector, in the order of the groups.
+
+    The preconditioner's state belongs to no parameter; it lies with the first one's.
+    """
+
+    _rule: Any
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        _check(defaults)
+        super().__init__(params, defaults)
+        if len(self.param_groups) != 1:
+            raise ValueError(f"params must be one group, got {len(self.param_groups)}")
+        own = self._parameters
+        if any(p.is_complex() for p in own):
+            raise ValueError("complex parameters are not covered: pass torch.view_as_real of them")
+        if len({(p.dtype, p.device) for p in own}) != 1:
+            raise ValueError("parameters must share one dtype and one device")
+        self.param_groups[0].update({"steps": 0, "updates": 0, "update_clock": 1.0})
+        self.state[own[0]] = self._init_state()
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for p in self.param_groups[0]["params"] if p.numel()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_rule": self._rule}
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because a gradient was not finite. Reading it waits for the device."""
+        return int(self.state[self._parameters[0]]["skipped_steps"])
+
+    def _init_state(self) -> dict[str, torch.Tensor]:
+        group, like = self.param_groups[0], self._parameters[0]
+        numbers = sum(p.numel() for p in self._parameters)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        zero = torch.zeros((), dtype=wide, device=like.device)
+        return {
+            "momentum": torch.zeros(numbers, dtype=wide, device=like.device),
+            "weight": zero,
+            "skipped_steps": torch.zeros((), dtype=torch.int32, device=like.device),
+            **self._init_preconditioner(numbers, torch.empty(0, dtype=wide, device=like.device), group),
+        }
+
+    def _streams(self, like: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        numbers = noise.stream_numbers(0, 1, group["seed"])
+        return torch.tensor(numbers, dtype=torch.int32, device=like.device)
+
+    def _init_preconditioner(
+        self, numbers: int, like: torch.Tensor, group: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def _fit(
+        self,
+        state: dict[str, torch.Tensor],
+        evidence: torch.Tensor,
+        unit: torch.Tensor,
+        lr: float,
+        vector: torch.Tensor | None,
+    ) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def _precondition(self, state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only at construction: the vector's length is fixed."""
+        if self.param_groups:
+            raise ValueError(f"{type(self).__name__} covers one group, fixed at construction")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns what `closure`, called first and under grad, returned.
+
+        Raises:
+            RuntimeError: no closure where `hvp` needs one.
+        """
+        group, parameters = self.param_groups[0], self._parameters
+        state = self.state[parameters[0]]
+        counts = {name: group[name] for name in _COUNTS}
+        step = group["steps"] + 1
+        probability = _at("preconditioner_update_probability", group, step)
+        due, clock = advance_clock(group["update_clock"], probability)
+        loss, vector, product = self._evaluate(closure, bool(due), step)
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        if all(p.grad is None for p in parameters):
+            return loss
+        gradient = torch.cat([g.reshape(-1) for g in found]).to(state["momentum"].dtype)
+        gradient = -gradient if group["maximize"] else gradient
+        finite = gradient.isfinite().all()
+        if product is not None:
+            finite = finite & product.isfinite().all()
+        momentum = moments.update_average(state["momentum"], gradient, group["b1"])
+        weight = moments.update_average(state["weight"], torch.ones_like(state["weight"]), group["b1"])
+        signal = moments.unbiased(momentum[None], weight[None])[0]
+        new = {"momentum": momentum, "weight": weight}
+        if due:
+            rate = _at("preconditioner_lr", group, group["updates"])
+            streams = self._streams(gradient, group)
+            unit = noise.draw(streams, step, noise.FIT, tuple(gradient.shape), gradient.dtype)[0]
+            evidence = gradient if group["whiten"] == "gradient" else signal
+            new |= self._fit(state, evidence if product is None else product, unit, rate, vector)
+        for name, tensor in new.items():
+            state[name].copy_(torch.where(finite, tensor, state[name]))
+        direction = clipped(self._precondition(state, signal), group["clip"], 1)
+        direction = torch.where(finite, direction, 0.0)
+        state["skipped_steps"] += (~finite).to(torch.int32)
+        group["steps"], group["update_clock"] = step, clock
+        group["updates"] += int(due)
+        if finite.device.type == "cpu" and not finite:
+            group.update(counts)
+        parts = direction.split([p.numel() for p in parameters])
+        for p, part in zip(parameters, parts, strict=True):
+            if p.grad is None:
+                continue
+            decayed = part.view_as(p) + group["weight_decay"] * p * finite
+            p.sub_((group["lr"] * decayed).to(p.dtype))
+        return loss
+
+    def _evaluate(
+        self, closure: Callable[[], Any] | None, due: bool, step: int
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
+        """The closure's loss and, if due, the pair (v, H v)."""
+        group, parameters = self.param_groups[0], self._parameters
+        if group["hvp"] is None:
+            if closure is None:
+                return None, None, None
+            with torch.enable_grad():
+                return closure(), None, None
+        if closure is None:
+            raise RuntimeError(f"step needs a closure with hvp={group['hvp']!r}: step(closure)")
+        products = exact if group["hvp"] == "exact" else finite_difference
+        if not due:
+            return products(closure, parameters, [], [])[0], None, None
+        momentum = self.state[parameters[0]]["momentum"]
+        streams = self._streams(momentum, group)
+        drawn = noise.draw(streams, step, noise.PAIR, tuple(momentum.shape), momentum.dtype)[0]
+        parts = drawn.split([p.numel() for p in parameters])
+        vectors = [v.view_as(p).to(p.dtype) for v, p in zip(parts, parameters, strict=True)]
+        loss, found = products(closure, parameters, parameters, vectors)
+        vector = torch.cat([v.reshape(-1) for v in vectors]).to(momentum.dtype)
+        return loss, vector, torch.cat([h.reshape(-1) for h in found]).to(momentum.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any torch optimizer's, of plain values: schedules, being functions, are left out."""
+        saved = super().state_dict()
+        saved["param_groups"] = [
+            {key: value for key, value in group.items() if not callable(value)}
+            for group in saved["param_groups"]
+        ]
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a `state_dict()`; the state keeps its own dtypes, whatever the parameters'.
+
+        Raises:
+            ValueError: state of other shapes; nothing has changed then.
+        """
+        own = self.state[self._parameters[0]]
+        saved: dict[str, torch.Tensor] = next(iter(state_dict["state"].values()), {})
+        expected = {name: tuple(x.shape) for name, x in own.items()}
+        found = {name: tuple(x.shape) for name, x in saved.items()}
+        if expected != found:
+            raise ValueError(f"state must have {expected}, got {found}")
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+        (group,) = state_dict["param_groups"]
+        kept = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        self.param_groups[0].update(kept)
+
+
+class LRA(_WholeVector):
+    """PSGD with a diagonal plus low-rank preconditioner for all parameters as one vector.
+
+        >>> optimizer = LRA(model.parameters(), lr=1e-3, rank=10)
+
+    Costs 2 n `rank` numbers for n parameters, and knows of no layers. `rank=0` is the diagonal case.
+
+    Args:
+        params: parameters of one dtype on one device, in one group.
+        lr: learning rate >= 0, a number or a 0-d tensor.
+        rank: of the correction of the diagonal, >= 0.
+        preconditioner_init_scale, betaL, damping: see `suite.core.lra.LRA`.
+        b1, weight_decay, preconditioner_update_probability, preconditioner_lr, whiten, maximize, seed,
+        hvp: as in `suite.torch.Kron`; `hvp` makes it LRA Newton.
+        clip: the largest root mean square of the direction, or (that, the largest entry), or None.
+
+    Raises:
+        ValueError, TypeError: bad values; more than one group; complex parameters; mixed dtypes.
+
+    References: see `suite.core.lra`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 0.001,
+        rank: int = 10,
+        b1: float = 0.9,
+        weight_decay: float = 0.0,
+        preconditioner_update_probability: Schedule | None = None,
+        preconditioner_lr: Schedule | None = None,
+        preconditioner_init_scale: float | None = None,
+        *,
+        betaL: float = 0.9,
+        damping: float = 1e-9,
+        whiten: Literal["momentum", "gradient"] = "momentum",
+        clip: Clip = 1.1,
+        maximize: bool = False,
+        seed: int = 0,
+        hvp: Hvp = None,
+    ) -> None:
+        shared = _shared(lr, b1, weight_decay, preconditioner_update_probability, preconditioner_lr)
+        own = {"whiten": whiten, "clip": clip, "maximize": maximize, "seed": seed, "hvp": hvp}
+        self._rule = core_lra.LRA(rank, betaL, damping, preconditioner_init_scale)
+        super().__init__(params, {**shared, **own})
+
+    def _init_preconditioner(
+        self, numbers: int, like: torch.Tensor, group: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        streams, shape = self._streams(like, group), (numbers, self._rule.rank)
+        start = [noise.draw(streams, 0, use, shape, like.dtype)[0] for use in (noise.FIT, noise.PAIR)]
+        state = self._rule.init(*start)
+        names = zip(("lipschitz_U", "lipschitz_V", "lipschitz_d"), state.lipschitz, strict=True)
+        return {"U": state.U, "V": state.V, "d": state.d, **dict(names)}
+
+    @staticmethod
+    def _as_core(state: dict[str, torch.Tensor]) -> core_lra.LRAState:
+        lipschitz = (state["lipschitz_U"], state["lipschitz_V"], state["lipschitz_d"])
+        return core_lra.LRAState(state["U"], state["V"], state["d"], lipschitz)
+
+    def _fit(
+        self,
+        state: dict[str, torch.Tensor],
+        evidence: torch.Tensor,
+        unit: torch.Tensor,
+        lr: float,
+        vector: torch.Tensor | None,
+    ) -> dict[str, torch.Tensor]:
+        on_U = torch.tensor(self.param_groups[0]["updates"] % 2 == 0, device=evidence.device)
+        new = self._rule.update(self._as_core(state), evidence, unit, lr, on_U, vector)
+        names = zip(("lipschitz_U", "lipschitz_V", "lipschitz_d"), new.lipschitz, strict=True)
+        return {"U": new.U, "V": new.V, "d": new.d, **dict(names)}
+
+    def _precondition(self, state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return self._rule.precondition(self._as_core(state), x)
+
+
+class DenseNewton(_WholeVector):
+    """PSGD with one dense preconditioner for all parameters as one vector: for small problems.
+
+        >>> optimizer = DenseNewton(model.parameters(), lr=0.5)
+        >>> optimizer.step(lambda: loss_fn(model(x), y))
+
+    It has n² numbers for n parameters and needs no line search. `hvp=None` makes it whiten gradients.
+
+    Args:
+        params: parameters of one dtype on one device, in one group.
+        lr: learning rate >= 0, a number or a 0-d tensor.
+        geometry: see `suite.core.dense.Dense`.
+        preconditioner_init_scale, betaL, damping: see `suite.core.dense.Dense`.
+        b1, weight_decay, preconditioner_update_probability, preconditioner_lr, whiten, maximize, seed,
+        hvp: as in `suite.torch.Kron`.
+        clip: the largest root mean square of the direction, or (that, the largest entry), or None.
+
+    Raises:
+        ValueError, TypeError: bad values; more than one group; complex parameters; mixed dtypes.
+
+    References: see `suite.core.dense`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 0.01,
+        geometry: core_dense.DenseGeometry = "Q0.5EQ1.5",
+        b1: float = 0.0,
+        weight_decay: float = 0.0,
+        preconditioner_update_probability: Schedule | None = 1.0,
+        preconditioner_lr: Schedule | None = 0.1,
+        preconditioner_init_scale: float | None = None,
+        *,
+        betaL: float = 0.9,
+        damping: float = 1e-9,
+        whiten: Literal["momentum", "gradient"] = "momentum",
+        clip: Clip = None,
+        maximize: bool = False,
+        seed: int = 0,
+        hvp: Hvp = "exact",
+    ) -> None:
+        shared = _shared(lr, b1, weight_decay, preconditioner_update_probability, preconditioner_lr)
+        own = {"whiten": whiten, "clip": clip, "maximize": maximize, "seed": seed, "hvp": hvp}
+        self._rule = core_dense.Dense(geometry, betaL, damping, preconditioner_init_scale)
+        super().__init__(params, {**shared, **own})
+
+    def _init_preconditioner(
+        self, numbers: int, like: torch.Tensor, group: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        state = self._rule.init(like, (numbers,))
+        return {"Q": state.Q, "lipschitz": state.lipschitz}
+
+    def _fit(
+        self,
+        state: dict[str, torch.Tensor],
+        evidence: torch.Tensor,
+        unit: torch.Tensor,
+        lr: float,
+        vector: torch.Tensor | None,
+    ) -> dict[str, torch.Tensor]:
+        old = core_dense.DenseState(state["Q"], state["lipschitz"])
+        new = self._rule.update(old, evidence, unit, lr, vector)
+        return {"Q": new.Q, "lipschitz": new.lipschitz}
+
+    def _precondition(self, state: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return self._rule.precondition(core_dense.DenseState(state["Q"], state["lipschitz"]), x)
+
+
+def _shared(
+    lr: Any, b1: float, weight_decay: float, probability: Schedule | None, rate: Schedule | None
+) -> dict[str, Any]:
+    return {
+        "lr": lr,
+        "b1": b1,
+        "weight_decay": weight_decay,
+        "preconditioner_update_probability": (
+            precond_update_prob_schedule() if probability is None else probability
+        ),
+        "preconditioner_lr": precond_lr_schedule() if rate is None else rate,
+    }
+
+
+def _at(name: str, group: dict[str, Any], count: int) -> float:
+    value = group[name]
+    if callable(value):
+        value = value(count)
+        _check({name: value})
+    return float(value)
+
+
+def _check(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        if name in ("lr", "weight_decay"):
+            check_number(name, value, at_least=0)
+        elif name == "b1":
+            check_number(name, value, at_least=0, below=1)
+        elif name == "preconditioner_update_probability" and not callable(value):
+            check_number(name, value, above=0, at_most=1)
+        elif name == "preconditioner_lr" and not callable(value):
+            check_number(name, value, above=0, below=1)
+        elif name == "whiten":
+            check_choice(name, value, ("momentum", "gradient"))
+        elif name == "hvp":
+            check_choice(name, value, (None, "exact", "finite_difference"))
+        elif name == "clip":
+            check_clip(value)
+        elif name == "maximize":
+            check_flag(name, value)
+        elif name == "seed":
+            check_integer(name, value, at_least=0)
