@@ -18,11 +18,11 @@ from torch import nn
 from suite.core import linalg
 from suite.core.noise import unit_noise
 from suite.core.statistics import LayerStatistics
+from suite.torch.dtensors import is_sharded, like, local
 from suite.torch.free import FreeParameters, Watched
 from suite.torch.hooks import Hook, ModeAround, in_backward
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import Bases, LayerSpec, bag_second_moments, output_positions, sums
-from suite.torch.tensor_parallel import is_sharded, like, local
 
 
 class Captured(NamedTuple):

@@ -12,10 +12,10 @@ from torch import nn
 
 from suite.core.routing import Route, Routing, describe_factors
 from suite.torch.attention import Attention
+from suite.torch.dtensors import sharded_modules, split_dim, tensor_axes
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer, Layout, Piece, Site
 from suite.torch.recurrent import GRU, LSTM, RNN, Product
 from suite.torch.rows import LayerSpec
-from suite.torch.tensor_parallel import sharded_modules, split_dim, tensor_axes
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -16,9 +16,9 @@ from torch import nn
 
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.noise import unit_noise
+from suite.torch.dtensors import sharded_modules
 from suite.torch.hooks import Hook, in_backward
 from suite.torch.kfac_engine import KFACEngine
-from suite.torch.tensor_parallel import sharded_modules
 
 FisherType = Literal["empirical", "mc", "type-2"]
 Likelihood = Categorical | Bernoulli | Gaussian

@@ -7,17 +7,14 @@ a part, a box of indices; the gradient workers of a layer get the whole from tho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from suite.torch.collectives import Parcel
+from suite.torch.dtensors import Box, box_of, is_sharded, local, shape_of, size_of, slices
 from suite.torch.factors import LayerFactors
 from suite.torch.layers import Layer, Piece
-from suite.torch.tensor_parallel import chunk, is_sharded, local
-
-Box = tuple[tuple[int, int], ...]  # (start, stop) on each axis
 
 
 class _Shipment(NamedTuple):
@@ -65,9 +62,9 @@ class GradientExchange:
         }
         for number, s in enumerate(shipments):
             if s.parcel.source == rank and rank in s.parcel.destinations:
-                result[s.layer][s.piece][_slices(s.box)] = self._part(s)
+                result[s.layer][s.piece][slices(s.box)] = self._part(s)
             elif number in found:
-                result[s.layer][s.piece][_slices(s.box)] = found[number]
+                result[s.layer][s.piece][slices(s.box)] = found[number]
         return result
 
     def deliver(
@@ -98,7 +95,7 @@ class GradientExchange:
 
         def content(number: int) -> torch.Tensor:
             s = shipments[number]
-            return split[s.layer][s.piece][_slices(s.box)]
+            return split[s.layer][s.piece][slices(s.box)]
 
         found = self.ranks.send(
             [s.parcel for s in shipments],
@@ -113,8 +110,8 @@ class GradientExchange:
         for i, parts in split.items():
             for j, part in enumerate(parts):
                 box = self._box(rank, i, j)
-                if _size(box):
-                    self._write(i, j, box, part[_slices(box)], coefficient)
+                if size_of(box):
+                    self._write(i, j, box, part[slices(box)], coefficient)
         return coefficient
 
     def _products(
@@ -147,7 +144,7 @@ class GradientExchange:
             own_rows.copy_(part)
             return
         own = _offset(piece, _box_of(piece), box)
-        local(gradient)[_slices(own)].copy_(part)
+        local(gradient)[slices(own)].copy_(part)
 
     # ---- who has and who needs what ------------------------------------------------------------
 
@@ -170,10 +167,12 @@ class GradientExchange:
                 receivers: dict[tuple[int, Box], list[int]] = {}
                 for rank in range(self.ranks.world):
                     source, box = placement.source(i, rank), self._box(rank, i, j)
-                    if source != rank and _size(box):
+                    if source != rank and size_of(box):
                         receivers.setdefault((source, box), []).append(rank)
                 for (source, box), ranks in receivers.items():
-                    parcel = Parcel(layer.name, _shape(box), piece.parameter.dtype, source, tuple(ranks))
+                    parcel = Parcel(
+                        layer.name, shape_of(box), piece.parameter.dtype, source, tuple(ranks)
+                    )
                     self._outbound.append(_Shipment(i, j, box, parcel))
 
     def _plan_inbound(self, i: int, j: int, workers: Sequence[int]) -> None:
@@ -181,7 +180,7 @@ class GradientExchange:
         holders: dict[Box, list[int]] = {}
         for rank in range(self.ranks.world):
             box = self._box(rank, i, j)
-            if _size(box):
+            if size_of(box):
                 holders.setdefault(box, []).append(rank)
         for box, ranks in holders.items():
             by_source: dict[int, list[int]] = {}
@@ -190,7 +189,7 @@ class GradientExchange:
                 by_source.setdefault(source, []).append(worker)
             for source, destinations in by_source.items():
                 dtype = _pieces(layer)[j].parameter.dtype
-                parcel = Parcel(layer.name, _shape(box), dtype, source, tuple(destinations))
+                parcel = Parcel(layer.name, shape_of(box), dtype, source, tuple(destinations))
                 self._inbound.append(_Shipment(i, j, box, parcel))
 
     def _box(self, rank: int, i: int, j: int) -> Box:
@@ -203,8 +202,8 @@ class GradientExchange:
         piece = _pieces(self.layers[s.layer])[s.piece]
         gradient = piece.parameter.grad
         if gradient is None:
-            return torch.zeros(_shape(s.box), dtype=piece.parameter.dtype, device=self.ranks.device)
-        return local(gradient)[_slices(_offset(piece, _box_of(piece), s.box))]
+            return torch.zeros(shape_of(s.box), dtype=piece.parameter.dtype, device=self.ranks.device)
+        return local(gradient)[slices(_offset(piece, _box_of(piece), s.box))]
 
 
 def _pieces(layer: Layer) -> list[Piece]:
@@ -213,22 +212,7 @@ def _pieces(layer: Layer) -> list[Piece]:
 
 def _box_of(piece: Piece) -> Box:
     """What this rank has of a parameter, in the indices of its tensor-parallel block."""
-    parameter: Any = piece.parameter
-    box = [(0, n) for n in replace(piece, stop=None).shape]
-    if not is_sharded(parameter):
-        return tuple(box)
-    mesh = parameter.device_mesh
-    for axis in range(mesh.ndim - piece.tensor_axes):
-        dim = getattr(parameter.placements[axis], "dim", None)
-        if dim is not None:
-            start, stop = box[dim]
-            box[dim] = chunk(start, stop, mesh.size(axis), mesh.get_local_rank(axis))
-    if _shape(box) != tuple(local(parameter).shape):
-        raise ValueError(
-            f"K-FAC does not know this way to shard a parameter of shape {tuple(parameter.shape)}: "
-            f"placements {parameter.placements} on {mesh}"
-        )
-    return tuple(box)
+    return box_of(piece.parameter, piece.tensor_axes)
 
 
 def _within(piece: Piece, box: Box) -> Box:
@@ -245,15 +229,3 @@ def _offset(piece: Piece, own: Box, box: Box) -> Box:
     first = piece.start if piece.stop is not None else 0
     shifts = [a - (first if axis == 0 else 0) for axis, (a, _) in enumerate(own)]
     return tuple((a - shift, b - shift) for (a, b), shift in zip(box, shifts, strict=True))
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in box)
-
-
-def _shape(box: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    return tuple(b - a for a, b in box)
-
-
-def _size(box: Box) -> int:
-    return torch.Size(_shape(box)).numel()

@@ -20,10 +20,10 @@ from suite.core.placement import gradient_workers
 from suite.core.routing import Routing
 from suite.torch.checks import check_dtype, warn_user
 from suite.torch.collectives import Ranks
+from suite.torch.dtensors import data_group
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.kfac_engine import RANK_STRIDE, KFACEngine
-from suite.torch.tensor_parallel import data_group
 
 Schedule: TypeAlias = float | Callable[[int], float]
 

@@ -25,13 +25,13 @@ from suite.torch.capture import (
 )
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Ranks
+from suite.torch.dtensors import local
 from suite.torch.factors import LayerFactors, at_least_single
 from suite.torch.find_layers import FoundLayers
 from suite.torch.gradients import GradientExchange
 from suite.torch.hooks import Hook, ModeAround
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer
 from suite.torch.summing import Scaling, summed_factors, summed_products
-from suite.torch.tensor_parallel import local
 from suite.torch.uses import UseCounter
 
 Taken = list[Captured | None]

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+from suite.torch.dtensors import block_shape, is_sharded, local
 from suite.torch.recurrent import Product
 from suite.torch.rows import LayerSpec
-from suite.torch.tensor_parallel import block_shape, is_sharded, local
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -29,7 +29,7 @@ class Piece:
     parameter: nn.Parameter
     start: int = 0
     stop: int | None = None
-    tensor_axes: int = 0  # of its mesh, see tensor_parallel.py: then it is this rank's block
+    tensor_axes: int = 0  # of its mesh, see dtensors.py: then it is this rank's block
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,14 +1,14 @@
-"""Weights that are split over a tensor-parallel mesh: each rank's part is a block of its own.
+"""Parameters that are DTensors: what this rank has of them.
 
-A DTensor's mesh has axes over which FSDP2 shards (and replicates) a parameter, then axes of tensor
-parallelism. The part that is left after the latter takes the parameter's place in K-FAC: for a weight
-that is split by outputs (ColwiseParallel) G is block-diagonal with a block a rank, for one that is split
-by inputs (RowwiseParallel) A is.
+A mesh has axes over which FSDP2 shards (and replicates) a parameter, then axes of tensor parallelism.
+For K-FAC the block that is left after the latter takes the parameter's place: for a weight that is split
+by outputs (ColwiseParallel) G is block-diagonal with a block a rank, for one that is split by inputs
+(RowwiseParallel) A is. Kron preconditions the whole parameter, whatever splits it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,50 @@ def chunk(start: int, stop: int, parts: int, number: int) -> tuple[int, int]:
     each = -(-(stop - start) // parts)
     first = min(start + number * each, stop)
     return first, min(first + each, stop)
+
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) on each axis
+
+
+def box_of(parameter: Any, tensor_axes: int = 0) -> Box:
+    """What this rank has of a parameter, in the indices of the whole.
+
+    Args:
+        tensor_axes: with K-FAC's number of them: in the indices of this rank's tensor-parallel block.
+
+    Raises:
+        ValueError: a way to shard that is not known.
+    """
+    if not is_sharded(parameter):
+        return tuple((0, n) for n in parameter.shape)
+    mesh = parameter.device_mesh
+    box = [(0, n) for n in block_shape(parameter, tensor_axes)]
+    axes = [(axis, parameter.placements[axis]) for axis in range(mesh.ndim - tensor_axes)]
+    # FSDP2 over tensor parallelism: its axis comes first in the mesh, but cuts what the other has left.
+    axes.sort(key=lambda pair: hasattr(pair[1], "split_factor"))
+    for axis, placement in axes:
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            start, stop = box[dim]
+            box[dim] = chunk(start, stop, mesh.size(axis), mesh.get_local_rank(axis))
+    if shape_of(box) != tuple(local(parameter).shape):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is sharded in a way that is not known: "
+            f"placements {parameter.placements} on {mesh}"
+        )
+    return tuple(box)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in box)
+
+
+def shape_of(box: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in box)
+
+
+def size_of(box: Box) -> int:
+    return torch.Size(shape_of(box)).numel()
 
 
 def block_shape(parameter: Any, axes: int) -> tuple[int, ...]:
