@@ -166,6 +166,15 @@ def plan_placement(
     )
 
 
+def plan_owners(costs: Sequence[int], world: int) -> list[int]:
+    """A rank for each of some independent jobs, so that the busiest has as little as possible."""
+    check_integer("world", world, at_least=1)
+    jobs = [_Job(cost, number, ((number, ""),)) for number, cost in enumerate(costs)]
+    schedule = _Schedule(world, [tuple(range(world))], jobs, [0] * len(jobs))
+    schedule.improve()
+    return schedule.rank_of
+
+
 def makespan_bound(costs: Sequence[int], world: int) -> int:
     """A makespan that no assignment of jobs of these costs to `world` ranks can beat.
 

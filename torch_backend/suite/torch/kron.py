@@ -15,6 +15,8 @@ from suite.core.routing import Route, Routing, describe_factors
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip
 from suite.torch.checks import check_dtype
+from suite.torch.collectives import Ranks
+from suite.torch.dtensors import is_sharded, local
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.kron_engine import KronEngine, Pairs, StepSettings
 
@@ -83,6 +85,15 @@ class Kron(torch.optim.Optimizer):
             an update is due. 'finite_difference': `step` needs a closure as torch.optim.LBFGS does, and
             calls it again at a nearby point; it must be a function of the parameters alone.
 
+        distributed: with several ranks, 'replicate': each fits and preconditions everything; 'shard':
+            each has a share of the blocks, balanced by cost, and they exchange directions. One
+            trajectory either way, that of one process. Gradients must be averaged over ranks before
+            `step` (by DistributedDataParallel or `fully_shard`, whose DTensors are preconditioned whole,
+            not shard by shard); all ranks call `step`, and with 'shard' `state_dict`, together. Not with
+            `hvp`.
+        process_group: those ranks; default: all, if torch.distributed is initialized by now.
+        allreduce_bucket_cap_mb: what is sent travels in buckets of at most so many megabytes.
+
     Raises:
         ValueError, TypeError: bad values; complex parameters; sparse gradients (at `step`).
 
@@ -120,9 +131,17 @@ class Kron(torch.optim.Optimizer):
         maximize: bool = False,
         seed: int = 0,
         hvp: Literal["exact", "finite_difference"] | None = None,
+        distributed: Literal["replicate", "shard"] = "replicate",
+        process_group: Any = None,
+        allreduce_bucket_cap_mb: float = 25.0,
     ) -> None:
         check_choice("hvp", hvp, (None, "exact", "finite_difference"))
-        self.hvp = hvp
+        check_choice("distributed", distributed, ("replicate", "shard"))
+        check_number("allreduce_bucket_cap_mb", allreduce_bucket_cap_mb, at_least=0)
+        if hvp is not None and distributed == "shard":
+            raise ValueError(f"distributed must be 'replicate' with hvp={hvp!r}, got 'shard'")
+        self.hvp, self.distributed = hvp, distributed
+        self._ranks = Ranks(process_group, allreduce_bucket_cap_mb)
         defaults = {
             "lr": lr,
             "b1": b1,
@@ -176,6 +195,9 @@ class Kron(torch.optim.Optimizer):
         if any(p.is_complex() for p in group["params"]):
             self.param_groups.pop()
             raise ValueError("Kron does not cover complex parameters: pass torch.view_as_real of them")
+        if self.hvp is not None and any(is_sharded(p) for p in group["params"]):
+            self.param_groups.pop()
+            raise ValueError(f"parameters must not be sharded with hvp={self.hvp!r}, got DTensors")
         self._add_engine(group)
 
     def _add_engine(self, group: dict[str, Any]) -> None:
@@ -189,6 +211,8 @@ class Kron(torch.optim.Optimizer):
             seed=group["seed"],
             mu_dtype=group["mu_dtype"],
             precond_dtype=group["precond_dtype"],
+            ranks=self._ranks,
+            shard=self.distributed == "shard",
         )
         self._engines.append(engine)
         self._attach_state(engine)
@@ -200,7 +224,8 @@ class Kron(torch.optim.Optimizer):
             self.state[parameter] = {**engine.views(index), "skipped_steps": self._skipped}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_engines": self._engines, "_skipped": self._skipped, "hvp": self.hvp}
+        names = ("_engines", "_skipped", "hvp", "distributed", "_ranks")
+        own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -219,11 +244,10 @@ class Kron(torch.optim.Optimizer):
         gradients = [p.grad for engine in self._engines for p in engine.parameters if p.grad is not None]
         if any(g.is_sparse for g in gradients):
             raise ValueError("Kron needs dense gradients: build the embedding with sparse=False")
-        if not gradients or self._skipped is None:
+        if self._skipped is None or (not gradients and self._ranks.alone):
             return loss
         products = [h for pair in pairs if pair is not None for h in pair.products]
-        largest = torch.nn.utils.get_total_norm([*gradients, *products], norm_type=float("inf"))
-        finite = largest.isfinite()
+        finite = self._all_finite([local(g) for g in gradients] + products)
         self._skipped += (~finite).to(self._skipped.device)
         clocks = [{name: group[name] for name in _COUNTS} for group in self.param_groups]
         for group, engine, pair in zip(self.param_groups, self._engines, pairs, strict=True):
@@ -234,6 +258,16 @@ class Kron(torch.optim.Optimizer):
             for group, clock in zip(self.param_groups, clocks, strict=True):
                 group.update(clock)
         return loss
+
+    def _all_finite(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """(): whether all are, on every rank. The host does not wait."""
+        largest = torch.nn.utils.get_total_norm(
+            [x for x in tensors if x.numel()], norm_type=float("inf")
+        )
+        finite = largest.isfinite()
+        if self._ranks.alone:
+            return finite
+        return self._ranks.total((~finite).double(), "Kron's agreement on the step") == 0
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> tuple[Any, list[Pairs | None]]:
         """The closure's loss, and for each group the pairs that are due."""
@@ -291,7 +325,7 @@ class Kron(torch.optim.Optimizer):
             pairs,
         )
         chosen = [(p, d) for p, d in zip(engine.parameters, directions, strict=True) if d is not None]
-        parameters, updates = [p for p, _ in chosen], [d.to(p.dtype) for p, d in chosen]
+        parameters, updates = [local(p) for p, _ in chosen], [d.to(p.dtype) for p, d in chosen]
         if group["weight_decay"] != 0:
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
         # A product, not a branch on `finite`: the host does not wait. Directions are finite by now.
@@ -332,16 +366,32 @@ class Kron(torch.optim.Optimizer):
                 usage["preconditioners"] += sum(p.nbytes for p in pack.kron.preconditioners)
         return usage
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = True) -> dict[str, Any]:
         """As any torch optimizer's, of plain values: schedules, being functions, are left out.
 
         As with torch's own, its tensors are the live ones, which later steps change: save or copy it.
+
+        Args:
+            gather: with distributed='shard', collect all state on every rank; all must call it then.
+                With False it is what this rank has, block by block, for torch.distributed.checkpoint.
         """
         saved = super().state_dict()
         saved["param_groups"] = [
             {key: value for key, value in group.items() if not callable(value)}
             for group in saved["param_groups"]
         ]
+        if self.distributed == "shard" and not self._ranks.alone:
+            index_of = {
+                id(p): index
+                for group, packed in zip(self.param_groups, saved["param_groups"], strict=True)
+                for p, index in zip(group["params"], packed["params"], strict=True)
+            }
+            for engine in self._engines:
+                every = engine.gathered() if gather else []
+                for i, parameter in enumerate(engine.parameters):
+                    own = every[i] if gather else engine.rows(i)
+                    skipped = {"skipped_steps": self._skipped}
+                    saved["state"][index_of[id(parameter)]] = {**own, **skipped}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -357,23 +407,44 @@ class Kron(torch.optim.Optimizer):
         own = [p for group in self.param_groups for p in group["params"]]
         if len(saved) != len(own) or len(state_dict["param_groups"]) != len(self.param_groups):
             raise ValueError(f"state_dict must have {len(own)} parameters, got {len(saved)}")
+        places = {id(p): (e, i) for e in self._engines for i, p in enumerate(e.parameters)}
         for index, parameter in zip(saved, own, strict=True):
-            expected = {k: tuple(v.shape) for k, v in self.state.get(parameter, {}).items()}
-            found = {k: tuple(v.shape) for k, v in state_dict["state"].get(index, {}).items()}
-            if expected != found:
-                raise ValueError(f"state of parameter {index} must have {expected}, got {found}")
+            record = state_dict["state"].get(index, {})
+            if id(parameter) in places:
+                _require_fit(index, *places[id(parameter)], record)
+            elif record:
+                raise ValueError(f"state of parameter {index} must be empty, got {sorted(record)}")
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if saved_group["seed"] != group["seed"]:
                 raise ValueError(f"seed must be {saved_group['seed']}, as saved, got {group['seed']}")
         for index, parameter in zip(saved, own, strict=True):
-            for key, tensor in self.state.get(parameter, {}).items():
-                tensor.copy_(state_dict["state"][index][key])
+            if id(parameter) in places:
+                engine, i = places[id(parameter)]
+                engine.restore(i, state_dict["state"][index])
+                if self._skipped is not None:
+                    self._skipped.copy_(state_dict["state"][index]["skipped_steps"])
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved_group.items() if k not in ("params", "param_names")})
         for engine in self._engines:
             engine.after_load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+def _require_fit(index: int, engine: KronEngine, number: int, record: dict[str, torch.Tensor]) -> None:
+    """ValueError unless a record is one parameter's, whole or block by block."""
+    expected = {name: shape for name, (shape, _) in engine.expected(number).items()}
+    expected["skipped_steps"] = ()
+    found = {name: tuple(tensor.shape) for name, tensor in record.items()}
+    rows = {name: shape[1:] for name, shape in expected.items() if name != "skipped_steps"}
+    by_block = [name for name in found if name.rpartition(".")[0] in rows]
+    if by_block:
+        missing = sorted(engine.rows(number).keys() - found.keys())
+        wrong = [name for name in by_block if found[name] != rows[name.rpartition(".")[0]]]
+        if missing or wrong:
+            raise ValueError(f"state of parameter {index} lacks {missing}, has a wrong shape in {wrong}")
+    elif expected != found and (engine.rows(number) or found != {"skipped_steps": ()}):
+        raise ValueError(f"state of parameter {index} must have {expected}, got {found}")
 
 
 def _widest(tensors: list[torch.Tensor]) -> torch.dtype:

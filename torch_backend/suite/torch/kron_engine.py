@@ -2,11 +2,14 @@
 
 The tensors of a bucket are stacked. What a parameter's state holds are views of them, so that state
 stays per parameter (`state_dict`, `load_state_dict`) while each step is a few calls for all of them.
+
+Over several ranks either all of them do the same, or each has a share of the blocks (kron_shares.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +19,8 @@ from suite.core import kron as core_kron
 from suite.core._namespace import lift
 from suite.core.rounding import stochastic_round
 from suite.core.step_size import Clip, clipped, normalized
+from suite.torch.collectives import Ranks
+from suite.torch.kron_shares import Share, ShareExchange, plan_shares
 
 
 class StepSettings(NamedTuple):
@@ -61,41 +66,48 @@ class KronEngine:
         seed: int,
         mu_dtype: torch.dtype | None,
         precond_dtype: torch.dtype | None,
+        ranks: Ranks,
+        shard: bool,
     ) -> None:
-        self.parameters = parameters
+        self.parameters, self.ranks = parameters, ranks
         self.rule = rule
+        self.mu_dtype, self.precond_dtype = mu_dtype, precond_dtype
         self.plans = [blocks.plan_blocks(p.shape, structure) for p in parameters]
-        stacks: list[tuple[Any, int]] = []
-        self.stack_of: list[list[int]] = []  # for each parameter, its stacks' places in `stacks`
-        for parameter, plan in zip(parameters, self.plans, strict=True):
-            self.stack_of.append([])
-            for tile in plan.tiles:
-                key = (tile.sizes, plan.diagonal, parameter.dtype, parameter.device)
-                self.stack_of[-1].append(len(stacks))
-                stacks.append((key, plan.tile_blocks(tile)))
-        self.buckets = buckets.plan_buckets(stacks)
-        self.stacks = len(stacks)
+        self.shares = plan_shares(parameters, self.plans, ranks, shard)
+        self.exchange = ShareExchange(parameters, self.plans, self.shares, ranks, shard)
+        own = [i for i, share in enumerate(self.shares) if share.owner == ranks.rank]
+        found = buckets.plan_buckets([self._stack(self.shares[i]) for i in own])
+        self.buckets = tuple(  # of the shares that are here, by their number
+            buckets.Bucket(b.key, tuple(replace(m, index=own[m.index]) for m in b.members))
+            for b in found
+        )
         self.places = {m.index: (i, m) for i, bucket in enumerate(self.buckets) for m in bucket.members}
-        owner: list[list[int]] = []
-        for number, plan in zip(numbers, self.plans, strict=True):
-            of_blocks = iter(noise.stream_numbers(number, plan.blocks, seed))
-            owner += [[next(of_blocks) for _ in range(plan.tile_blocks(tile))] for tile in plan.tiles]
+        streams = [
+            _by_tile(plan, noise.stream_numbers(number, plan.blocks, seed))
+            for number, plan in zip(numbers, self.plans, strict=True)
+        ]
         self.packs: list[Pack] = []
         for bucket in self.buckets:
-            sizes, diagonal, dtype, device = bucket.key
-            factor_dtype = precond_dtype or torch.promote_types(dtype, torch.float32)
-            like = torch.empty(0, dtype=factor_dtype, device=device)
-            streams = [stream for member in bucket.members for stream in owner[member.index]]
-            self.packs.append(
-                Pack(
-                    torch.zeros((bucket.blocks, *sizes), dtype=mu_dtype or dtype, device=device),
-                    torch.zeros(
-                        bucket.blocks, dtype=torch.promote_types(dtype, torch.float32), device=device
-                    ),
-                    rule.init(like, (bucket.blocks, *sizes), diagonal),
-                    torch.tensor(streams, dtype=torch.int32, device=device),
-                )
-            )
+            shares = [self.shares[member.index] for member in bucket.members]
+            of_blocks = [n for s in shares for n in streams[s.parameter][s.tile][s.start : s.stop]]
+            self.packs.append(self._new_pack(bucket.key, bucket.blocks, of_blocks))
+
+    def _stack(self, share: Share) -> tuple[Any, int]:
+        """(what blocks of one bucket have in common, number of blocks)"""
+        parameter, plan = self.parameters[share.parameter], self.plans[share.parameter]
+        sizes = plan.tiles[share.tile].sizes
+        return (sizes, plan.diagonal, parameter.dtype, parameter.device), share.stop - share.start
+
+    def _new_pack(self, key: Any, count: int, streams: list[int]) -> Pack:
+        sizes, diagonal, dtype, device = key
+        wide = torch.promote_types(dtype, torch.float32)
+        like = torch.empty(0, dtype=self.precond_dtype or wide, device=device)
+        return Pack(
+            torch.zeros((count, *sizes), dtype=self.mu_dtype or dtype, device=device),
+            torch.zeros(count, dtype=wide, device=device),
+            self.rule.init(like, (count, *sizes), diagonal),
+            torch.tensor(streams, dtype=torch.int32, device=device),
+        )
 
     def step(
         self,
@@ -108,13 +120,15 @@ class KronEngine:
 
         With `pairs` the factors are fitted to them and not to the gradients.
         """
+        present = [gradient is not None for gradient in gradients]
+        gradients = self.exchange.whole(gradients)
         if settings.normalize_grads:
             gradients = [None if g is None else normalized(g, g.ndim) for g in gradients]
         stacks = self._split(gradients)
-        present = [stack is not None for stack in stacks]
+        filled = [stack is not None for stack in stacks]
         of_pairs = None if pairs is None else (self._split(pairs.vectors), self._split(pairs.products))
         for i, bucket in enumerate(self.buckets):
-            here = [present[member.index] for member in bucket.members]
+            here = [filled[member.index] for member in bucket.members]
             if not any(here):
                 continue
             keep = self._keep(i, here, finite)
@@ -134,17 +148,21 @@ class KronEngine:
                 _write(self.packs[i].kron, state, keep)
             condition = keep.reshape(-1, *(1,) * (signal.ndim - 1)) if keep.ndim else keep
             buckets.scatter(bucket, torch.where(condition, direction, 0.0), stacks)
-        return [
-            None if gradient is None else blocks.merge(plan, [stacks[place] for place in places])
-            for gradient, plan, places in zip(gradients, self.plans, self.stack_of, strict=True)
-        ]
+        return self.exchange.directions(present, stacks)
 
     def _split(self, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-        stacks: list[Any] = [None] * self.stacks
-        for tensor, plan, places in zip(tensors, self.plans, self.stack_of, strict=True):
+        """By share; None for those of others and of parameters without a tensor."""
+        stacks: list[Any] = [None] * len(self.shares)
+        cut: dict[int, list[torch.Tensor]] = {}
+        for i in self.places:
+            share = self.shares[i]
+            tensor = tensors[share.parameter]
             if tensor is not None:
-                for place, stack in zip(places, blocks.split(plan, tensor), strict=True):
-                    stacks[place] = stack
+                if share.parameter not in cut:
+                    cut[share.parameter] = blocks.split(self.plans[share.parameter], tensor)
+                stack = cut[share.parameter][share.tile]
+                whole = share.stop - share.start == stack.shape[0]
+                stacks[i] = stack if whole else stack[share.start : share.stop]
         return stacks
 
     def _keep(self, i: int, here: list[bool], finite: torch.Tensor) -> torch.Tensor:
@@ -214,29 +232,87 @@ class KronEngine:
 
     def vectors(self, step: int) -> list[torch.Tensor]:
         """Noise like the parameters, for pairs (v, H v); the same in every framework."""
-        stacks: list[Any] = [None] * self.stacks
+        stacks: list[Any] = [None] * len(self.shares)
         for bucket, pack in zip(self.buckets, self.packs, strict=True):
             dtype = torch.promote_types(pack.weight.dtype, torch.float32)
             shape = tuple(pack.momentum.shape[1:])
             buckets.scatter(bucket, noise.draw(pack.streams, step, noise.PAIR, shape, dtype), stacks)
-        return [
-            blocks.merge(plan, [stacks[place] for place in places]).to(parameter.dtype)
-            for parameter, plan, places in zip(self.parameters, self.plans, self.stack_of, strict=True)
-        ]
+        found = self.exchange.directions([True] * len(self.parameters), stacks)
+        return [x.to(p.dtype) for x, p in zip(found, self.parameters, strict=True) if x is not None]
+
+    # ---- state -------------------------------------------------------------------------------------
 
     def views(self, index: int) -> dict[str, torch.Tensor]:
-        """The state of one parameter: views of its part of every bucket it is in."""
-        found: dict[str, torch.Tensor] = {}
-        for tile, place in enumerate(self.stack_of[index]):
-            i, member = self.places[place]
-            for name, tensor in _named(self.packs[i]).items():
-                found[f"tile{tile}.{name}"] = tensor[member.start : member.stop]
+        """The state of one parameter as far as it is here: views of its parts of every bucket."""
+        return {
+            f"{self._label(share)}.{name}": tensor
+            for share, tensors in self._here(index)
+            for name, tensor in tensors.items()
+        }
+
+    def rows(self, index: int) -> dict[str, torch.Tensor]:
+        """`views`, block by block: names that do not depend on who has which blocks."""
+        return {
+            f"tile{share.tile}.{name}.{share.start + row}": tensor[row]
+            for share, tensors in self._here(index)
+            for name, tensor in tensors.items()
+            for row in range(tensor.shape[0])
+        }
+
+    def expected(self, index: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of all state of one parameter, wherever it is."""
+        plan, parameter = self.plans[index], self.parameters[index]
+        found = {}
+        for number, tile in enumerate(plan.tiles):
+            key = (tile.sizes, plan.diagonal, parameter.dtype, torch.device("meta"))
+            pack = self._new_pack(key, plan.tile_blocks(tile), [])
+            for name, tensor in _named(pack).items():
+                found[f"tile{number}.{name}"] = tuple(tensor.shape), tensor.dtype
         return found
+
+    def gathered(self) -> list[dict[str, torch.Tensor]]:
+        """All state of every parameter, on every rank; all ranks call it."""
+        here = [dict(self._here_by_share(i)) for i in range(len(self.parameters))]
+        return self.exchange.gathered(here, [self.expected(i) for i in range(len(self.parameters))])
+
+    def restore(self, index: int, record: Mapping[str, torch.Tensor]) -> None:
+        """Take over what is this rank's of `gathered` or `rows`."""
+        for share, tensors in self._here(index):
+            for name, tensor in tensors.items():
+                whole = record.get(f"tile{share.tile}.{name}")
+                if whole is not None:
+                    tensor.copy_(whole[share.start : share.stop])
+                    continue
+                for row in range(tensor.shape[0]):
+                    tensor[row].copy_(record[f"tile{share.tile}.{name}.{share.start + row}"])
+
+    def _here_by_share(self, index: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        found = []
+        for i, share in enumerate(self.shares):
+            if share.parameter == index and i in self.places:
+                number, member = self.places[i]
+                tensors = _named(self.packs[number])
+                found.append((i, {n: x[member.start : member.stop] for n, x in tensors.items()}))
+        return found
+
+    def _here(self, index: int) -> list[tuple[Share, dict[str, torch.Tensor]]]:
+        return [(self.shares[i], tensors) for i, tensors in self._here_by_share(index)]
+
+    def _label(self, share: Share) -> str:
+        plan = self.plans[share.parameter]
+        whole = share.stop - share.start == plan.tile_blocks(plan.tiles[share.tile])
+        return f"tile{share.tile}" if whole else f"tile{share.tile}.blocks{share.start}"
 
     def after_load(self) -> None:
         """Recompute what follows from loaded state: P = QᵀQ of every factor."""
         for i, pack in enumerate(self.packs):
             self.packs[i] = pack._replace(kron=self.rule.square(pack.kron))
+
+
+def _by_tile(plan: blocks.BlockPlan, numbers: Sequence[int]) -> list[list[int]]:
+    """The blocks' numbers, for each tile."""
+    rest = iter(numbers)
+    return [[next(rest) for _ in range(plan.tile_blocks(tile))] for tile in plan.tiles]
 
 
 def _named(pack: Pack) -> dict[str, torch.Tensor]:
