@@ -65,7 +65,8 @@ def finite_difference(
     before = dict(zip(map(id, parameters), gradients, strict=True))
     try:
         for p, v in zip(chosen, vectors, strict=True):
-            p.add_(v, alpha=step)
+            if p.requires_grad:
+                p.add_(v, alpha=step)
         with torch.enable_grad():
             closure()
         products = []
