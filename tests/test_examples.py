@@ -252,6 +252,7 @@ def test_derivatives_carried_forward_are_autograds():
     torch.testing.assert_close(rows[:, 3], laplacian)
 
 
+@pytest.mark.slow
 def test_races_of_kron_in_a_few_steps(tmp_path, capsys):
     assert kron_races.main(["--steps", "2", "--output", str(tmp_path / "races")]) == 0
     results = json.loads((tmp_path / "races" / "races.json").read_text())["results"]

@@ -16,6 +16,8 @@ from suite.core import noise
 from suite.core.rounding import stochastic_round
 from suite.jax import get_opt_state_partition_specs, hessian_vector_product, kron, scale_by_kron
 
+pytestmark = pytest.mark.slow
+
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape))

@@ -15,6 +15,8 @@ import pytest
 
 from suite.jax import dense_newton, kron, lra, scale_by_dense, scale_by_kron, scale_by_lra
 
+pytestmark = pytest.mark.slow
+
 # name: (factory, settings that suit the problems below, whether it is given the loss)
 TRANSFORMATIONS = {
     "kron": (kron, {"learning_rate": 0.03}, False),

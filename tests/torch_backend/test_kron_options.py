@@ -148,9 +148,11 @@ def test_newton_with_a_loss_that_is_not_finite_changes_nothing(hvp):
 def test_newton_leaves_unused_frozen_and_linear_parameters_in_peace():
     model, loss_fn = problem()
     unused, linear = (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
-    optimizer = Kron([*model.parameters(), unused, linear], lr=0.1, hvp="exact")
+    frozen = torch.nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+    optimizer = Kron([*model.parameters(), unused, linear, frozen], lr=0.1, hvp="exact")
     for _ in range(3):
         optimizer.step(lambda: loss_fn() + linear.sum())
+    assert torch.equal(frozen, torch.ones(3, dtype=torch.float64))
     assert torch.equal(unused, torch.ones(2, dtype=torch.float64))
     assert torch.isfinite(linear).all()
     assert not torch.equal(linear, torch.ones(2, dtype=torch.float64))

@@ -33,14 +33,15 @@ def exact(
         gradient = dict(zip(map(id, inputs), found, strict=True))
         sources = [(gradient.get(id(p)), v) for p, v in zip(chosen, vectors, strict=True)]
         used = [(g, v) for g, v in sources if g is not None and g.requires_grad]
-        products: tuple[torch.Tensor | None, ...] = (None,) * len(chosen)
+        active = [p for p in chosen if p.requires_grad]
+        products: dict[int, torch.Tensor | None] = {}
         if used:
-            products = torch.autograd.grad(
-                [g for g, _ in used], chosen, [v for _, v in used], allow_unused=True
-            )
+            outputs, directions = [g for g, _ in used], [v for _, v in used]
+            second = torch.autograd.grad(outputs, active, directions, allow_unused=True)
+            products = dict(zip(map(id, active), second, strict=True))
     for p, g in zip(inputs, found, strict=True):
         p.grad = None if g is None else g.detach()
-    return loss.detach(), _filled(chosen, products)
+    return loss.detach(), _filled(chosen, [products.get(id(p)) for p in chosen])
 
 
 def finite_difference(
@@ -64,7 +65,8 @@ def finite_difference(
     before = dict(zip(map(id, parameters), gradients, strict=True))
     try:
         for p, v in zip(chosen, vectors, strict=True):
-            p.add_(v, alpha=step)
+            if p.requires_grad:
+                p.add_(v, alpha=step)
         with torch.enable_grad():
             closure()
         products = []
