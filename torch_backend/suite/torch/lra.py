@@ -13,6 +13,7 @@ from suite.core import moments, noise
 from suite.core.checks import check_choice, check_flag, check_integer, check_number
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip, clipped
+from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
 
 Schedule = float | Callable[[int], float]
@@ -36,6 +37,8 @@ class _WholeVector(torch.optim.Optimizer):
         own = self._parameters
         if any(p.is_complex() for p in own):
             raise ValueError("complex parameters are not covered: pass torch.view_as_real of them")
+        if any(is_sharded(p) for p in own):
+            raise ValueError("parameters must not be sharded, got DTensors: give suite.torch.Kron those")
         if len({(p.dtype, p.device) for p in own}) != 1:
             raise ValueError("parameters must share one dtype and one device")
         self.param_groups[0].update({"steps": 0, "updates": 0, "update_clock": 1.0})
