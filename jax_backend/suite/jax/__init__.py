@@ -10,17 +10,26 @@ except ImportError as error:
     ) from error
 
 from suite.core.schedules import precond_update_prob_schedule
-from suite.jax.capture import Plan, value_and_grad
-from suite.jax.kfac import kfac, scale_by_kfac
+from suite.jax.capture import probe, value_and_grad, verify
+from suite.jax.fisher import Bernoulli, Categorical, Gaussian
+from suite.jax.kfac import eigenbases, kfac, scale_by_kfac
 from suite.jax.kron import kron, routing, scale_by_kron
+from suite.jax.plan import Plan, Statistics
 
 __all__ = [
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
     "Plan",
+    "Statistics",
+    "eigenbases",
     "kfac",
     "kron",
     "precond_update_prob_schedule",
+    "probe",
     "routing",
     "scale_by_kfac",
     "scale_by_kron",
     "value_and_grad",
+    "verify",
 ]
