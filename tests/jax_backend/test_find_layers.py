@@ -412,9 +412,9 @@ def test_a_recurrent_network_by_scan_adds_over_steps():
 
     plan, statistics = check(loss, params, xs)
     flat = xs.reshape(30, 3)
-    np.testing.assert_allclose(statistics["['w']"].main.A[0], flat.T @ flat, rtol=1e-12)
+    np.testing.assert_allclose(statistics["['w']"].main.A[0, :3, :3], flat.T @ flat, rtol=1e-12)
     assert float(statistics["['u']"].main.rows[0]) == 30
-    assert {layer.name: layer.kind for layer in plan.layers}["['b']"] == "elementwise"
+    assert plan.routing["['b']"].reason == "bias of ['w']"
 
     def carried(p, xs):  # the parameters go through the loop's carry unchanged
         def step(carry, x):

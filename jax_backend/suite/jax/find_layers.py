@@ -146,6 +146,15 @@ class _Finder:
         elif isinstance(op, jaxprs.Reindex) and first is not None:
             self.follow_output(first, out, op.step)
             self.follow_counts(first, out, op.step)
+        elif isinstance(op, jaxprs.Add):
+            # What is added to a product has no part in its gradient: a bias may still follow.
+            for value in node.inputs:
+                known = None if value is None else self.outputs.get(value)
+                if known is None or self.readers[value] != 1 or node.custom is not None:
+                    continue
+                if self.shape(value) == self.shape(out) and known.site.loops == node.loops:  # type: ignore[arg-type]
+                    self.outputs[out] = known
+                    break
         elif isinstance(op, jaxprs.Equal):
             for one, other in (node.inputs, node.inputs[::-1]):
                 if one is None or other is None or one not in self.counting:

@@ -559,7 +559,7 @@ def varying_alike(slots: Any, *others: Any) -> Any:
 
 def _varying(x: Any) -> set[str]:
     """The mesh axes over which a value differs between devices, inside shard_map."""
-    kind = jax.typeof(x) if hasattr(jax, "typeof") else None
+    kind: Any = jax.typeof(x) if hasattr(jax, "typeof") else None
     if hasattr(kind, "manual_axis_type"):  # jax 0.10
         return set(kind.manual_axis_type.varying)
     return set(getattr(kind, "vma", ()))
