@@ -150,9 +150,10 @@ class _Finder:
             # What is added to a product has no part in its gradient: a bias may still follow.
             for value in node.inputs:
                 known = None if value is None else self.outputs.get(value)
-                if known is None or self.readers[value] != 1 or node.custom is not None:
+                if value is None or known is None or node.custom is not None:
                     continue
-                if self.shape(value) == self.shape(out) and known.site.loops == node.loops:  # type: ignore[arg-type]
+                alone = self.readers[value] == 1 and known.site.loops == node.loops
+                if alone and self.shape(value) == self.shape(out):
                     self.outputs[out] = known
                     break
         elif isinstance(op, jaxprs.Equal):
