@@ -39,12 +39,16 @@ def report(name: str, case, timed: bool) -> str:
     covered = sum(sizes[r.parameter] for r in plan.routing if r.preconditioned)
     factored = sum(
         sizes[plan.names[leaf]]
-        for leaf in {x for layer in plan.layers if layer.kind != "elementwise" for x in (layer.leaf, layer.bias)}
+        for leaf in {
+            x for layer in plan.layers if layer.kind != "elementwise" for x in (layer.leaf, layer.bias)
+        }
         if leaf is not None
     )
     total = sum(sizes.values())
     error = max(verify(loss_fn, params, *batch, rtol=1e-2).values())
-    line = f"{name:16} {total:8,} {covered / total:8.1%} {factored / total:9.1%} {trace:8.2f} {error:9.0e}"
+    line = (
+        f"{name:16} {total:8,} {covered / total:8.1%} {factored / total:9.1%} {trace:8.2f} {error:9.0e}"
+    )
     if timed:
         captured, plain = jax.jit(vag), jax.jit(jax.value_and_grad(loss_fn))
         seconds = []
@@ -66,9 +70,7 @@ def main() -> None:
     parser.add_argument("--no-time", action="store_true")
     options = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.default_backend()}")
-    print(
-        "model             params  covered  factored  trace s  verified compile s   plain s   cost"
-    )
+    print("model             params  covered  factored  trace s  verified compile s   plain s   cost")
     for library in options.library:
         try:
             cases = LIBRARIES[library]()

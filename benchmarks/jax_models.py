@@ -208,7 +208,12 @@ def plain_mixer() -> Case:
 
 
 def plain_gnn() -> Case:
-    params = {"message": dense(16, 16), "self": dense(8, 16), "update": dense(16, 16), "out": dense(16, 1)}
+    params = {
+        "message": dense(16, 16),
+        "self": dense(8, 16),
+        "update": dense(16, 16),
+        "out": dense(16, 1),
+    }
     edges = labels(10, 2, 24)
 
     def loss(p: Any, nodes: jax.Array, y: jax.Array) -> jax.Array:

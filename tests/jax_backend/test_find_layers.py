@@ -219,6 +219,7 @@ def test_lookups_count_rows():
         lambda p, ids: jnp.take(p, ids, axis=0, mode="clip"),
         lambda p, ids: jnp.moveaxis(jnp.take(p.T, ids, axis=1), 0, -1),
         lambda p, ids: jax.vmap(lambda i: p[i])(ids),
+        lambda p, ids: jax.vmap(jax.vmap(lambda i: p[i]))(ids),
     ):
         plan, statistics = check(functools.partial(loss, take=take), table, ids)
         own = statistics["params"].main

@@ -193,8 +193,13 @@ class value_and_grad:
         traced = self._trace(params, args, self._without_key(kwargs))
         plan = self._plan(traced, params)
         _check_bases(bases, plan)
+        leaves = jax.tree.leaves(params)
+        # Inside shard_map they are summed over devices where, and only where, gradients are.
         empty = {
-            layer.name: empty_sums(layer, plan.dtype(layer), bases is not None) for layer in plan.layers
+            layer.name: jaxprs.varying_alike(
+                empty_sums(layer, plan.dtype(layer), bases is not None), leaves[layer.leaf]
+            )
+            for layer in plan.layers
         }
         sites = [(layer, use) for layer in plan.layers for use in layer.uses]
 
@@ -214,7 +219,6 @@ class value_and_grad:
                 slots[i] = _by_loop(use, (own, known))
             return traced.run(leaves, probes, slots)
 
-        leaves = jax.tree.leaves(params)
         if self._fisher is None:
             both = jax.value_and_grad(lambda *given: _loss_first(run(*given)), (0, 1), has_aux=True)
             (loss, arrays), (grads, found) = both(leaves, empty)

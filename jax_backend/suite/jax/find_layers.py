@@ -328,7 +328,7 @@ class _Finder:
             return convolution, steps, ((0,), (1,), tuple(range(2, len(split)))), 0, values
         if isinstance(op, jaxprs.Gather) and w == 0:
             others = tuple(axis for axis in range(len(operand)) if axis != op.axis)
-            lookup = Lookup(operand[op.axis], op.offset_axes, op.clip)
+            lookup = Lookup(operand[op.axis], op.offset_axes, op.clip, op.component)
             return lookup, (), ((), others, (op.axis,)), 1, (values[0], *node.outputs)
         return None
 

@@ -73,6 +73,7 @@ class Gather(NamedTuple):
     axis: int
     offset_axes: Shape  # of the output: where the table's other axes are
     clip: bool  # whether indices out of range are brought into it; else they read nothing
+    component: int  # of an index, which number it is along that axis
 
 
 class Add(NamedTuple):
@@ -378,15 +379,22 @@ def _convolve(params: Any) -> Convolve | None:
 
 def _gather(eqn: Any) -> Gather | None:
     numbers, params = eqn.params["dimension_numbers"], eqn.params
-    table = tuple(eqn.invars[0].aval.shape)
-    if len(numbers.collapsed_slice_dims) != 1 or numbers.start_index_map != numbers.collapsed_slice_dims:
+    table, slices = tuple(eqn.invars[0].aval.shape), tuple(params["slice_sizes"])
+    single = [axis for axis in numbers.start_index_map if slices[axis] == 1 and table[axis] != 1]
+    single = single or list(numbers.collapsed_slice_dims)
+    if len(single) != 1 or getattr(numbers, "operand_batching_dims", ()):
         return None
-    if getattr(numbers, "operand_batching_dims", ()):
+    (axis,) = single
+    others = [i for i in range(len(table)) if i != axis]
+    clip = "CLIP" in str(params["mode"]).upper()
+    if any(slices[i] != table[i] or i in numbers.collapsed_slice_dims for i in others):
         return None
-    (axis,) = numbers.collapsed_slice_dims
-    if tuple(params["slice_sizes"]) != tuple(1 if i == axis else n for i, n in enumerate(table)):
+    if len(numbers.start_index_map) > 1 and not clip:  # where the whole of an axis is read from 0 on
         return None
-    return Gather(axis, tuple(numbers.offset_dims), "CLIP" in str(params["mode"]).upper())
+    kept = [i for i in range(len(table)) if i not in numbers.collapsed_slice_dims]
+    offsets = dict(zip(kept, numbers.offset_dims, strict=True))
+    component = tuple(numbers.start_index_map).index(axis)
+    return Gather(axis, tuple(offsets[i] for i in others), clip, component)
 
 
 # ---- running -----------------------------------------------------------------------------------

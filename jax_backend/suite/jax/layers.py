@@ -16,6 +16,7 @@ from suite.core.statistics import (
     elementwise_second_moment_sum,
     second_moment_sum,
 )
+from suite.jax.jaxprs import varying_alike
 from suite.jax.views import (
     Shape,
     Step,
@@ -51,11 +52,12 @@ class Convolution(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """Rows of a table; x are the indices, (..., 1)."""
+    """Rows of a table; x are the indices, (..., components)."""
 
     rows: int
     offset_axes: Shape  # of the output: the features
     clip: bool
+    component: int
 
 
 class Elementwise(NamedTuple):
@@ -160,7 +162,7 @@ def use_sums(
         diagonal = elementwise_sum(product, x, gradient)
         count = math.prod(gradient.shape) / max(diagonal.size, 1)
         rows = jnp.full(like.rows.shape, count, jnp.float32)
-        return Sums(jnp.full((1, 1, 1), count, dtype), diagonal.reshape(1, -1), rows, None)
+        return Sums(jnp.full((1, 1), count, dtype), diagonal.reshape(1, -1), rows, None)
     if reduce and use.rows:
         rows = rows * (_examples(product, x) / use.rows)
     diagonal_A, diagonal_G = layer.diagonal[::-1] if use.transposed else layer.diagonal
@@ -281,8 +283,8 @@ def elementwise_sum(product: Elementwise, x: Any, gradient: jax.Array) -> jax.Ar
 
 def _to_leaf(product: Elementwise, x: jax.Array) -> jax.Array:
     """Sum what was broadcast, undo what was moved."""
-    leaf = jax.ShapeDtypeStruct(product.shape, x.dtype)
-    (summed,) = jax.linear_transpose(lambda leaf: apply_steps(leaf, product.steps), leaf)(x)
+    leaf = varying_alike(jnp.zeros(product.shape, x.dtype), x)
+    (summed,) = jax.vjp(lambda leaf: apply_steps(leaf, product.steps), leaf)[1](x)
     return summed
 
 
@@ -308,7 +310,7 @@ def _sum(rows: jax.Array, examples: int) -> jax.Array:
 
 def _lookups(product: Lookup, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(n,) indices and whether each is one."""
-    indices = x.reshape(-1)
+    indices = x[..., product.component].reshape(-1)
     if product.clip:
         return jnp.clip(indices, 0, product.rows - 1), jnp.ones(indices.shape, bool)
     valid = (indices >= 0) & (indices < product.rows)

@@ -218,7 +218,7 @@ class _Assembly:
 
         elementwise = isinstance(site.use.product, Elementwise)
         diagonal = (
-            sizes[0] > self.max_factor_size or counts(main),
+            sizes[0] > self.max_factor_size or counts(main) or elementwise,
             sizes[1] > self.max_factor_size or counts(other) or elementwise,
         )
         uses = tuple(s.use._replace(transposed=transposed) for s, transposed in block)
