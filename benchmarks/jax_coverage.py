@@ -14,8 +14,8 @@ import time
 
 import jax
 import numpy as np
-from jax_library_models import LIBRARIES
 
+from jax_library_models import LIBRARIES
 from suite.jax import value_and_grad, verify
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/jax_kfac_cost.py [--repeats 20]
 
-Capture: a step with statistics, over `jax.value_and_grad` plus the same second moments as bare products of
-arrays that are given. Compilation: the whole training step, its inverse branch included, of this package
-and of kfac-jax, if that one can be imported and run; else what it raised. Contenders are interleaved, and
-medians are shown.
+Capture: a step with statistics, over `jax.value_and_grad` plus the same second moments as bare products
+of arrays that are given. Compilation: the whole training step, its inverse branch included, of this
+package and of kfac-jax, if that one can be imported and run; else what it raised. Contenders are
+interleaved, and medians are shown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same kinds of models in flax linen, flax nnx, equinox and haiku, with these libraries' own layers."""
+"""The same kinds of models in flax linen, flax nnx and equinox, with these libraries' own layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
 import jax_models as plain
 from jax_models import Case, classify, data, labels
 

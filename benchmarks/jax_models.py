@@ -1,4 +1,4 @@
-"""Small models in the styles of JAX's libraries, each as (loss_fn, params, batch): nothing knows of K-FAC."""
+"""Small models in plain JAX, each as (loss_fn, params, batch): nothing in them knows of K-FAC."""
 
 from __future__ import annotations
 

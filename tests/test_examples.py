@@ -249,3 +249,19 @@ def test_derivatives_carried_forward_are_autograds():
     )
     torch.testing.assert_close(rows[:, 1:3], gradient)
     torch.testing.assert_close(rows[:, 3], laplacian)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["autoencoder", "cnn", "gpt", "pinn", "vmc"])
+def test_the_jax_examples_run_and_draw(name, tmp_path):
+    plot = tmp_path / "plot.png"
+    script = [sys.executable, str(EXAMPLES / f"jax_{name}.py"), "--tiny", "--plot", str(plot)]
+    ran = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert plot.stat().st_size > 1000
+    assert "missed" not in ran.stderr + ran.stdout
+    assert "skipped" not in ran.stderr + ran.stdout
+    first, last = (
+        float(n) for n in ran.stdout.splitlines()[-1].split("(")[0].split(",")[0].split()[1::2][:2]
+    )
+    assert last < first

@@ -5,6 +5,7 @@
 Prints a JSON object.
 """
 
+# ruff: noqa: E402 (devices are set up before anything else)
 from __future__ import annotations
 
 import json
@@ -47,7 +48,7 @@ X, Y = normal(16, 6, seed=3), normal(16, 4, seed=4)
 
 def loss_fn(p, x, y):
     h = jnp.tanh(x @ p["w"] + p["b"]) * p["scale"]
-    h, _ = lax.scan(lambda h, l: (jnp.tanh(h @ l["w"] + l["b"]), None), h, p["layers"])
+    h, _ = lax.scan(lambda h, own: (jnp.tanh(h @ own["w"] + own["b"]), None), h, p["layers"])
     return jnp.mean(jnp.sum((h @ p["v"] - y) ** 2, 1))
 
 
@@ -156,7 +157,6 @@ def own_shard_map():
 def cost():
     """What XLA compiles: bytes per device, and how many factorizations a device does."""
     out = {}
-    replicated = NamedSharding(MESH, P())
     for name, given in (
         ("alone", {}),
         ("spread", {"mesh": MESH}),
@@ -180,7 +180,6 @@ def cost():
                 for shard in leaf.addressable_shards[:1]
             ),
         }
-    del replicated
     return out
 
 

@@ -1,5 +1,6 @@
 """One of two processes that train together over gloo: python two_processes.py ADDRESS RANK."""
 
+# ruff: noqa: E402 (devices are set up before anything else)
 from __future__ import annotations
 
 import json

@@ -382,7 +382,7 @@ def _gather(eqn: Any) -> Gather | None:
     table, slices = tuple(eqn.invars[0].aval.shape), tuple(params["slice_sizes"])
     single = [axis for axis in numbers.start_index_map if slices[axis] == 1 and table[axis] != 1]
     single = single or list(numbers.collapsed_slice_dims)
-    if len(single) != 1 or getattr(numbers, "operand_batching_dims", ()):
+    if len(single) != 1 or len(getattr(numbers, "operand_batching_dims", [])) > 0:
         return None
     (axis,) = single
     others = [i for i in range(len(table)) if i != axis]

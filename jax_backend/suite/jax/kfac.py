@@ -354,16 +354,17 @@ def _spread(mesh: Any, axis_name: Any, gradient_worker_fraction: float | None) -
 
 def _leaves(plan: Plan, tree: Any) -> list[Any]:
     """Leaves in the plan's order; None for masked ones."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_masked)
-    leaves = [None if _is_masked(leaf) else leaf for leaf in leaves]
-    shapes = [None if leaf is None else tuple(jnp.shape(leaf)) for leaf in leaves]
-    fits = treedef == plan.treedef and all(
-        shape is None or shape == known for shape, known in zip(shapes, plan.shapes, strict=True)
-    )
-    if not fits:
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_masked)
+    leaves = [None if _is_masked(leaf) else leaf for _, leaf in with_paths]
+    shapes = tuple(None if leaf is None else tuple(jnp.shape(leaf)) for leaf in leaves)
+    # flax's nnx hands optimizers the same tree without the boxes around its leaves.
+    names = tuple(jax.tree_util.keystr(path).removesuffix(".value") for path, _ in with_paths)
+    known = tuple(name.removesuffix(".value") for name in plan.names)
+    same = treedef == plan.treedef or names == known
+    if not same or any(shape not in (None, own) for shape, own in zip(shapes, plan.shapes, strict=True)):
         raise ValueError(
             f"parameters or gradients must have the plan's structure and shapes, "
-            f"{plan.treedef} with {plan.shapes}, got {treedef} with {tuple(shapes)}"
+            f"{dict(zip(known, plan.shapes, strict=True))}, got {list(zip(names, shapes, strict=True))}"
         )
     return leaves
 
