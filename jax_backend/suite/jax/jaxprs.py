@@ -255,7 +255,7 @@ class _Flattener:
 
     def scan(self, eqn: Any, values: Any, path: Path, loops: Any, custom: Any, node: Any) -> list[Any]:
         params = eqn.params
-        inner, consts, carries = params["jaxpr"].jaxpr, params["num_consts"], params["num_carry"]
+        inner, (consts, carries) = params["jaxpr"].jaxpr, _scan_counts(params)
         length = int(params["length"])
         inputs: list[Any] = list(values[:consts])
         unchanged = [inner.outvars[i] is inner.invars[consts + i] for i in range(carries)]
@@ -304,6 +304,14 @@ def _called(eqn: Any) -> tuple[Any, Sequence[Any]]:
     params = eqn.params
     called = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
     return (called.jaxpr, called.consts) if hasattr(called, "consts") else (called, ())
+
+
+def _scan_counts(params: Any) -> tuple[int, int]:
+    """How many of a scan's inputs are constants, and how many carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carries, _ = params["ft_in"].unpack()  # jax 0.11
+    return len(consts), len(carries)
 
 
 def _unsharded_inputs(eqn: Any) -> list[bool]:
@@ -498,7 +506,7 @@ class _Runner:
 
     def scan(self, eqn: Any, values: list[Any], path: Path, slots: Mapping[int, Any]) -> list[Any]:
         params = eqn.params
-        inner, consts, carries = params["jaxpr"], params["num_consts"], params["num_carry"]
+        inner, (consts, carries) = params["jaxpr"], _scan_counts(params)
         fixed = values[:consts]
         sliced = {i: s for i, s in slots.items() if path in self.probes[i].stack}
         shared = {i: s for i, s in slots.items() if i not in sliced}
