@@ -394,11 +394,12 @@ def _gather(eqn: Any) -> Gather | None:
         return None
     (axis,) = single
     others = [i for i in range(len(table)) if i != axis]
-    clip = "CLIP" in str(params["mode"]).upper()
+    mode = str(params["mode"]).upper()
+    clip = "CLIP" in mode
     if any(slices[i] != table[i] or i in numbers.collapsed_slice_dims for i in others):
         return None
-    if len(numbers.start_index_map) > 1 and not clip:  # where the whole of an axis is read from 0 on
-        return None
+    if len(numbers.start_index_map) > 1 and not clip and "PROMISE" not in mode:
+        return None  # else the whole of each other axis is read, which can only start at 0
     kept = [i for i in range(len(table)) if i not in numbers.collapsed_slice_dims]
     offsets = dict(zip(kept, numbers.offset_dims, strict=True))
     component = tuple(numbers.start_index_map).index(axis)
