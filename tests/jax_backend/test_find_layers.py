@@ -102,6 +102,7 @@ def dot_generals(draw):
     return x_shape, w_shape, numbers, draw(st.booleans())
 
 
+@pytest.mark.slow
 @given(dot_generals())
 def test_any_dot_general_is_exact_for_one_row(case):
     x_shape, w_shape, numbers, x_first = case
@@ -144,6 +145,7 @@ def convolutions(draw):
     return [x[i] for i in specs[0]], [w[i] for i in specs[1]], tuple(specs), settings
 
 
+@pytest.mark.slow
 @given(convolutions())
 def test_any_convolutions_rows_are_its_patches(case):
     x_shape, w_shape, specs, settings = case

@@ -545,7 +545,7 @@ class _Runner:
             in_specs=(tuple(params["in_specs"]), whole),
             out_specs=tuple(params["out_specs"]),
             check_vma=params["check_vma"],
-            axis_names=set(params["newly_manual_axes"] or params.get("manual_axes", ())),
+            axis_names=set(params.get("newly_manual_axes") or params.get("manual_axes") or ()),
         )
         return list(mapped(tuple(values), dict(slots)))
 
