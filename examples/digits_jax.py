@@ -91,7 +91,8 @@ class Session:
 
         def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:
             value, grads = jax.value_and_grad(loss)(params, x, y)
-            updates, state = tx.update(grads, state, params)
+            none = {"statistics": None} if optimizer == "kfac" else {}
+            updates, state = tx.update(grads, state, params, **none)
             return optax.apply_updates(params, updates), state, value
 
         def factor_step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> Any:

@@ -266,3 +266,18 @@ def test_races_of_kron_in_a_few_steps(tmp_path, capsys):
     with pytest.raises(SystemExit):
         kron_races.main(["--problems", "xorr"])
     assert "'xorr' is not one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["autoencoder", "cnn", "gpt", "pinn", "vmc"])
+def test_the_jax_examples_run_and_draw(name, tmp_path):
+    plot = tmp_path / "plot.png"
+    script = [sys.executable, str(EXAMPLES / f"jax_{name}.py"), "--tiny", "--plot", str(plot)]
+    ran = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert plot.stat().st_size > 1000
+    assert "missed" not in ran.stderr + ran.stdout
+    assert "skipped" not in ran.stderr + ran.stdout
+    first, last = (
+        float(n) for n in ran.stdout.splitlines()[-1].split("(")[0].split(",")[0].split()[1::2][:2]
+    )
+    assert last < first

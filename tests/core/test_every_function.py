@@ -153,6 +153,10 @@ CASES = {
         lambda x: statistics.second_moment_sum(x, diagonal=True, bias=True),
         (normal(B, 5, 3),),
     ),
+    "statistics.cross_moment_sum": (
+        lambda g, a: statistics.cross_moment_sum(g, a, bias=True),
+        (normal(B, 5, 3), normal(B, 5, 2, seed=1)),
+    ),
     "statistics.unit_second_moment_sum": (
         transposed_first(lambda x, y: statistics.unit_second_moment_sum(x, y, both=True)),
         (normal(B, 5), normal(B, 5, seed=1)),

@@ -17,6 +17,7 @@ from conftest import (
 from suite.core.statistics import (
     LayerStatistics,
     add_transposed,
+    cross_moment_sum,
     elementwise_second_moment_sum,
     normalize,
     normalize_products,
@@ -293,3 +294,11 @@ def test_channels_may_be_on_any_axis(xp, both, axis):
         lambda s, t: unit_second_moment_sum(s, t, both, axis), xp.asarray(scales), xp.asarray(shifts)
     )
     assert_close(got, expected)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_cross_moment_sum_is_the_sum_of_outer_products(xp, bias):
+    g, a = normal(2, 5, 3), normal(2, 5, 4, seed=1)
+    full = np.concatenate([a, np.ones((2, 5, 1))], axis=-1) if bias else a
+    expected = np.stack([sum(np.outer(x, y) for x, y in zip(*rows)) for rows in zip(g, full)])  # noqa: B905
+    assert_close(xp.run(cross_moment_sum, xp.asarray(g), xp.asarray(a), bias=bias), expected)

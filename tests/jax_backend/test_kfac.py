@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from suite.jax import kfac, scale_by_kfac, value_and_grad
+from suite.jax import eigenbases, kfac, scale_by_kfac, value_and_grad
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -69,27 +71,28 @@ def test_the_direction_is_the_dense_damped_solution():
     tx = scale_by_kfac(PLAN, damping=0.1, kl_clip=None)
     _, grads, statistics = evaluate(PARAMS, X, Y)
     directions, _ = updates_of(tx)(grads, tx.init(PARAMS), PARAMS, statistics=statistics)
-    sums = statistics["['v']"]
+    sums = statistics["['v']"].main
     A, G = sums.A[0] / 16, sums.G[0] * 16
     matrix = jnp.kron(G, A) + 0.1 * jnp.eye(12)
     expected = jnp.linalg.solve(matrix, grads["v"].T.reshape(-1)).reshape(2, 6).T
     np.testing.assert_allclose(directions["v"], expected, rtol=1e-9)
-    np.testing.assert_array_equal(directions["scale"], grads["scale"])
+    sums = statistics["['scale']"].main
+    np.testing.assert_allclose(directions["scale"], grads["scale"] / (sums.G[0] * 16 + 0.1), rtol=1e-9)
 
 
 def test_without_statistics_the_factors_stay():
     tx = scale_by_kfac(PLAN)
     _, grads, statistics = evaluate(PARAMS, X, Y)
     _, state = updates_of(tx)(grads, tx.init(PARAMS), PARAMS, statistics=statistics)
-    _, later = updates_of(tx)(grads, state, PARAMS)
-    jax.tree.map(np.testing.assert_array_equal, state.buckets, later.buckets)
+    _, later = updates_of(tx)(grads, state, PARAMS, statistics=None)
+    jax.tree.map(np.testing.assert_array_equal, state.factors, later.factors)
     assert int(later.steps) == 2
 
 
 def test_before_any_statistics_the_direction_is_the_gradient():
     tx = scale_by_kfac(PLAN, kl_clip=None)
     _, grads, _ = evaluate(PARAMS, X, Y)
-    directions, _ = updates_of(tx)(grads, tx.init(PARAMS), PARAMS)
+    directions, _ = updates_of(tx)(grads, tx.init(PARAMS), PARAMS, statistics=None)
     jax.tree.map(np.testing.assert_array_equal, directions, grads)
 
 
@@ -100,9 +103,9 @@ def test_periods_say_when_factors_and_inverses_move():
     for _ in range(6):
         _, grads, statistics = evaluate(params, X, Y)
         _, new = update(grads, state, params, statistics=statistics)
-        pairs = list(zip(state.buckets, new.buckets, strict=True))
-        changed = [any(not np.array_equal(a.A.average, b.A.average) for a, b in pairs)]
-        changed.append(any(not np.array_equal(a.A.inverse.values, b.A.inverse.values) for a, b in pairs))
+        pairs = list(zip(state.factors.factors, new.factors.factors, strict=True))
+        changed = [any(not np.array_equal(a.average, b.average) for a, b in pairs)]
+        changed.append(any(not np.array_equal(a.inverse.values, b.inverse.values) for a, b in pairs))
         moved.append(changed)
         state = new
         params = jax.tree.map(lambda p: 1.1 * p, params)
@@ -111,11 +114,13 @@ def test_periods_say_when_factors_and_inverses_move():
 
 
 def test_the_fallback_has_its_own_learning_rate():
-    tx = kfac(PLAN, 0.1, momentum=0.0, kl_clip=None, fallback=optax.sgd(0.7))
-    _, grads, statistics = evaluate(PARAMS, X, Y)
+    vag = value_and_grad(loss_fn, plain=["['scale']"])
+    plan = vag.plan(PARAMS, X, Y)
+    _, grads, statistics = jax.jit(vag)(PARAMS, X, Y)
+    tx = kfac(plan, 0.1, momentum=0.0, kl_clip=None, fallback=optax.sgd(0.7))
     updates, _ = updates_of(tx)(grads, tx.init(PARAMS), PARAMS, statistics=statistics)
     np.testing.assert_allclose(updates["scale"], -0.7 * grads["scale"], rtol=1e-12)
-    without = kfac(PLAN, 0.1, momentum=0.0, kl_clip=None)
+    without = kfac(plan, 0.1, momentum=0.0, kl_clip=None)
     updates, _ = updates_of(without)(grads, without.init(PARAMS), PARAMS, statistics=statistics)
     np.testing.assert_allclose(updates["scale"], -0.1 * grads["scale"], rtol=1e-12)
 
@@ -145,18 +150,19 @@ def test_a_step_that_is_not_finite_changes_nothing():
     _, grads, statistics = evaluate(params, X, Y)
     for poison in (jnp.nan, jnp.inf, -jnp.inf):
         name = "['v']"
-        bad = statistics[name]._replace(A=statistics[name].A.at[0, 0, 0].set(poison))
+        main = statistics[name].main
+        bad = statistics[name]._replace(main=main._replace(A=main.A.at[0, 0, 0].set(poison)))
         poisoned = {
             "a layer's gradient": ({**grads, "w": grads["w"].at[0].set(poison)}, statistics),
             "a plain gradient": ({**grads, "scale": grads["scale"].at[0].set(poison)}, statistics),
-            "statistics": (grads, {**statistics, name: bad}),
+            "statistics": (grads, replace(statistics, layers={**statistics.layers, name: bad})),
         }
         for where, (g, s) in poisoned.items():
             updates, after = update(g, state, params, statistics=s)
             jax.tree.map(lambda u: np.testing.assert_array_equal(u, jnp.zeros_like(u)), updates)
             assert int(after.skipped_steps) == 1, where
             assert int(after.preconditioner.steps) == 2
-            old, new = state.preconditioner.buckets, after.preconditioner.buckets
+            old, new = state.preconditioner.factors, after.preconditioner.factors
             jax.tree.map(np.testing.assert_array_equal, (state.rest, old), (after.rest, new))
             updates, _ = update(grads, after, params, statistics=statistics)
             assert any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(updates))
@@ -168,9 +174,9 @@ def test_what_was_due_in_a_skipped_step_is_due_in_the_next():
     _, grads, statistics = evaluate(PARAMS, X, Y)
     bad = {**grads, "w": grads["w"] * jnp.nan}
     _, state = update(bad, tx.init(PARAMS), PARAMS, statistics=statistics)
-    assert not any(bool(jnp.any(b.ready)) for b in state.buckets)
+    assert not any(bool(jnp.any(f.ready)) for f in state.factors.factors)
     _, state = update(grads, state, PARAMS, statistics=statistics)
-    assert all(bool(jnp.all(b.ready)) for b in state.buckets)
+    assert all(bool(jnp.all(f.ready)) for f in state.factors.factors)
 
 
 def test_one_compilation_donation_and_scan():
@@ -211,7 +217,7 @@ def test_factor_steps_in_one_program_by_cond():
 
     first = step(state)
     second = step(first)
-    jax.tree.map(np.testing.assert_array_equal, first.buckets, second.buckets)
+    jax.tree.map(np.testing.assert_array_equal, first.factors, second.factors)
 
 
 def test_chains():
@@ -248,9 +254,9 @@ def test_what_does_not_fit_the_plan_is_an_error():
     with pytest.raises(ValueError, match="structure and shapes"):
         tx.init({"w": jnp.ones((4, 6))})
     _, grads, statistics = evaluate(PARAMS, X, Y)
-    state = tx.init(PARAMS)
-    with pytest.raises(ValueError, match=r"missing \[\"\['w'\]\"\]"):
-        tx.update(grads, state, PARAMS, statistics={"['v']": statistics["['v']"]})
+    state, only = tx.init(PARAMS), {"['v']": statistics["['v']"]}
+    with pytest.raises(ValueError, match=r"missing .*\['w'\]"):
+        tx.update(grads, state, PARAMS, statistics=replace(statistics, layers=only))
     decayed = kfac(PLAN, 0.1, weight_decay=0.1)
     decayed_state = decayed.init(PARAMS)
     with pytest.raises(ValueError, match="params must be given"):
@@ -265,4 +271,205 @@ def test_dtypes_of_parameters_are_kept():
     _, grads, statistics = VAG(params, x, y)
     updates, state = tx.update(grads, tx.init(params), params, statistics=statistics)
     assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
-    assert {b.A.average.dtype for b in state.preconditioner.buckets} == {jnp.dtype(jnp.float32)}
+    assert {f.average.dtype for f in state.preconditioner.factors.factors} == {jnp.dtype(jnp.float32)}
+
+
+# ---- statistics that do not come -----------------------------------------------------------------
+
+
+def test_updates_without_statistics_are_an_error_or_counted():
+    tx = kfac(PLAN, 0.1, factor_update_steps=2)
+    _, grads, statistics = evaluate(PARAMS, X, Y)
+    state = tx.init(PARAMS)
+    with pytest.raises(TypeError, match="needs statistics=, the third result"):
+        tx.update(grads, state, PARAMS)
+    with pytest.raises(TypeError, match=r"must be what suite\.jax\.value_and_grad returns"):
+        tx.update(grads, state, PARAMS, statistics={"a": 1})
+    update = updates_of(tx)
+    missed = []
+    for given in (None, None, PLAN.no_statistics(), statistics, statistics, None):
+        _, state = update(grads, state, PARAMS, statistics=given)
+        missed.append(int(state.missed_updates))
+    assert missed == [1, 1, 2, 2, 2, 2]
+
+
+# ---- composition ---------------------------------------------------------------------------------
+
+
+def run(tx, steps=4, params=PARAMS, vag=VAG):
+    """Parameters after some steps, and the state."""
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        _, grads, statistics = vag(params, X, Y)
+        updates, state = tx.update(grads, state, params, statistics=statistics)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params, state
+
+
+def assert_trees_close(a, b, rtol=1e-9):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-12), a, b)
+
+
+def test_masked_and_partitioned_leaves_are_left_to_others():
+    mask = {"w": True, "b": True, "v": False, "scale": False}
+    masked = optax.chain(optax.masked(scale_by_kfac(PLAN, kl_clip=None), mask), optax.scale(-0.1))
+    labels = {name: "kfac" if mine else "sgd" for name, mine in mask.items()}
+    partition = optax.partition(
+        {
+            "kfac": optax.chain(scale_by_kfac(PLAN, kl_clip=None), optax.scale(-0.1)),
+            "sgd": optax.sgd(0.1),
+        },
+        labels,
+    )
+    (one, state), (other, _) = run(masked), run(partition)
+    assert_trees_close(one, other)
+    plain, _ = run(
+        optax.chain(optax.masked(scale_by_kfac(PLAN), dict.fromkeys(mask, False)), optax.scale(-0.1)), 1
+    )
+    first, _ = run(masked, 1)
+    np.testing.assert_allclose(first["v"], plain["v"], rtol=1e-12)
+    assert np.abs(first["w"] - plain["w"]).max() > 1e-3
+    shapes = [
+        f.average.shape
+        for f in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "average"))
+        if hasattr(f, "average")
+    ]
+    assert shapes == [(1, 5, 5), (1, 6, 6)]
+    with pytest.raises(ValueError, match="masked together"):
+        optax.masked(scale_by_kfac(PLAN), {**mask, "b": False}).init(PARAMS)
+
+
+def test_injected_hyperparameters():
+    make = optax.inject_hyperparams(kfac)
+    tx = make(
+        PLAN,
+        learning_rate=optax.linear_schedule(0.1, 0.0, 10),
+        damping=lambda t: 0.01 / (1 + t),
+        momentum=0.5,
+        weight_decay=0.01,
+        kl_clip=0.1,
+        factor_decay=0.9,
+        inv_update_steps=2,
+    )
+    same = kfac(
+        PLAN,
+        optax.linear_schedule(0.1, 0.0, 10),
+        damping=lambda t: 0.01 / (1 + t),
+        momentum=0.5,
+        weight_decay=0.01,
+        kl_clip=0.1,
+        factor_decay=0.9,
+        inv_update_steps=2,
+    )
+    (one, state), (other, _) = run(tx), run(same)
+    assert_trees_close(one, other, 1e-5)  # injected numbers are float32
+    assert set(state.hyperparams) >= {"learning_rate", "damping", "momentum", "kl_clip", "factor_decay"}
+
+
+def test_multi_steps_takes_the_last_statistics_of_each_group():
+    tx = optax.MultiSteps(kfac(PLAN, 0.1, damping=0.01), every_k_schedule=2)
+    several, state = run(tx, 6)
+    expected, _ = run(kfac(PLAN, 0.1, damping=0.01), 3)
+    assert_trees_close(several, expected, 1e-5)  # it accumulates in float32
+    assert int(state.inner_opt_state.preconditioner.steps) == 3
+
+
+def test_apply_if_finite_around():
+    tx = optax.apply_if_finite(kfac(PLAN, 0.1), 3)
+    assert_trees_close(run(tx)[0], run(kfac(PLAN, 0.1))[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["factor_update_steps", "inv_update_steps", "damping", "factor_decay", "kl_clip"]
+)
+def test_every_hyperparameter_takes_a_schedule(name):
+    value = {"factor_update_steps": 2, "inv_update_steps": 2, "damping": 0.1, "factor_decay": 0.5}
+    constant = value.get(name, 0.01)
+    moving = kfac(
+        PLAN, 0.1, **{name: lambda t: jnp.where(t < 2, constant, 1 - 0.5 * (name == "factor_decay"))}
+    )
+    fixed = kfac(PLAN, 0.1, **{name: constant})
+    scheduled = kfac(PLAN, 0.1, **{name: lambda t: constant})
+    assert_trees_close(run(scheduled)[0], run(fixed)[0])
+    if name != "factor_decay":
+        far = run(moving, 6)[0]["w"] - run(fixed, 6)[0]["w"]
+        assert np.abs(far).max() > 1e-9
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse", "newton_schulz", "ekfac"])
+def test_every_compute_method_trains(method):
+    tx = kfac(PLAN, 0.1, damping=0.01, compute_method=method, inv_update_steps=3)
+    state, params, losses = tx.init(PARAMS), PARAMS, []
+
+    @jax.jit
+    def step(params, state):
+        bases = eigenbases(state, PLAN) if method == "ekfac" else None
+        loss, grads, statistics = VAG(params, X, Y, bases=bases)
+        updates, state = tx.update(grads, state, params, statistics=statistics)
+        return optax.apply_updates(params, updates), state, loss
+
+    for _ in range(30):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(int(f.failures.max()) == 0 for f in state.preconditioner.factors.factors)
+
+
+def test_ekfac_is_the_dense_correction():
+    tx = scale_by_kfac(PLAN, damping=0.1, kl_clip=None, compute_method="ekfac", inv_update_steps=10)
+    state = tx.init(PARAMS)
+    _, grads, statistics = jax.jit(lambda: VAG(PARAMS, X, Y, bases=eigenbases(state, PLAN)))()
+    _, state = updates_of(tx)(grads, state, PARAMS, statistics=statistics)
+    _, grads, statistics = jax.jit(lambda: VAG(PARAMS, X, Y, bases=eigenbases(state, PLAN)))()
+    directions, _ = updates_of(tx)(grads, state, PARAMS, statistics=statistics)
+    U_A, U_G = (np.asarray(u[0]) for u in eigenbases(state, PLAN)["['v']"])
+    hidden = np.tanh(X @ PARAMS["w"] + PARAMS["b"]) * PARAMS["scale"]
+    g = 2 * (hidden @ PARAMS["v"] - Y) / 16
+    second = 16 * ((g @ U_G) ** 2).T @ ((hidden @ U_A) ** 2)
+    first = np.outer(
+        np.diag(U_G.T @ (16 * g.T @ g) @ U_G), np.diag(U_A.T @ (hidden.T @ hidden / 16) @ U_A)
+    )
+    S = 0.95 * first + 0.05 * second
+    gradient = U_G.T @ np.asarray(grads["v"]).T @ U_A
+    expected = (U_G @ (gradient / (S + 0.1)) @ U_A.T).T
+    np.testing.assert_allclose(directions["v"], expected, rtol=1e-7)
+    with pytest.raises(ValueError, match="needs second moments in its eigenbases"):
+        tx.update(grads, state, PARAMS, statistics=evaluate(PARAMS, X, Y)[2])
+    with pytest.raises(ValueError, match="keeps inverses"):
+        eigenbases(scale_by_kfac(PLAN, compute_method="inverse").init(PARAMS), PLAN)
+    with pytest.raises(ValueError, match="one state of scale_by_kfac, got 0"):
+        eigenbases((), PLAN)
+
+
+def test_warm_starts_approach_the_eigenbasis():
+    warm, cold = (scale_by_kfac(PLAN, damping=0.01, kl_clip=None, warm_start=w) for w in (True, False))
+    _, grads, statistics = evaluate(PARAMS, X, Y)
+    exact, state = updates_of(cold)(grads, cold.init(PARAMS), PARAMS, statistics=statistics)
+    update, state = updates_of(warm), warm.init(PARAMS)
+    # A first refresh of other factors gives a basis to start from that is wrong.
+    other = jax.jit(VAG)(jax.tree.map(lambda p: -2 * p + 1, PARAMS), X, Y)[2]
+    _, state = update(grads, state, PARAMS, statistics=other)
+    errors = []
+    for _ in range(150):
+        found, state = update(grads, state, PARAMS, statistics=statistics)
+        errors.append(float(jnp.abs(found["w"] - exact["w"]).max() / jnp.abs(exact["w"]).max()))
+    assert errors[0] > 0.1
+    assert errors[-1] < 0.05
+
+
+def test_the_state_dtype_policy():
+    plan = VAG.plan(jax.tree.map(lambda p: p.astype(jnp.float32), PARAMS), X, Y)
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), PARAMS)
+    tx = scale_by_kfac(plan, factor_dtype=jnp.bfloat16, inv_dtype=jnp.float32)
+    state = tx.init(params)
+    _, grads, statistics = jax.jit(VAG)(params, X.astype(jnp.float32), Y.astype(jnp.float32))
+    updates, after = updates_of(tx)(grads, state, params, statistics=statistics)
+    assert {f.average.dtype for f in after.factors.factors} == {jnp.dtype(jnp.bfloat16)}
+    assert {f.inverse.values.dtype for f in after.factors.factors} == {jnp.dtype(jnp.float32)}
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+    assert all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves(updates))

@@ -19,6 +19,8 @@ class Network(NamedTuple):
     y: np.ndarray
     torch_layers: Any  # () -> list of modules
     jax_apply: Any  # (weights, x) -> logits
+    to_jax: Any = list  # JAX may keep a weight in parts, or several as a stack
+    from_jax: Any = list
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -71,14 +73,127 @@ def cnn() -> Network:
     return Network(weights, rng.normal(size=(32, 1, 6, 6)), rng.integers(0, 5, 32), layers, apply)
 
 
+class _Block(nn.Module):
+    """x + attention(scale · x / rms x)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.attention(y, y, y, need_weights=False)[0]
+
+
+class _MeanOverTokens(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1)
+
+
+def attention() -> Network:
+    rng = np.random.default_rng(3)
+    width, heads = 8, 2
+    shapes = ((width,), (3 * width, width), (3 * width,), (width, width), (width,), (4, width), (4,))
+    weights = [_normal(rng, *s) if len(s) > 1 else 0.1 * rng.normal(size=s) for s in shapes]
+    weights[0] = 1 + weights[0]
+
+    def layers() -> list[nn.Module]:
+        return [_Block(width, heads), _MeanOverTokens(), nn.Linear(width, 4)]
+
+    def to_jax(weights: Any) -> list[Any]:
+        scale, in_weight, in_bias, *rest = weights
+        split = [
+            part
+            for pair in zip(np.split(in_weight, 3), np.split(in_bias, 3), strict=True)
+            for part in pair
+        ]
+        return [scale, *split, *rest]
+
+    def from_jax(weights: Any) -> list[Any]:
+        scale, *parts = weights
+        return [scale, np.concatenate(parts[0:6:2]), np.concatenate(parts[1:6:2]), *parts[6:]]
+
+    def apply(p, x):
+        scale, *qkv = p[:7]
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
+
+        def project(w, b):
+            return (y @ w.T + b).reshape(*x.shape[:2], heads, -1)
+
+        q, k, v = (project(qkv[i], qkv[i + 1]) for i in (0, 2, 4))
+        scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) / jnp.sqrt(width / heads)
+        mixed = jnp.einsum("nhqk,nkhd->nqhd", jax.nn.softmax(scores), v).reshape(x.shape)
+        x = x + mixed @ p[7].T + p[8]
+        return x.mean(1) @ p[9].T + p[10]
+
+    x, y = rng.normal(size=(16, 5, width)), rng.integers(0, 4, 16)
+    return Network(weights, x, y, layers, apply, to_jax, from_jax)
+
+
+class _Tied(nn.Module):
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.head.weight = self.table.weight
+        self.middle = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.middle(self.table(x))))
+
+
+def tied() -> Network:
+    rng = np.random.default_rng(4)
+    words, width = 11, 6
+    weights = [
+        rng.normal(size=(words, width)) / 2,
+        _normal(rng, width, width),
+        0.1 * rng.normal(size=width),
+    ]
+
+    def apply(p, x):
+        return jnp.tanh(p[0][x] @ p[1].T + p[2]) @ p[0].T
+
+    x, y = rng.integers(0, words, (8, 5)), rng.integers(0, words, (8, 5))
+    return Network(weights, x, y, lambda: [_Tied(words, width)], apply)
+
+
+def scanned() -> Network:
+    rng = np.random.default_rng(5)
+    depth, width = 3, 7
+    pairs = [(_normal(rng, width, width), 0.1 * rng.normal(size=width)) for _ in range(depth)]
+    weights = [w for pair in pairs for w in pair] + [_normal(rng, 4, width), 0.1 * rng.normal(size=4)]
+
+    def layers() -> list[nn.Module]:
+        inner = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.Tanh())]
+        return [*inner, nn.Linear(width, 4)]
+
+    def to_jax(weights: Any) -> list[Any]:
+        *inner, w, b = weights
+        return [np.stack(inner[0::2]), np.stack(inner[1::2]), w, b]
+
+    def from_jax(weights: Any) -> list[Any]:
+        return [part for pair in zip(*weights[:2], strict=True) for part in pair] + list(weights[2:])
+
+    def apply(p, x):
+        def layer(x, wb):
+            return jnp.tanh(x @ wb[0].T + wb[1]), None
+
+        return jax.lax.scan(layer, x, (p[0], p[1]))[0] @ p[2].T + p[3]
+
+    x, y = rng.normal(size=(32, width)), rng.integers(0, 4, 32)
+    return Network(weights, x, y, layers, apply, to_jax, from_jax)
+
+
 def torch_model(network: Network, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     """The model and its loss on the network's one batch, () -> 0-d tensor."""
     model = nn.Sequential(*network.torch_layers()).to(dtype)
     with torch.no_grad():
         for parameter, weight in zip(model.parameters(), network.weights, strict=True):
             parameter.copy_(torch.tensor(weight))
-    x, y = torch.tensor(network.x, dtype=dtype), torch.tensor(network.y)
-    return model, lambda: nn.functional.cross_entropy(model(x), y)
+    x = torch.tensor(network.x, dtype=dtype if network.x.dtype.kind == "f" else None)
+    y = torch.tensor(network.y).flatten()
+    return model, lambda: nn.functional.cross_entropy(model(x).flatten(0, -2), y)
 
 
 def torch_trajectory(network: Network, make: Any, steps: int, dtype: torch.dtype) -> list[np.ndarray]:
@@ -97,12 +212,14 @@ def jax_loss(network: Network) -> Any:
 
     def loss(weights, x, y):
         logits = network.jax_apply(weights, x)
-        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(y.size), y])
+        logits = logits.reshape(y.size, -1)
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(y.size), y.reshape(-1)])
 
     return loss
 
 
 def jax_arguments(network: Network, dtype: Any) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """(weights, x, y) for `jax_loss`."""
-    weights = [jnp.asarray(w, dtype) for w in network.weights]
-    return weights, jnp.asarray(network.x, dtype), jnp.asarray(network.y)
+    weights = [jnp.asarray(w, dtype) for w in network.to_jax(network.weights)]
+    x = jnp.asarray(network.x, dtype if network.x.dtype.kind == "f" else None)
+    return weights, x, jnp.asarray(network.y)

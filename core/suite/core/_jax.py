@@ -21,6 +21,8 @@ def _over_stack(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     if not batch:
         return function(*arrays)
     flat = tuple(x.reshape(-1, *x.shape[-2:]) for x in arrays)
+    if flat[0].shape[0] == 1:  # no loop to compile
+        return jax.tree.map(lambda x: x.reshape(*batch, *x.shape), function(*(x[0] for x in flat)))
     out = lax.platform_dependent(
         *flat,
         cpu=lambda *xs: lax.map(lambda matrices: function(*matrices), xs),

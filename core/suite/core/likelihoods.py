@@ -187,6 +187,8 @@ def _last(shape: Shape) -> int:
 
 
 def _check_index(index: int, outputs: Array) -> None:
+    if getattr(index, "shape", None) == ():  # a 0-d array: its value may not be known yet
+        return
     check_integer("index", index, at_least=0)
     columns = _last(outputs.shape)
     if index >= columns:

@@ -61,6 +61,24 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
     return xp.concat([xp.concat([products, sums[:, None, :]], axis=-2), right], axis=-1)
 
 
+def cross_moment_sum(outputs: Array, inputs: Array, *, bias: bool = False) -> Array:
+    """Σ g aᵀ over pairs of rows: the gradient of the weight, if nothing is missing.
+
+    Args:
+        outputs: (blocks, n, d_out), rows g.
+        inputs: (blocks, n, d_in - bias), rows a.
+        bias: append the coordinate 1 to every a.
+
+    Returns:
+        (blocks, d_out, d_in).
+    """
+    xp = array_namespace(outputs)
+    products = xp.matmul(xp.matrix_transpose(outputs), inputs)
+    if not bias:
+        return products
+    return xp.concat([products, xp.sum(outputs, axis=1)[..., None]], axis=-1)
+
+
 def unit_second_moment_sum(scales: Array, shifts: Array, both: bool, channel_axis: int = -1) -> Array:
     """Σ z zᵀ for every channel of a layer that scales and shifts each channel by itself.
 

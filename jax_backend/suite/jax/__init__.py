@@ -10,15 +10,22 @@ except ImportError as error:
     ) from error
 
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
-from suite.jax.capture import Plan, value_and_grad
+from suite.jax.capture import probe, value_and_grad, verify
+from suite.jax.fisher import Bernoulli, Categorical, Gaussian
 from suite.jax.hessian import hessian_vector_product
-from suite.jax.kfac import kfac, scale_by_kfac
+from suite.jax.kfac import eigenbases, kfac, scale_by_kfac
 from suite.jax.kron import get_opt_state_partition_specs, kron, routing, scale_by_kron
 from suite.jax.lra import dense_newton, lra, scale_by_dense, scale_by_lra
+from suite.jax.plan import Plan, Statistics
 
 __all__ = [
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
     "Plan",
+    "Statistics",
     "dense_newton",
+    "eigenbases",
     "get_opt_state_partition_specs",
     "hessian_vector_product",
     "kfac",
@@ -26,10 +33,12 @@ __all__ = [
     "lra",
     "precond_lr_schedule",
     "precond_update_prob_schedule",
+    "probe",
     "routing",
     "scale_by_dense",
     "scale_by_kfac",
     "scale_by_kron",
     "scale_by_lra",
     "value_and_grad",
+    "verify",
 ]

@@ -2,50 +2,40 @@
 
 Behind the output of every layer's product goes an identity whose backward rule returns Σ a aᵀ, Σ g gᵀ
 and the row count as cotangents of zeros that nothing else reads. JAX adds them up like any gradient:
-over repeated uses of a leaf, through remat, under jit and whatever sharding the user's gradient has.
+over repeated uses of a leaf, through scan and remat, under jit and whatever sharding the gradient has.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from suite.core.checks import check_integer
-from suite.core.routing import Route, Routing, describe_factors
-from suite.core.statistics import LayerStatistics
+from suite.core.checks import check_choice, check_integer, check_number
+from suite.core.routing import Routing
 from suite.jax import jaxprs
-from suite.jax.layers import Layer, block_shape, empty_statistics, layer_statistics
+from suite.jax.find_layers import find_uses
+from suite.jax.fisher import Fisher
+from suite.jax.layers import (
+    Bases,
+    Layer,
+    LayerSums,
+    Sums,
+    Use,
+    empty_sums,
+    use_gradient,
+    use_sums,
+)
+from suite.jax.plan import Plan, Require, Statistics, make_plan
+from suite.jax.views import write_matrices
 
-Statistics = dict[str, LayerStatistics]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What K-FAC covers of a loss function's parameters. `print(plan)` is the routing report."""
-
-    layers: tuple[Layer, ...]
-    last: str  # the covered layer whose product comes last
-    terms_per_row: float  # of that layer: the loss has as many terms as the very last product has rows
-    names: tuple[str, ...]  # of all parameter leaves, in order
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[Any, ...]
-    treedef: Any
-    routing: Routing
-    sites: tuple[tuple[jaxprs.Path, int, int], ...]  # (path, operand of x, place in `layers`)
-
-    def __str__(self) -> str:
-        return str(self.routing)
-
-    def covered(self) -> list[bool]:
-        """For each parameter leaf, whether K-FAC preconditions it."""
-        leaves = {leaf for layer in self.layers for leaf in (layer.spec.leaf, layer.bias)}
-        return [place in leaves for place in range(len(self.names))]
+AllBases = dict[str, Bases]  # by layer
 
 
 class value_and_grad:
@@ -55,213 +45,446 @@ class value_and_grad:
         >>> plan = vag.plan(params, batch)
         >>> (loss, aux), grads, statistics = vag(params, batch)
 
-    Dense layers (any dot_general with one parameter) and convolutions are found by looking at the loss
-    function's program; nothing is registered. The loss is differentiated by its first argument. Every
-    call traces `loss_fn` again, so call it under `jax.jit` as you would `jax.value_and_grad`.
+    Layers are found by looking at the loss function's program; nothing is registered. The loss is
+    differentiated by its first argument. Every call traces `loss_fn` again, so call it under `jax.jit`
+    as you would `jax.value_and_grad`.
 
     Whatever is done to gradients must be done to statistics: average both over micro-batches or devices.
 
     Args:
         loss_fn: (params, *args, **kwargs) -> scalar loss, or (loss, aux) with `has_aux`.
-        has_aux: whether `loss_fn` returns a pair.
+        has_aux: whether `loss_fn` returns a pair; aux may hold anything.
+        fisher: None takes the statistics of the loss's own gradients ("empirical"); `Categorical(...)`,
+            `Bernoulli(...)` or `Gaussian(...)` those of the model's predictions, which `loss_fn` must
+            return in aux.
+        rows: 'expand' takes each position of a sequence or image for a row, 'reduce' each example (the
+            leading axis of a product's input), its inputs averaged and its gradients summed.
+            Eschenhagen et al. 2023 (arXiv:2311.00636).
         max_factor_size: a side above this gets a diagonal factor.
+        plain: names of parameters, as in the routing report, to leave alone.
+        require: 'all' or 'most' makes it an error if not all, or not more than half, of the parameters
+            are covered.
 
     References: statistics see `suite.core.statistics`.
     """
 
     def __init__(
-        self, loss_fn: Callable[..., Any], has_aux: bool = False, *, max_factor_size: int = 8192
+        self,
+        loss_fn: Callable[..., Any],
+        has_aux: bool = False,
+        *,
+        fisher: Fisher | None = None,
+        rows: str = "expand",
+        max_factor_size: int = 8192,
+        plain: Sequence[str] = (),
+        require: Require = None,
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be callable, got {loss_fn!r}")
+        if fisher is not None and not isinstance(fisher, Fisher):
+            raise TypeError(f"fisher must be None, Categorical, Bernoulli or Gaussian, got {fisher!r}")
+        if fisher is not None and not has_aux:
+            raise ValueError(
+                f"fisher={type(fisher).__name__} needs the model's outputs: return (loss, aux) from "
+                "loss_fn and set has_aux=True"
+            )
+        check_choice("rows", rows, ("expand", "reduce"))
         check_integer("max_factor_size", max_factor_size, at_least=1)
-        self._loss_fn = loss_fn
-        self._has_aux = has_aux
-        self._max_factor_size = max_factor_size
+        check_choice("require", require, (None, "most", "all"))
+        if isinstance(plain, str):
+            raise TypeError(f"plain must be a sequence of names, got {plain!r}")
+        self._loss_fn, self._has_aux, self._fisher = loss_fn, has_aux, fisher
+        self._reduce, self._max_factor_size = rows == "reduce", max_factor_size
+        self._plain, self._require = tuple(plain), require
         functools.update_wrapper(self, loss_fn, updated=())
 
     def plan(self, params: Any, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes; arrays may be `jax.ShapeDtypeStruct`s.
 
         Raises:
-            ValueError: a loss function in which nothing would be preconditioned.
+            ValueError: a loss function in which nothing, or less than required, would be preconditioned.
         """
-        return self._trace(params, args, kwargs).plan
+        return self._plan(self._trace(params, args, self._without_key(kwargs)), params)
 
-    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Statistics]:
-        """(value, gradients, statistics by layer name)."""
-        traced = self._trace(params, args, kwargs)
-        plan = traced.plan
-        statistic_dtypes = [_statistics_dtype(plan, layer) for layer in plan.layers]
-        slots = [empty_statistics(*pair) for pair in zip(plan.layers, statistic_dtypes, strict=True)]
+    def routing(self, params: Any, *args: Any, **kwargs: Any) -> Routing:
+        """What happens to every parameter, and why: `plan(...).routing`."""
+        return self.plan(params, *args, **kwargs).routing
 
-        def probed(leaves: list[Any], slots: list[LayerStatistics]) -> Any:
-            probes = {
-                path: (x_operand, _probe(plan.layers[i], slots[i], statistic_dtypes[i]))
-                for path, x_operand, i in plan.sites
-            }
-            flat = jaxprs.evaluate(
-                traced.jaxpr.jaxpr, traced.jaxpr.consts, [*leaves, *traced.arguments], probes
+    def __call__(
+        self,
+        params: Any,
+        *args: Any,
+        capture: bool | jax.Array = True,
+        bases: AllBases | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any, Statistics | None]:
+        """(value, gradients, statistics).
+
+        Args:
+            capture: False is `jax.value_and_grad` and nothing else, with None for statistics. A traced
+                boolean chooses by `lax.cond`; where False, the statistics are of nothing.
+            bases: for EKFAC, `suite.jax.eigenbases(optimizer_state)`.
+            key: with a sampled Fisher, a `jax.random` key; not handed to `loss_fn` then.
+        """
+        given = kwargs.get("key")
+        if self._needs_key and given is None:
+            raise TypeError(
+                "a sampled Fisher needs key=, a jax.random key, in each call; or Fisher exact=True"
             )
-            out = jax.tree.unflatten(traced.out_tree, flat)
-            return out if self._has_aux else (out, None)
+        if isinstance(capture, (bool, np.bool_)):
+            if not capture:
+                value, grads = self.without_statistics(params, *args, **kwargs)
+                return value, grads, None
+            return self._captured(params, args, kwargs, bases)
+        structure: dict[str, Any] = {}
 
-        gradient = jax.value_and_grad(probed, argnums=(0, 1), has_aux=True)
-        (loss, aux), (grads, sums) = gradient(jax.tree.leaves(params), slots)
-        grads = jax.tree.unflatten(plan.treedef, grads)
-        statistics = {layer.name: s for layer, s in zip(plan.layers, sums, strict=True)}
-        return ((loss, aux) if self._has_aux else loss), grads, statistics
+        def arrays_of(both: Any) -> Any:
+            value, grads, statistics = both
+            leaves, tree = jax.tree.flatten(value)
+            is_array = [_is_array(x) for x in leaves]
+            structure["value"] = leaves, tree, is_array
+            return [x for x, yes in zip(leaves, is_array, strict=True) if yes], grads, statistics
+
+        def captured() -> Any:
+            return arrays_of(self._captured(params, args, kwargs, bases))
+
+        def skipped() -> Any:
+            value, grads = self.without_statistics(params, *args, **kwargs)
+            shapes = jax.eval_shape(lambda: captured()[2])
+            return arrays_of((value, grads, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)))
+
+        arrays, grads, statistics = lax.cond(capture, captured, skipped)
+        leaves, tree, is_array = structure["value"]
+        given_arrays = iter(arrays)
+        value = [next(given_arrays) if yes else x for x, yes in zip(leaves, is_array, strict=True)]
+        return jax.tree.unflatten(tree, value), grads, statistics
+
+    def without_statistics(self, params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """(value, gradients): a plain `jax.value_and_grad`, for steps that update no factors."""
+        kwargs = self._without_key(kwargs)
+        if not self._has_aux:
+            return jax.value_and_grad(self._loss_fn)(params, *args, **kwargs)
+        static: list[Any] = []
+
+        def split(params: Any) -> Any:
+            loss, aux = self._loss_fn(params, *args, **kwargs)
+            leaves, tree = jax.tree.flatten(aux)
+            is_array = [_is_array(x) for x in leaves]
+            static[:] = [(leaves, tree, is_array)]
+            return loss, [x for x, yes in zip(leaves, is_array, strict=True) if yes]
+
+        (loss, arrays), grads = jax.value_and_grad(split, has_aux=True)(params)
+        return (loss, _joined(static[0], arrays)), grads
+
+    # ---- with statistics -----------------------------------------------------------------------
+
+    @property
+    def _needs_key(self) -> bool:
+        return self._fisher is not None and not self._fisher.exact
+
+    def _without_key(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if not self._needs_key:
+            return kwargs
+        return {name: value for name, value in kwargs.items() if name != "key"}
+
+    def _captured(
+        self, params: Any, args: Any, kwargs: dict[str, Any], bases: AllBases | None
+    ) -> tuple[Any, Any, Statistics]:
+        traced = self._trace(params, args, self._without_key(kwargs))
+        plan = self._plan(traced, params)
+        _check_bases(bases, plan)
+        leaves = jax.tree.leaves(params)
+        # Inside shard_map they are summed over devices where, and only where, gradients are.
+        empty = {
+            layer.name: jaxprs.varying_alike(
+                empty_sums(layer, plan.dtype(layer), bases is not None), leaves[layer.leaf]
+            )
+            for layer in plan.layers
+        }
+        sites = [(layer, use) for layer in plan.layers for use in layer.uses]
+
+        def measure(layer: Layer, use: Use) -> Any:
+            def sums(x: Any, gradient: jax.Array, like: Sums, own: Bases | None) -> Sums:
+                return use_sums(layer, use, x, gradient, like, own, self._reduce)
+
+            return sums
+
+        probes = [_probe(use, measure(layer, use)) for layer, use in sites]
+
+        def run(leaves: list[Any], sums: dict[str, LayerSums]) -> Any:
+            slots = {}
+            for i, (layer, use) in enumerate(sites):
+                own = sums[layer.name].transposed if use.transposed else sums[layer.name].main
+                known = None if bases is None or use.transposed else bases.get(layer.name)
+                slots[i] = _by_loop(use, (own, known))
+            return traced.run(leaves, probes, slots)
+
+        if self._fisher is None:
+            both = jax.value_and_grad(lambda *given: _loss_first(run(*given)), (0, 1), has_aux=True)
+            (loss, arrays), (grads, found) = both(leaves, empty)
+            last = found[plan.last]
+            terms = jnp.mean(last.main.rows) * plan.terms_per_row
+            terms = terms if plan.terms_per_row else jnp.ones((), jnp.float32)
+        else:
+            (loss, outputs), pull, arrays = jax.vjp(
+                lambda *given: _loss_and_outputs(run(*given)), leaves, empty, has_aux=True
+            )
+            grads, _ = pull((jnp.ones_like(loss), jnp.zeros_like(outputs)))
+            found = self._sampled(outputs, pull, loss, empty, kwargs.get("key"))
+            columns = self._fisher.likelihood.columns(outputs.shape)
+            terms = jnp.full((), outputs.size / columns, jnp.float32)
+        value = (loss, _joined(traced.aux, arrays)) if self._has_aux else loss
+        return value, jax.tree.unflatten(plan.treedef, grads), Statistics(found, terms)
+
+    def _sampled(self, outputs: Any, pull: Any, loss: Any, empty: Any, key: Any) -> dict[str, LayerSums]:
+        """Sums of backward passes from the outputs alone: inputs and rows count once."""
+        fisher = self._fisher
+        assert fisher is not None
+        count = fisher.passes(outputs.shape)
+
+        def one(total: Any, index: Any) -> Any:
+            gradient = lax.stop_gradient(fisher.gradient(outputs, index, key)).astype(outputs.dtype)
+            _, sums = pull((jnp.zeros_like(loss), gradient))
+            return jax.tree.map(jnp.add, total, sums), None
+
+        if count == 1:
+            found, _ = one(empty, 0)
+            return found
+        found, _ = lax.scan(one, empty, jnp.arange(count))
+
+        def shared_out(sums: Sums | None) -> Sums | None:
+            if sums is None:
+                return None
+            A, G, rows, products = sums
+            if not fisher.exact:
+                G, products = G / count, None if products is None else products / count
+            return Sums(None if A is None else A / count, G, rows / count, products)
+
+        return {
+            name: LayerSums(shared_out(s.main), shared_out(s.transposed))  # type: ignore[arg-type]
+            for name, s in found.items()
+        }
 
     def _trace(self, params: Any, args: Any, kwargs: Any) -> _Traced:
-        """The program of the loss function, and the plan that follows from it."""
+        """The program of the loss function."""
         leaves, treedef = jax.tree.flatten(params)
         others, others_tree = jax.tree.flatten((args, kwargs))
         # Flags and other Python values stay what they are: the function may branch on them.
         is_array = [hasattr(x, "shape") and not isinstance(x, np.generic) for x in others]
         arrays = [x for x, yes in zip(others, is_array, strict=True) if yes]
+        static: list[Any] = []
 
         def flat(leaves: list[Any], arrays: list[Any]) -> Any:
             given = iter(arrays)
             filled = [next(given) if yes else x for x, yes in zip(others, is_array, strict=True)]
             args, kwargs = jax.tree.unflatten(others_tree, filled)
-            return self._loss_fn(jax.tree.unflatten(treedef, leaves), *args, **kwargs)
+            result = self._loss_fn(jax.tree.unflatten(treedef, leaves), *args, **kwargs)
+            aux: Any = ()
+            if self._has_aux:
+                if not (isinstance(result, tuple) and len(result) == 2):
+                    raise TypeError("with has_aux=True loss_fn must return (loss, aux)")
+                result, aux = result
+            if getattr(result, "shape", None) != ():
+                raise TypeError(f"loss_fn must return a scalar loss, got {result}")
+            outputs = [] if self._fisher is None else [self._outputs(aux)]
+            aux_leaves, aux_tree = jax.tree.flatten(aux)
+            kept = [_is_array(x) for x in aux_leaves]
+            static[:] = [(aux_leaves, aux_tree, kept)]
+            return result, *outputs, *(x for x, yes in zip(aux_leaves, kept, strict=True) if yes)
 
-        jaxpr, out_shape = jax.make_jaxpr(flat, return_shape=True)(leaves, arrays)
-        out_tree = jax.tree.structure(out_shape)
-        if self._has_aux and not (isinstance(out_shape, tuple) and len(out_shape) == 2):
-            raise TypeError("with has_aux=True loss_fn must return (loss, aux)")
-        loss = out_shape[0] if self._has_aux else out_shape
-        if getattr(loss, "shape", None) != ():
-            raise TypeError(f"loss_fn must return a scalar loss, got {loss}")
-        uses = jaxprs.find_uses(jaxpr.jaxpr, len(leaves))
-        plan = _plan(uses, params, self._max_factor_size)
-        return _Traced(jaxpr, out_tree, arrays, plan)
+        jaxpr = jax.make_jaxpr(flat)(leaves, arrays)
+        aux_leaves, aux_tree, kept = static[0]
+        aux = [None if yes else x for x, yes in zip(aux_leaves, kept, strict=True)], aux_tree, kept
+        return _Traced(jaxpr, arrays, aux)
+
+    def _outputs(self, aux: Any) -> Any:
+        assert self._fisher is not None
+        outputs = self._fisher.outputs(aux)
+        if not _is_array(outputs) or not jnp.issubdtype(outputs.dtype, jnp.floating):
+            raise TypeError(
+                f"outputs of {type(self._fisher).__name__} must pick an array of floats from the "
+                f"auxiliary output, got {type(outputs).__name__}"
+            )
+        self._fisher.likelihood.columns(outputs.shape)
+        return outputs
+
+    def _plan(self, traced: _Traced, params: Any) -> Plan:
+        program = jaxprs.flatten(traced.jaxpr.jaxpr)
+        # A sampled Fisher is about the outputs: what else the loss does with parameters is no matter.
+        root = program.outputs[0] if self._fisher is None else program.outputs[1]
+        uses = find_uses(program, len(jax.tree.leaves(params)), [root])
+        return make_plan(
+            program,
+            uses,
+            params,
+            max_factor_size=self._max_factor_size,
+            plain=self._plain,
+            sampled=self._fisher is not None,
+            require=self._require,
+        )
+
+
+def probe(x: jax.Array, w: jax.Array, y: jax.Array) -> jax.Array:
+    """Say that y = x w, for products that capture cannot see into (a kernel, a sparse product).
+
+        >>> y = probe(x, w, my_kernel(x, w))
+
+    Other uses of `w` do not stop it from being covered then: `verify` checks that nothing is missing.
+
+    Args:
+        x: (..., d_in), activations.
+        w: (d_in, d_out): a parameter, or a transpose, reshape, slice or cast of one.
+        y: (..., d_out).
+
+    Returns:
+        y; use the result, not the argument.
+    """
+    if x.ndim < 1 or w.ndim != 2 or (*x.shape[:-1], w.shape[1]) != y.shape or x.shape[-1] != w.shape[0]:
+        raise ValueError(
+            f"probe(x, w, y) needs x (..., d_in), w (d_in, d_out) and y (..., d_out), "
+            f"got {x.shape}, {w.shape} and {y.shape}"
+        )
+    return _marked(x, w, y)
+
+
+def _mark(x: jax.Array, w: jax.Array, y: jax.Array) -> jax.Array:
+    del x, w
+    return y
+
+
+_mark.__name__ = jaxprs.PROBE
+_marked = jax.jit(_mark)
+
+
+def verify(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    has_aux: bool = False,
+    plain: Sequence[str] = (),
+    rtol: float = 1e-3,
+    **kwargs: Any,
+) -> dict[str, float]:
+    """Check that what capture sees is all there is: Σ g aᵀ over the rows of each layer is its gradient.
+
+    Args:
+        loss_fn, params, args, kwargs: as for `value_and_grad`; arrays, not shapes.
+        rtol: allowed error, in units of a leaf's largest gradient.
+
+    Returns:
+        The error of each covered leaf, in those units.
+
+    Raises:
+        ValueError: an error above `rtol`, naming the leaf.
+    """
+    check_number("rtol", rtol, above=0)
+    vag = value_and_grad(loss_fn, has_aux, plain=plain)
+    traced = vag._trace(params, args, kwargs)
+    plan = vag._plan(traced, params)
+    # A layer without its bias's column: the bias is checked through it.
+    sites = [(layer, use) for layer in plan.layers for use in layer.uses]
+
+    def measure(layer: Layer, use: Use) -> Any:
+        return lambda x, gradient, like, own: use_gradient(layer, use, x, gradient.astype(like.dtype))
+
+    def both(leaves: list[Any]) -> Any:
+        probes = [_probe(use, measure(layer, use)) for layer, use in sites]
+        empty = {
+            layer.name: jnp.zeros((layer.groups, layer.sizes[1], layer.sizes[0]), plan.dtype(layer))
+            for layer in plan.layers
+        }
+
+        def run(leaves: list[Any], sums: Any) -> Any:
+            slots = {i: _by_loop(use, (sums[layer.name], None)) for i, (layer, use) in enumerate(sites)}
+            return traced.run(leaves, probes, slots)[0]
+
+        return jax.grad(run, (0, 1))(leaves, empty)
+
+    grads, found = jax.jit(both)(jax.tree.leaves(params))
+    errors: dict[str, float] = {}
+    sums: dict[int, Any] = {}
+    for layer in plan.layers:
+        matrix = found[layer.name]
+        if layer.bias is not None:
+            sums[layer.bias] = matrix[..., -1].reshape(plan.shapes[layer.bias])
+            matrix = matrix[..., :-1]
+        given = sums.get(layer.leaf, jnp.zeros(plan.shapes[layer.leaf], matrix.dtype))
+        sums[layer.leaf] = write_matrices(given, layer.view, matrix)
+    for leaf, total in sums.items():
+        gradient = np.asarray(grads[leaf], np.float64)
+        scale = np.abs(gradient).max(initial=0.0) or 1.0
+        difference = np.abs(np.asarray(total, np.float64) - gradient).max(initial=0.0)
+        errors[plan.names[leaf]] = float(difference / scale)
+    wrong = {name: error for name, error in errors.items() if not error <= rtol}
+    if wrong:
+        listed = ", ".join(f"{name} by {error:.2g}" for name, error in wrong.items())
+        raise ValueError(
+            f"the statistics miss uses of these parameters, whose Σ g aᵀ differs from their gradient, "
+            f"in units of its largest entry: {listed}. Name them in `plain`"
+        )
+    return errors
 
 
 @dataclass(frozen=True)
 class _Traced:
     jaxpr: Any
-    out_tree: Any
     arguments: list[Any]
-    plan: Plan
+    aux: Any  # (leaves that are no arrays, tree, which are arrays)
+
+    def run(self, leaves: list[Any], probes: Sequence[jaxprs.Probe], slots: Any) -> list[Any]:
+        given = [*leaves, *self.arguments]
+        return jaxprs.evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, given, probes, slots)
 
 
-def _statistics_dtype(plan: Plan, layer: Layer) -> Any:
-    return jnp.promote_types(plan.dtypes[layer.spec.leaf], jnp.float32)
-
-
-def _probe(
-    layer: Layer, slots: LayerStatistics, dtype: Any
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _probe(use: Use, measure: Callable[..., Any]) -> jaxprs.Probe:
     @jax.custom_vjp
-    def identity(y: jax.Array, x: jax.Array, slots: LayerStatistics) -> jax.Array:
-        del x, slots
+    def identity(y: jax.Array, x: Any, slot: Any) -> jax.Array:
+        del x, slot
         return y
 
-    def forward(y: jax.Array, x: jax.Array, slots: LayerStatistics) -> tuple[jax.Array, jax.Array]:
-        del slots
-        return y, x
+    def forward(y: jax.Array, x: Any, slot: Any) -> tuple[jax.Array, Any]:
+        return y, (x, slot)
 
-    def backward(x: jax.Array, gradient: jax.Array) -> tuple[Any, Any, Any]:
-        sums = LayerStatistics(*layer_statistics(x, gradient, layer, dtype))
-        return gradient, jnp.zeros_like(x), sums
+    def backward(kept: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
+        x, (like, own) = kept
+        sums = measure(x, gradient, like, own)
+        return gradient, None, (jaxprs.vary_like(sums, like), jax.tree.map(jnp.zeros_like, own))
 
     identity.defvjp(forward, backward)
-    return lambda x, y: identity(y, jax.lax.stop_gradient(x), slots)
+
+    def apply(x: Any, y: jax.Array, slot: Any) -> jax.Array:
+        return identity(y, x, jaxprs.varying_alike(slot, y, *([] if x is None else [x])))
+
+    return jaxprs.Probe(use.path, use.out, use.x_operand, apply, use.scans)
 
 
-def _plan(uses: jaxprs.Uses, params: Any, max_factor_size: int) -> Plan:
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
-    names = tuple(jax.tree_util.keystr(path) or "params" for path, _ in with_paths)
-    leaves = [leaf for _, leaf in with_paths]
-    shapes = tuple(tuple(np.shape(leaf)) for leaf in leaves)
-    dtypes = tuple(jnp.result_type(leaf) for leaf in leaves)
-
-    sites_of: dict[int, list[jaxprs.Site]] = {}
-    for site in uses.sites:
-        sites_of.setdefault(site.spec.leaf, []).append(site)
-    reasons = {
-        leaf: _why_not(leaf, sites_of.get(leaf, []), uses, dtypes[leaf]) for leaf in range(len(leaves))
-    }
-    bias_of = _biases(uses, sites_of, reasons)
-
-    layers: list[Layer] = []
-    for leaf, sites in sites_of.items():
-        if reasons[leaf]:
-            continue
-        spec, bias = sites[0].spec, bias_of.get(leaf)
-        groups, d_out, d_in = block_shape(spec)
-        sizes = (d_in + (bias is not None), d_out)
-        diagonal = (sizes[0] > max_factor_size, sizes[1] > max_factor_size)
-        layers.append(Layer(names[leaf], spec, bias, groups, sizes, diagonal))
-    layers.sort(key=lambda layer: layer.spec.leaf)
-    place = {layer.spec.leaf: i for i, layer in enumerate(layers)}
-    covered = [site for site in uses.sites if site.spec.leaf in place]
-    routing = Routing(tuple(_route(leaf, names, shapes, layers, reasons) for leaf in range(len(leaves))))
-    routing.require_preconditioned("K-FAC")
-    return Plan(
-        layers=tuple(layers),
-        last=names[covered[-1].spec.leaf],
-        terms_per_row=_rows(uses, uses.sites[-1]) / _rows(uses, covered[-1]),
-        names=names,
-        shapes=shapes,
-        dtypes=dtypes,
-        treedef=treedef,
-        routing=routing,
-        sites=tuple((site.path, site.x_operand, place[site.spec.leaf]) for site in covered),
-    )
+def _by_loop(use: Use, slot: Any) -> Any:
+    """(groups, ...) as (*loops that take the leaf apart, blocks of one step, ...)."""
+    return jax.tree.map(lambda s: s.reshape(*use.lengths, use.groups, *s.shape[1:]), slot)
 
 
-def _rows(uses: jaxprs.Uses, site: jaxprs.Site) -> int:
-    """Rows that the site's leaf multiplies, in all its products."""
-    return sum(other.rows for other in uses.sites if other.spec.leaf == site.spec.leaf)
+def _loss_first(out: list[Any]) -> tuple[Any, list[Any]]:
+    return out[0], out[1:]
 
 
-def _why_not(leaf: int, sites: list[jaxprs.Site], uses: jaxprs.Uses, dtype: Any) -> str:
-    """Why a leaf is not the weight of a layer; '' if it is."""
-    if leaf in uses.others:
-        kinds = ", ".join(dict.fromkeys(uses.others[leaf]))
-        return f"used by {kinds}" if not sites else f"a layer's weight, but also used by {kinds}"
-    if leaf in uses.biases:
-        return "added to a layer that is not covered with it" if not sites else "both weight and bias"
-    if not sites:
-        return "not used"
-    if any(site.spec != sites[0].spec for site in sites):
-        return "used by several layers in different orientations"
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return f"{dtype} parameters are not covered"
-    return ""
+def _loss_and_outputs(out: list[Any]) -> tuple[tuple[Any, Any], list[Any]]:
+    return (out[0], out[1]), out[2:]
 
 
-def _biases(
-    uses: jaxprs.Uses, sites_of: dict[int, list[jaxprs.Site]], reasons: dict[int, str]
-) -> dict[int, int]:
-    """weight leaf -> bias leaf, where the bias follows every use of the weight and nothing else."""
-    weight_at = {site.path: leaf for leaf, sites in sites_of.items() for site in sites}
-    found: dict[int, int] = {}
-    for bias, bias_uses in uses.biases.items():
-        weights = {weight_at[use.path] for use in bias_uses}
-        weight = next(iter(weights))
-        everywhere = {use.path for use in bias_uses} == {s.path for s in sites_of[weight]}
-        elsewhere = bias in uses.others or bias in sites_of
-        if len(weights) == 1 and everywhere and not elsewhere and not reasons[weight]:
-            found[weight] = bias
-    return found
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
-def _route(
-    leaf: int,
-    names: tuple[str, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    layers: list[Layer],
-    reasons: dict[int, str],
-) -> Route:
-    for layer in layers:
-        if leaf in (layer.spec.leaf, layer.bias):
-            factors = describe_factors(layer.sizes, layer.diagonal)
-            if layer.groups > 1:
-                factors = f"{layer.groups} x ({factors})"
-            kind = type(layer.spec.product).__name__.lower()
-            role = f"weight of a {kind} layer" if leaf == layer.spec.leaf else f"bias of {layer.name}"
-            return Route(names[leaf], shapes[leaf], "kfac", factors, role)
-    return Route(names[leaf], shapes[leaf], "plain", "", reasons[leaf])
+def _joined(static: Any, arrays: Sequence[Any]) -> Any:
+    leaves, tree, is_array = static
+    given = iter(arrays)
+    filled = [next(given) if yes else x for x, yes in zip(leaves, is_array, strict=True)]
+    return jax.tree.unflatten(tree, filled)
+
+
+def _check_bases(bases: AllBases | None, plan: Plan) -> None:
+    if bases is None:
+        return
+    unknown = sorted(set(bases) - {layer.name for layer in plan.layers})
+    if unknown:
+        raise ValueError(f"bases do not fit the plan: unknown layers {unknown}")

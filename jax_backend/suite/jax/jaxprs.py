@@ -1,330 +1,591 @@
-"""Finding a model's layers in the program of its loss, and running that program with probes.
+"""Reading and running jaxprs: the only file that knows what is in one, and how versions of jax differ.
 
-The loss function is traced to a jaxpr. One fact is carried beside each value: "a re-indexing of exactly
-one parameter leaf". Every product that meets such a value is a layer use; everything else that does is a
-reason not to cover the leaf. This is the only file that reads jaxprs.
+`flatten` turns a program into a list of nodes with numbered values, calls inlined and loops opened, in
+which each operation that K-FAC understands has a name of our own. `evaluate` runs the program as it was
+traced, with probes behind some of its values.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core as jex
 
-from suite.jax.layers import Convolution, Dense, LayerSpec, Step, apply_steps, block_shape, feature_axes
+from suite.jax.views import Shape, Step
 
-Path = tuple[int, ...]  # equation numbers, outermost program first
+Path = tuple[int, ...]  # equation (and branch) numbers, outermost program first
 
-
-class Origin(NamedTuple):
-    """The fact: this value is the leaf, re-indexed by these steps."""
-
-    leaf: int
-    shape: tuple[int, ...]  # the leaf's
-    steps: tuple[Step, ...]
-    lossless: bool  # every entry of the leaf occurs exactly once
+PROBE = "suite_kfac_probe"  # of `capture.probe`: a call of this name
 
 
-class Site(NamedTuple):
-    """One product in the program that uses a parameter leaf as its weight."""
+# ---- what equations mean -----------------------------------------------------------------------
+
+
+class Reindex(NamedTuple):
+    """Output = input, re-indexed; None: as it is."""
+
+    step: Step | None
+
+
+class Moved(NamedTuple):
+    """The one input is handed on by a loop or a call that K-FAC cannot look through."""
+
+
+class LoopSlice(NamedTuple):
+    """A loop takes its input apart along the first axis."""
+
+    length: int
+
+
+class Returned(NamedTuple):
+    """What a function with a derivative of its own returns."""
+
+
+class DotGeneral(NamedTuple):
+    contracted: tuple[Shape, Shape]
+    batch: tuple[Shape, Shape]
+
+
+class Convolve(NamedTuple):
+    """conv_general_dilated; specs are positions of (batch, feature, *spatial) as in XLA."""
+
+    x_spec: Shape
+    w_spec: Shape  # (out feature, in feature, *spatial)
+    out_spec: Shape
+    stride: Shape
+    padding: tuple[tuple[int, int], ...]
+    x_dilation: Shape
+    dilation: Shape
+    groups: int
+
+
+class Gather(NamedTuple):
+    """Rows of a table, looked up along one axis of it."""
+
+    axis: int
+    offset_axes: Shape  # of the output: where the table's other axes are
+    clip: bool  # whether indices out of range are brought into it; else they read nothing
+    component: int  # of an index, which number it is along that axis
+
+
+class Add(NamedTuple):
+    """Elementwise sum or difference."""
+
+
+class Multiply(NamedTuple):
+    """Elementwise product."""
+
+
+class Iota(NamedTuple):
+    axis: int
+
+
+class Equal(NamedTuple):
+    pass
+
+
+class ByHand(NamedTuple):
+    """A user's probe(x, w, y)."""
+
+
+class Aval(NamedTuple):
+    shape: Shape
+    dtype: Any
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A call of a function with a derivative of its own, which its inside does not show."""
 
     path: Path
-    x_operand: int
-    spec: LayerSpec
-    rows: int  # how many rows of x it multiplies
+    name: str
+    inputs: tuple[int | None, ...]
+    outputs: list[int | None] = field(default_factory=list, compare=False)  # values inside
 
 
-class _Output(NamedTuple):
-    """A product's output, its axes moved about: where each one was, None for a new one of size 1."""
-
-    site: Site
-    axes: tuple[int | None, ...]
-
-
-class BiasUse(NamedTuple):
-    """A leaf added to the output of the product at `path`, one number for each output feature."""
+@dataclass(frozen=True)
+class Node:
+    """One operation of the flattened program."""
 
     path: Path
+    name: str  # the primitive's
+    operation: Any
+    inputs: tuple[int | None, ...]  # None for literals
+    outputs: tuple[int, ...]
+    loops: tuple[tuple[Path, int], ...]  # enclosing scans and their lengths, and branches with 1
+    custom: Custom | None
 
 
 @dataclass
-class Uses:
-    """How a program uses its parameter leaves."""
-
-    sites: list[Site] = field(default_factory=list)
-    biases: dict[int, list[BiasUse]] = field(default_factory=dict)
-    others: dict[int, list[str]] = field(default_factory=dict)  # primitives that rule a leaf out
-
-    def rule_out(self, origin: Origin | None, why: str) -> None:
-        if origin is not None:
-            self.others.setdefault(origin.leaf, []).append(why)
+class Program:
+    nodes: list[Node] = field(default_factory=list)
+    avals: list[Aval] = field(default_factory=list)
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int | None, ...] = ()
+    back: list[tuple[int, int]] = field(default_factory=list)  # (loop's carry in, carry out)
 
 
-def find_uses(jaxpr: Any, leaves: int) -> Uses:
-    """All uses of the first `leaves` inputs of a jaxpr."""
-    uses = Uses()
-    facts: list[Origin | None] = [
-        Origin(i, tuple(v.aval.shape), (), True) if i < leaves else None
-        for i, v in enumerate(jaxpr.invars)
-    ]
-    for origin in _walk(jaxpr, facts, (), uses):
-        uses.rule_out(origin, "being returned from the loss function")
-    return uses
+# ---- flattening --------------------------------------------------------------------------------
+
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "core_closed_call", "xla_call"}
+_REMAT = {"remat", "remat2", "checkpoint"}
+_CUSTOM = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_IDENTITIES = {
+    "copy", "copy_p", "sharding_constraint", "name", "pvary", "pcast", "reduce_precision",
+    "optimization_barrier", "mesh_cast", "reshard", "layout_constraint",
+}  # fmt: skip
 
 
-def _walk(jaxpr: Any, facts: Sequence[Origin | None], prefix: Path, uses: Uses) -> list[Origin | None]:
-    env: dict[Any, Origin] = {v: f for v, f in zip(jaxpr.invars, facts, strict=True) if f is not None}
-    products: dict[Any, _Output] = {}  # a variable that is a product's output, its axes moved about
-    readers = Counter(
-        v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, jex.Literal)
-    ) + Counter(v for v in jaxpr.outvars if not isinstance(v, jex.Literal))
-
-    def fact(v: Any) -> Origin | None:
-        return None if isinstance(v, jex.Literal) else env.get(v)
-
-    for number, eqn in enumerate(jaxpr.eqns):
-        path = (*prefix, number)
-        known = [fact(v) for v in eqn.invars]
-        if not any(known):
-            output = _moved_output(eqn, products, readers)
-            if output is not None:
-                products[eqn.outvars[0]] = output
-            continue
-        inner = _inner(eqn)
-        if inner is not None:
-            returned = _walk(inner[0], known, path, uses)
-            env.update({v: f for v, f in zip(eqn.outvars, returned, strict=True) if f is not None})
-            continue
-        moved = _reindexed(eqn, known)
-        if moved is not None:
-            env[eqn.outvars[0]] = moved
-            continue
-        site = _site(eqn, known, path)
-        if site is not None:
-            uses.sites.append(site)
-            axes = tuple(range(eqn.outvars[0].aval.ndim))
-            products[eqn.outvars[0]] = _Output(site, axes)
-            continue
-        bias = _bias(eqn, known, products, readers)
-        if bias is not None:
-            leaf, use = bias
-            uses.biases.setdefault(leaf, []).append(use)
-            continue
-        for origin in known:
-            uses.rule_out(origin, f"`{eqn.primitive.name}`")
-    return [fact(v) for v in jaxpr.outvars]
+def flatten(jaxpr: Any) -> Program:
+    """The program of a jaxpr, one value for each of its inputs first."""
+    return _Flattener().run(jaxpr)
 
 
-def _inner(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """(jaxpr, its constants) of a call that may be looked into: jit and remat; else None."""
-    if eqn.primitive.name in ("jit", "pjit", "closed_call"):
-        closed = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-        return closed.jaxpr, closed.consts
-    if eqn.primitive.name in ("remat", "remat2", "checkpoint"):
-        return eqn.params["jaxpr"], ()
+class _Flattener:
+    def __init__(self) -> None:
+        self.program = Program()
+        self.same: dict[Any, tuple[int, ...]] = {}  # equal re-indexings are one value
+
+    def run(self, jaxpr: Any) -> Program:
+        inputs = tuple(self.new(v.aval) for v in jaxpr.invars)
+        self.program.inputs = inputs
+        self.program.outputs = tuple(self.body(jaxpr, inputs, (), (), None))
+        return self.program
+
+    def new(self, aval: Any) -> int:
+        self.program.avals.append(Aval(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)))
+        return len(self.program.avals) - 1
+
+    def add(self, node: Node) -> None:
+        self.program.nodes.append(node)
+
+    def body(
+        self,
+        jaxpr: Any,
+        inputs: Sequence[int | None],
+        prefix: Path,
+        loops: tuple[tuple[Path, int], ...],
+        custom: Custom | None,
+    ) -> list[int | None]:
+        env: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
+        env.update({v: self.new(v.aval) for v in jaxpr.constvars})
+
+        def read(v: Any) -> int | None:
+            return None if isinstance(v, jex.Literal) else env[v]
+
+        for number, eqn in enumerate(jaxpr.eqns):
+            path = (*prefix, number)
+            values = [read(v) for v in eqn.invars]
+            env.update(zip(eqn.outvars, self.equation(eqn, values, path, loops, custom), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, values: Any, path: Path, loops: Any, custom: Any) -> Sequence[Any]:
+        name = eqn.primitive.name
+
+        def node(operation: Any, inputs: Any, aval: Any, label: str = name) -> int:
+            out = self.new(aval)
+            self.add(Node(path, label, operation, tuple(inputs), (out,), loops, custom))
+            return out
+
+        if name in _CALLS and eqn.params.get("name") == PROBE:
+            return [node(ByHand(), values, eqn.outvars[0].aval)]
+        if name in _CALLS or name in _REMAT:
+            inner, _ = _called(eqn)
+            return self.body(inner, values, path, loops, custom)
+        if name in _CUSTOM:
+            inner, _ = _called(eqn)
+            own = custom or Custom(path, name, tuple(values))
+            returned = self.body(inner, values, path, loops, own)
+            if custom is None:
+                own.outputs.extend(returned)
+            return [node(Returned(), (v,), o.aval) for v, o in zip(returned, eqn.outvars, strict=True)]
+        if name == "scan":
+            return self.scan(eqn, values, path, loops, custom, node)
+        if name == "cond":
+            branches = [
+                self.body(branch.jaxpr, values[1:], (*path, i), (*loops, ((*path, i), 1)), custom)
+                for i, branch in enumerate(eqn.params["branches"])
+            ]
+            return [
+                node(Moved(), each, out.aval)
+                for each, out in zip(zip(*branches, strict=True), eqn.outvars, strict=True)
+            ]
+        if name == "shard_map":
+            inner = eqn.params["jaxpr"]
+            whole = _unsharded_inputs(eqn)
+            inputs = [
+                v if same else node(Moved(), (v,), i.aval)
+                for v, same, i in zip(values, whole, inner.invars, strict=True)
+            ]
+            returned = self.body(inner, inputs, path, loops, custom)
+            return [node(Moved(), (v,), o.aval) for v, o in zip(returned, eqn.outvars, strict=True)]
+        if name == "split":
+            starts = np.cumsum([0, *eqn.params["sizes"]])
+            shape = eqn.invars[0].aval.shape
+            outs = []
+            for i, out in enumerate(eqn.outvars):
+                begin, end = [0] * len(shape), list(shape)
+                begin[eqn.params["axis"]], end[eqn.params["axis"]] = int(starts[i]), int(starts[i + 1])
+                step = ("slice", (tuple(begin), tuple(end), (1,) * len(shape)))
+                outs.append(node(Reindex(step), values, out.aval))
+            return outs
+        if name == "optimization_barrier":
+            pairs = zip(values, eqn.outvars, strict=True)
+            return [node(Reindex(None), (v,), out.aval) for v, out in pairs]
+        operation = _operation(eqn)
+        key = None
+        if isinstance(operation, Reindex) and None not in values:
+            aval = eqn.outvars[0].aval
+            key = (operation, tuple(values), tuple(aval.shape), str(aval.dtype), loops, custom)
+            if key in self.same:
+                return self.same[key]
+        outs_ = tuple(self.new(out.aval) for out in eqn.outvars)
+        self.add(Node(path, name, operation, tuple(values), outs_, loops, custom))
+        if key is not None:
+            self.same[key] = outs_
+        return outs_
+
+    def scan(self, eqn: Any, values: Any, path: Path, loops: Any, custom: Any, node: Any) -> list[Any]:
+        params = eqn.params
+        inner, (consts, carries) = params["jaxpr"].jaxpr, _scan_counts(params)
+        length = int(params["length"])
+        inputs: list[Any] = list(values[:consts])
+        unchanged = [inner.outvars[i] is inner.invars[consts + i] for i in range(carries)]
+        for i in range(carries):
+            value, v = values[consts + i], inner.invars[consts + i]
+            inputs.append(value if unchanged[i] else node(Moved(), (value,), v.aval))
+        inside = (*loops, (path, length))
+        for value, v in zip(values[consts + carries :], inner.invars[consts + carries :], strict=True):
+            out = self.new(v.aval)
+            self.add(Node(path, "scan", LoopSlice(length), (value,), (out,), inside, custom))
+            inputs.append(out)
+        returned = self.body(inner, inputs, path, inside, custom)
+        outs: list[Any] = []
+        for i, (value, out) in enumerate(zip(returned, eqn.outvars, strict=True)):
+            if i < carries and unchanged[i]:
+                outs.append(values[consts + i])
+                continue
+            if i < carries and value is not None:
+                self.program.back.append((inputs[consts + i], value))
+            outs.append(node(Moved(), (value,), out.aval))
+        return outs
+
+
+def live_values(program: Program, roots: Sequence[int | None]) -> set[int]:
+    """Values through which a gradient of the roots flows."""
+    live = {root for root in roots if root is not None}
+    before = -1
+    while before != len(live):
+        before = len(live)
+        for node in reversed(program.nodes):
+            if node.name == "stop_gradient" or not any(out in live for out in node.outputs):
+                continue
+            if not any(_is_float(program.avals[out].dtype) for out in node.outputs):
+                continue
+            live.update(v for v in node.inputs if v is not None)
+        live.update(out for into, out in program.back if into in live)
+    return live
+
+
+def _is_float(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _called(eqn: Any) -> tuple[Any, Sequence[Any]]:
+    """(jaxpr, its constants) of a call."""
+    params = eqn.params
+    called = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
+    return (called.jaxpr, called.consts) if hasattr(called, "consts") else (called, ())
+
+
+def _scan_counts(params: Any) -> tuple[int, int]:
+    """How many of a scan's inputs are constants, and how many carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carries, _ = params["ft_in"].unpack()  # jax 0.11
+    return len(consts), len(carries)
+
+
+def _unsharded_inputs(eqn: Any) -> list[bool]:
+    """For each input of a shard_map, whether every device gets all of it."""
+    params = eqn.params
+    if "in_specs" in params:
+        return [all(part is None for part in spec) for spec in params["in_specs"]]
+    return [not names for names in params["in_names"]]
+
+
+def _operation(eqn: Any) -> Any:
+    name, params = eqn.primitive.name, eqn.params
+    if len(eqn.outvars) != 1:
+        return None
+    aval = eqn.outvars[0].aval
+    if name == "dot_general":
+        contracted, batch = params["dimension_numbers"]
+        return DotGeneral(tuple(map(tuple, contracted)), tuple(map(tuple, batch)))  # type: ignore[arg-type]
+    if name == "conv_general_dilated":
+        return _convolve(params)
+    if name == "gather":
+        return _gather(eqn)
+    if name in ("add", "add_any", "sub"):
+        return Add()
+    if name == "mul":
+        return Multiply()
+    if name == "iota":
+        return Iota(params["dimension"])
+    if name == "eq":
+        return Equal()
+    if not eqn.invars or not hasattr(eqn.invars[0].aval, "shape"):
+        return None
+    old, new = tuple(eqn.invars[0].aval.shape), tuple(getattr(aval, "shape", ()))
+    if name in _IDENTITIES:
+        return Reindex(None)
+    if name == "convert_element_type":
+        return Reindex(None)
+    if name == "slice":
+        strides = params["strides"] or (1,) * len(old)
+        if old == new:
+            return Reindex(None)
+        return Reindex(
+            ("slice", (tuple(params["start_indices"]), tuple(params["limit_indices"]), tuple(strides)))
+        )
+    if name == "transpose":
+        return Reindex(("transpose", (tuple(params["permutation"]),)))
+    if name == "rev":
+        return Reindex(("rev", (tuple(params["dimensions"]),)))
+    if name in ("squeeze", "expand_dims") or (name == "reshape" and params.get("dimensions") is None):
+        return Reindex(("reshape", (old, new)))
+    if name == "broadcast_in_dim":
+        if math.prod(old) == math.prod(new):
+            return Reindex(("reshape", (old, new)))
+        return Reindex(("broadcast", (new, tuple(params["broadcast_dimensions"]))))
     return None
 
 
-def _reindexed(eqn: Any, known: list[Origin | None]) -> Origin | None:
-    origin, name, params = known[0], eqn.primitive.name, eqn.params
-    if origin is None or len(eqn.outvars) != 1:
+def _convolve(params: Any) -> Convolve | None:
+    if params["batch_group_count"] != 1:
         return None
-    old, new = tuple(eqn.invars[0].aval.shape), tuple(eqn.outvars[0].aval.shape)
-    if name == "slice" and old == new:
-        return origin
-    if name == "transpose":
-        step: Step = ("transpose", (tuple(params["permutation"]),))
-    elif name in ("reshape", "squeeze", "expand_dims"):
-        if params.get("dimensions") is not None and name == "reshape":
-            return None
-        step = ("reshape", (old, new))
-    elif name == "broadcast_in_dim":
-        if np.prod(old) == np.prod(new):
-            step = ("reshape", (old, new))
-        else:
-            step = ("broadcast", (new, tuple(params["broadcast_dimensions"])))
-            return origin._replace(steps=(*origin.steps, step), lossless=False)
-    elif name in ("convert_element_type", "copy", "copy_p", "sharding_constraint"):
-        return origin if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) else None
-    else:
-        return None
-    return origin._replace(steps=(*origin.steps, step))
-
-
-def _site(eqn: Any, known: list[Origin | None], path: Path) -> Site | None:
-    if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
-        return None
-    if sum(origin is not None for origin in known) != 1:
-        return None
-    w = 0 if known[0] is not None else 1
-    origin = known[w]
-    assert origin is not None
-    product = _dense(eqn, w) if eqn.primitive.name == "dot_general" else _convolution(eqn, w)
-    if product is None or not origin.lossless:
-        return None
-    if any(not jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*eqn.invars, *eqn.outvars)):
-        return None
-    spec = LayerSpec(origin.leaf, origin.steps, tuple(eqn.invars[w].aval.shape), product)
-    groups, d_out, _ = block_shape(spec)
-    return Site(path, 1 - w, spec, math.prod(eqn.outvars[0].aval.shape) // max(groups * d_out, 1))
-
-
-def _dense(eqn: Any, w: int) -> Dense:
-    contracted, batch = eqn.params["dimension_numbers"]
-
-    def axes(operand: int) -> tuple[tuple[int, ...], ...]:
-        b, c = tuple(batch[operand]), tuple(contracted[operand])
-        free = (a for a in range(eqn.invars[operand].aval.ndim) if a not in b and a not in c)
-        return b, tuple(free), c
-
-    return Dense(axes(1 - w), axes(w), x_first=w == 1)
-
-
-def _convolution(eqn: Any, w: int) -> Convolution | None:
-    p = eqn.params
-    dilated = any(d != 1 for d in p["lhs_dilation"])
-    cropped = any(side < 0 for pair in p["padding"] for side in pair)
-    if w != 1 or dilated or cropped or p["batch_group_count"] != 1:
-        return None
-    numbers = p["dimension_numbers"]
-    kernel = eqn.invars[1].aval.shape
-    return Convolution(
+    numbers = params["dimension_numbers"]
+    return Convolve(
         tuple(numbers.lhs_spec),
         tuple(numbers.rhs_spec),
         tuple(numbers.out_spec),
-        tuple(kernel[axis] for axis in numbers.rhs_spec[2:]),
-        tuple(p["window_strides"]),
-        tuple((int(a), int(b)) for a, b in p["padding"]),
-        tuple(p["rhs_dilation"]),
-        p["feature_group_count"],
+        tuple(params["window_strides"]),
+        tuple((int(a), int(b)) for a, b in params["padding"]),
+        tuple(params["lhs_dilation"]),
+        tuple(params["rhs_dilation"]),
+        params["feature_group_count"],
     )
 
 
-def _moved_output(eqn: Any, products: dict[Any, _Output], readers: Counter[Any]) -> _Output | None:
-    """What comes of a product's output that only this equation reads, if it merely moves axes.
-
-    `vmap` transposes outputs, and convolutions of one example get an axis of size 1 on the way.
-    """
-    if not eqn.invars or isinstance(eqn.invars[0], jex.Literal):
+def _gather(eqn: Any) -> Gather | None:
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    table, slices = tuple(eqn.invars[0].aval.shape), tuple(params["slice_sizes"])
+    single = [axis for axis in numbers.start_index_map if slices[axis] == 1 and table[axis] != 1]
+    single = single or list(numbers.collapsed_slice_dims)
+    if len(single) != 1 or len(getattr(numbers, "operand_batching_dims", [])) > 0:
         return None
-    v = eqn.invars[0]
-    before = products.get(v)
-    if before is None or readers[v] != 1:
+    (axis,) = single
+    others = [i for i in range(len(table)) if i != axis]
+    mode = str(params["mode"]).upper()
+    clip = "CLIP" in mode
+    if any(slices[i] != table[i] or i in numbers.collapsed_slice_dims for i in others):
         return None
-    name, old, new = eqn.primitive.name, v.aval.shape, eqn.outvars[0].aval.shape
-    if name == "transpose":
-        return before._replace(axes=tuple(before.axes[i] for i in eqn.params["permutation"]))
-    if name == "convert_element_type" or (name == "slice" and old == new):
-        return before
-    longer = [axis for axis, size in zip(before.axes, old, strict=True) if size != 1]
-    if name not in ("reshape", "squeeze", "expand_dims", "broadcast_in_dim"):
-        return None
-    if [n for n in old if n != 1] != [n for n in new if n != 1]:
-        return None
-    kept = iter(longer)
-    return before._replace(axes=tuple(None if size == 1 else next(kept) for size in new))
+    if len(numbers.start_index_map) > 1 and not clip and "PROMISE" not in mode:
+        return None  # else the whole of each other axis is read, which can only start at 0
+    kept = [i for i in range(len(table)) if i not in numbers.collapsed_slice_dims]
+    offsets = dict(zip(kept, numbers.offset_dims, strict=True))
+    component = tuple(numbers.start_index_map).index(axis)
+    return Gather(axis, tuple(offsets[i] for i in others), clip, component)
 
 
-def _bias(
-    eqn: Any, known: list[Origin | None], products: dict[Any, _Output], readers: Counter[Any]
-) -> tuple[int, BiasUse] | None:
-    """Whether an equation adds a leaf to a product's output that nothing else reads."""
-    if eqn.primitive.name not in ("add", "add_any"):
-        return None
-    for b in (0, 1):
-        origin, other = known[b], eqn.invars[1 - b]
-        output = None if isinstance(other, jex.Literal) else products.get(other)
-        if origin is None or output is None or readers[other] != 1:
-            continue
-        # Where each entry of the added array comes from, without touching its values.
-        index = apply_steps(
-            np.arange(np.prod(origin.shape, dtype=int)).reshape(origin.shape), origin.steps
-        )
-        if index.ndim != len(output.axes):
-            continue
-        features = feature_axes(output.site.spec)
-        rows = [i for i, axis in enumerate(output.axes) if axis not in features]
-        if any(index.shape[i] != 1 and index.strides[i] != 0 for i in rows):
-            continue
-        index = index[tuple(0 if i in rows else slice(None) for i in range(index.ndim))]
-        there = [axis for axis in output.axes if axis in features]
-        index = index.transpose([there.index(axis) for axis in features if axis in there])
-        groups, d_out, _ = block_shape(output.site.spec)
-        if np.array_equal(index.ravel(), np.arange(groups * d_out)):
-            return origin.leaf, BiasUse(output.site.path)
-    return None
+# ---- running -----------------------------------------------------------------------------------
 
 
-Probe = tuple[int, Callable[[jax.Array, jax.Array], jax.Array]]
+@dataclass(frozen=True)
+class Probe:
+    """Replaces output `out` of the equation at `path` by f(x, y, slots), x an operand of it."""
+
+    path: Path
+    out: int
+    x_operand: int | None
+    apply: Callable[[Any, jax.Array, Any], jax.Array]
+    stack: tuple[Path, ...]  # scans along which the slots are stacked, outermost first
+
+
+Slots = Mapping[int, Any]  # by number of the probe
 
 
 def evaluate(
-    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], probes: dict[Path, Probe]
+    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], probes: Sequence[Probe], slots: Slots
 ) -> list[Any]:
-    """Run a jaxpr; at each path of `probes`, (k, f), f(x, y) replaces the output y, x is operand k.
+    """Run a jaxpr with probes.
 
-    Calls that hold a probed product are run inline (jit) or as the remat they are; all else is bound
-    as it was traced.
+    Calls that hold a probe are run inline (jit), or as what they are (remat, scan, cond, shard_map);
+    all else is bound as it was traced.
     """
-    inside = {path[:depth] for path in probes for depth in range(1, len(path))}
-    return _run(jaxpr, consts, arguments, (), probes, inside)
+    at: dict[Path, list[int]] = {}
+    for number, probe in enumerate(probes):
+        for depth in range(1, len(probe.path) + 1):
+            at.setdefault(probe.path[:depth], []).append(number)
+    return _Runner(probes, at).run(jaxpr, consts, arguments, (), slots)
 
 
-def _run(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    arguments: Sequence[Any],
-    prefix: Path,
-    probes: dict[Path, Probe],
-    inside: set[Path],
-) -> list[Any]:
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, arguments, strict=True))
-    last_use = {
-        v: number
-        for number, eqn in enumerate(jaxpr.eqns)
-        for v in eqn.invars
-        if not isinstance(v, jex.Literal)
-    }
-    kept = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
+class _Runner:
+    def __init__(self, probes: Sequence[Probe], at: dict[Path, list[int]]) -> None:
+        self.probes, self.at = probes, at
 
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, jex.Literal) else env[v]
+    def run(
+        self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], prefix: Path, slots: Slots
+    ) -> list[Any]:
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, arguments, strict=True))
+        last_use = {
+            v: number
+            for number, eqn in enumerate(jaxpr.eqns)
+            for v in eqn.invars
+            if not isinstance(v, jex.Literal)
+        }
+        kept = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
 
-    for number, eqn in enumerate(jaxpr.eqns):
-        path = (*prefix, number)
-        values = [read(v) for v in eqn.invars]
-        if path in inside:
-            inner = _inner(eqn)
-            assert inner is not None
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, jex.Literal) else env[v]
 
-            def run(*xs: Any, inner: Any = inner, path: Path = path) -> list[Any]:
-                return _run(inner[0], inner[1], xs, path, probes, inside)
+        for number, eqn in enumerate(jaxpr.eqns):
+            path = (*prefix, number)
+            values = [read(v) for v in eqn.invars]
+            here = self.at.get(path, ())
+            if any(len(self.probes[i].path) > len(path) for i in here):
+                outputs = self.call(eqn, values, path, slots)
+            else:
+                outputs = _bind(eqn, values)
+            for i in here:
+                probe = self.probes[i]
+                if probe.path == path:
+                    x = None if probe.x_operand is None else values[probe.x_operand]
+                    outputs[probe.out] = probe.apply(x, outputs[probe.out], slots[i])
+            env.update(zip(eqn.outvars, outputs, strict=True))
+            for v in eqn.invars:  # let go of values as the program itself would
+                if not isinstance(v, jex.Literal) and last_use[v] == number and v not in kept:
+                    env.pop(v, None)
+        return [read(v) for v in jaxpr.outvars]
 
-            if "policy" in eqn.params:
-                params = eqn.params
-                run = jax.checkpoint(run, policy=params["policy"], prevent_cse=params["prevent_cse"])
-            outputs = run(*values)
-        else:
-            bound = eqn.primitive.get_bind_params(eqn.params)
-            # Older versions of jax return the functions apart.
-            functions, params = bound if isinstance(bound, tuple) else ((), bound)
-            with eqn.ctx.manager:
-                outputs = eqn.primitive.bind(*functions, *values, **params)
-            if not eqn.primitive.multiple_results:
-                outputs = [outputs]
-        if path in probes:
-            x_operand, probe = probes[path]
-            outputs = [probe(values[x_operand], outputs[0])]
-        env.update(zip(eqn.outvars, outputs, strict=True))
-        for v in eqn.invars:  # let go of values as the program itself would
-            if not isinstance(v, jex.Literal) and last_use[v] == number and v not in kept:
-                env.pop(v, None)
-    return [read(v) for v in jaxpr.outvars]
+    def call(self, eqn: Any, values: list[Any], path: Path, slots: Slots) -> list[Any]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _CALLS:
+            inner, consts = _called(eqn)
+            return self.run(inner, consts, values, path, slots)
+        own = {i: slots[i] for i in self.at[path]}
+        if name in _REMAT:
+            inner, consts = _called(eqn)
+
+            def again(values: Any, own: Any) -> list[Any]:
+                return self.run(inner, consts, values, path, own)
+
+            wrapped = jax.checkpoint(again, policy=params["policy"], prevent_cse=params["prevent_cse"])
+            return list(wrapped(values, own))
+        if name == "cond":
+            branches = [
+                functools.partial(self.branch, branch, (*path, i), own)
+                for i, branch in enumerate(params["branches"])
+            ]
+            return list(lax.switch(values[0], branches, *values[1:]))
+        if name == "scan":
+            return self.scan(eqn, values, path, own)
+        assert name == "shard_map", name
+        return self.shard_map(eqn, values, path, own)
+
+    def branch(self, branch: Any, path: Path, slots: Slots, *values: Any) -> list[Any]:
+        return self.run(branch.jaxpr, branch.consts, values, path, slots)
+
+    def scan(self, eqn: Any, values: list[Any], path: Path, slots: Mapping[int, Any]) -> list[Any]:
+        params = eqn.params
+        inner, (consts, carries) = params["jaxpr"], _scan_counts(params)
+        fixed = values[:consts]
+        sliced = {i: s for i, s in slots.items() if path in self.probes[i].stack}
+        shared = {i: s for i, s in slots.items() if i not in sliced}
+
+        def step(carry: Any, xs: Any) -> Any:
+            slices, own = xs
+            arguments = [*fixed, *carry, *slices]
+            out = self.run(inner.jaxpr, inner.consts, arguments, path, {**shared, **own})
+            return tuple(out[:carries]), tuple(out[carries:])
+
+        carry, ys = lax.scan(
+            step,
+            tuple(values[consts : consts + carries]),
+            (tuple(values[consts + carries :]), sliced),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *ys]
+
+    def shard_map(self, eqn: Any, values: list[Any], path: Path, slots: Mapping[int, Any]) -> list[Any]:
+        params = eqn.params
+        whole = jax.sharding.PartitionSpec()
+        if "in_specs" not in params:
+            raise NotImplementedError(
+                "layers inside shard_map need jax >= 0.7, or stay uncovered: name them in `plain`"
+            )
+
+        def inside(values: Any, own: Any) -> Any:
+            return tuple(self.run(params["jaxpr"], (), values, path, own))
+
+        mapped = jax.shard_map(
+            inside,
+            mesh=params["mesh"],
+            in_specs=(tuple(params["in_specs"]), whole),
+            out_specs=tuple(params["out_specs"]),
+            check_vma=params["check_vma"],
+            axis_names=set(params.get("newly_manual_axes") or params.get("manual_axes") or ()),
+        )
+        return list(mapped(tuple(values), dict(slots)))
+
+
+def _bind(eqn: Any, values: list[Any]) -> list[Any]:
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    # Older versions of jax return the functions apart.
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
+    with eqn.ctx.manager:
+        outputs = eqn.primitive.bind(*functions, *values, **params)
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def varying_alike(slots: Any, *others: Any) -> Any:
+    """Slots as varying over devices as what they will hold sums of, inside shard_map."""
+    axes = set().union(*(_varying(other) for other in others))
+
+    def vary(slot: Any) -> Any:
+        missing = tuple(sorted(axes - _varying(slot)))
+        if not missing:
+            return slot
+        if hasattr(lax, "pcast"):
+            return lax.pcast(slot, missing, to="varying")
+        return lax.pvary(slot, missing)  # type: ignore[attr-defined]
+
+    return jax.tree.map(vary, slots) if axes else slots
+
+
+def _varying(x: Any) -> set[str]:
+    """The mesh axes over which a value differs between devices, inside shard_map."""
+    kind: Any = jax.typeof(x) if hasattr(jax, "typeof") else None
+    if hasattr(kind, "manual_axis_type"):  # jax 0.10
+        return set(kind.manual_axis_type.varying)
+    return set(getattr(kind, "vma", ()))
+
+
+def dtype_is_float(aval: Aval) -> bool:
+    return aval.dtype is not None and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def vary_like(tree: Any, like: Any) -> Any:
+    """Each leaf as varying over the devices that the same leaf of `like` varies over."""
+    return jax.tree.map(varying_alike, tree, like)

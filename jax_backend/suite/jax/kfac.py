@@ -6,25 +6,33 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh
 
-from suite.core import buckets, statistics
 from suite.core import kfac as core_kfac
-from suite.core.checks import check_choice, check_integer, check_number
+from suite.core import statistics as core_statistics
+from suite.core.checks import check_choice, check_flag, check_integer, check_number
 from suite.core.step_size import inner_product, kl_clip_coefficient
-from suite.jax.capture import Plan, Statistics
+from suite.jax.capture import AllBases
+from suite.jax.factors import Factors, FactorsState, any_rows, require_fit
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.layers import gradient_matrix, write_gradient
+from suite.jax.plan import Plan, Statistics
+from suite.jax.spread import Spread
 
 Schedule = Any  # a number, a 0-d array, or a function of the step count
+
+_MISSING: Any = object()
 
 
 class ScaleByKFACState(NamedTuple):
     """State of `scale_by_kfac`."""
 
     steps: jax.Array  # (): steps, without skipped ones: what was due then is due next
-    buckets: tuple[core_kfac.KFACState, ...]  # layers of equal factor sizes, stacked
+    factors: FactorsState
     skipped_steps: jax.Array  # (): steps that changed nothing because something was not finite
+    missed_updates: jax.Array  # (): steps in which factors were due and no statistics came
 
 
 class KFACOptState(NamedTuple):
@@ -37,6 +45,10 @@ class KFACOptState(NamedTuple):
     def skipped_steps(self) -> jax.Array:
         return self.preconditioner.skipped_steps
 
+    @property
+    def missed_updates(self) -> jax.Array:
+        return self.preconditioner.missed_updates
+
 
 def scale_by_kfac(
     plan: Plan,
@@ -48,15 +60,20 @@ def scale_by_kfac(
     kl_clip: Schedule | None = 0.001,
     lr: Schedule = 0.1,
     compute_method: core_kfac.ComputeMethod = "eigen",
+    warm_start: bool = False,
     factor_dtype: Any = None,
     inv_dtype: Any = None,
-    loss_reduction: statistics.LossReduction = "mean",
+    loss_reduction: core_statistics.LossReduction = "mean",
+    mesh: Mesh | None = None,
+    axis_name: str | None = None,
+    gradient_worker_fraction: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Replace the gradients of the layers in `plan` by natural-gradient directions, for chains.
 
     Other leaves pass through. `update(grads, state, params, statistics=statistics)` takes the third
-    result of `suite.jax.value_and_grad`; without it (or None) factors are not updated in this step. A
-    step whose gradients or statistics are not all finite changes no factor, returns zeros, is counted.
+    result of `suite.jax.value_and_grad`, or None in a step that updates no factors; to leave it out is
+    an error. A step whose gradients or statistics are not all finite changes no factor, returns zeros,
+    is counted. Masked leaves (`optax.masked`, `optax.partition`) are left alone.
 
     Args:
         plan: from `value_and_grad(...).plan(params, batch)`.
@@ -67,10 +84,17 @@ def scale_by_kfac(
         factor_decay: decay of the running averages, in [0, 1).
         kl_clip: bound of lr² Σ⟨direction, gradient⟩; None switches clipping off.
         lr: the learning rate in that bound.
-        compute_method: 'eigen', 'inverse' or 'newton_schulz', see `suite.core.kfac.KFAC`.
+        compute_method: 'eigen', 'inverse', 'newton_schulz' or 'ekfac', see `suite.core.kfac.KFAC`. For
+            'ekfac' statistics must come from `value_and_grad(...)(..., bases=eigenbases(state, plan))`.
+        warm_start: eigenbases start from the ones before and improve by one orthogonal iteration.
         factor_dtype, inv_dtype: dtypes of running averages and of inverses; default: the parameter's,
             at least float32.
         loss_reduction: 'mean' or 'sum': what the loss does over its terms.
+        mesh: under `jit` with arrays sharded over it, share out the factorizations over its devices.
+        axis_name: inside your own `shard_map`, share them out over this axis; average gradients and
+            statistics over it first.
+        gradient_worker_fraction: with `mesh`, 1 (the default) hands all results to all devices;
+            1 / devices keeps each where it was computed, to save memory.
 
     The first six and lr take a number or a function of the step count.
     """
@@ -88,85 +112,86 @@ def scale_by_kfac(
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must come from value_and_grad(...).plan(...), got {type(plan).__name__}")
     check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-    # The capture here does not sum second moments in an eigenbasis, which 'ekfac' needs.
-    check_choice("compute_method", compute_method, ("eigen", "inverse", "newton_schulz"))
+    check_flag("warm_start", warm_start)
     rule = core_kfac.KFAC(compute_method)
-    planned = buckets.plan_buckets(
-        [
-            ((layer.sizes, layer.diagonal, plan.dtypes[layer.spec.leaf]), layer.groups)
-            for layer in plan.layers
-        ]
-    )
+    spread = _spread(mesh, axis_name, gradient_worker_fraction)
+
+    def factors_of(tree: Any) -> tuple[list[Any], Factors]:
+        leaves = _leaves(plan, tree)
+        here = [leaf is not None for leaf in leaves]
+        layers = []
+        for layer in plan.layers:
+            if here[layer.leaf] and (layer.bias is None or here[layer.bias]):
+                layers.append(layer)
+            elif here[layer.leaf] or (layer.bias is not None and here[layer.bias]):
+                raise ValueError(
+                    f"{plan.names[layer.leaf]} and its bias must be masked together, or both not"
+                )
+        factors = Factors(
+            plan,
+            layers,
+            rule,
+            factor_dtype=factor_dtype,
+            inv_dtype=inv_dtype,
+            warm_start=warm_start,
+            loss_reduction=loss_reduction,
+            spread=spread,
+        )
+        return leaves, factors
 
     def init(params: Any) -> ScaleByKFACState:
-        _leaves(plan, params)
-        states = []
-        for bucket in planned:
-            sizes, diagonal, weight_dtype = bucket.key
-            dtype = jnp.promote_types(weight_dtype, jnp.float32)
-            like = jnp.zeros((), factor_dtype or dtype)
-            inverse_like = jnp.zeros((), inv_dtype or dtype)
-            states.append(rule.init(like, (bucket.blocks,), sizes, diagonal, inverse_like))
-        return ScaleByKFACState(jnp.zeros((), jnp.int32), tuple(states), jnp.zeros((), jnp.int32))
+        _, factors = factors_of(params)
+        counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
+        return ScaleByKFACState(counts[0], factors.init(), counts[1], counts[2])
 
     def update(
         updates: Any,
         state: ScaleByKFACState,
         params: Any = None,
         *,
-        statistics: Statistics | None = None,
+        statistics: Statistics | None = _MISSING,
         **extra: Any,
     ) -> tuple[Any, ScaleByKFACState]:
         del params, extra
-        leaves = _leaves(plan, updates)
+        if statistics is _MISSING:
+            raise TypeError(
+                "K-FAC's update(...) needs statistics=, the third result of suite.jax.value_and_grad, "
+                "or None in a step that updates no factors"
+            )
+        leaves, factors = factors_of(updates)
         at = {name: _at(value, state.steps) for name, value in settings.items()}
-        finite = all_finite(leaves) & all_finite(statistics)
-        states = state.buckets
-        if statistics is not None:
-            due = finite & (state.steps % at["factor_update_steps"] == 0)
-            sums = _stacked(plan, planned, statistics)
-            terms = statistics[plan.last].rows * plan.terms_per_row
-            states = jax.lax.cond(
-                due, _absorb, lambda olds, *_: olds, states, sums, terms, at["factor_decay"]
+        finite = all_finite(updates) & all_finite(statistics)
+        new, missed = state.factors, jnp.asarray(False)
+        due = finite & (state.steps % at["factor_update_steps"] == 0)
+        if statistics is None:
+            missed = due
+        else:
+            require_fit(plan, statistics, factors.keeps_products)
+            seen = any_rows(statistics)
+            missed = due & ~seen
+            new = jax.lax.cond(
+                due & seen, factors.update, lambda old, *_: old, new, statistics, at["factor_decay"]
             )
         due = finite & (state.steps % at["inv_update_steps"] == 0)
-        states = jax.lax.cond(due, _refresh, lambda olds, _: olds, states, at["damping"])
-        directions = _precondition(leaves, states, at)
-        new_state = ScaleByKFACState(
-            state.steps + finite.astype(jnp.int32),
-            states,
-            state.skipped_steps + (~finite).astype(jnp.int32),
-        )
-        directions = zero_unless(finite, directions)
-        return jax.tree.unflatten(jax.tree.structure(updates), directions), new_state
-
-    def _absorb(olds: _States, sums: list[_Sums], terms: jax.Array, factor_decay: Any) -> _States:
-        new = []
-        for old, of_layers in zip(olds, sums, strict=True):
-            pairs = [_normalize(one, terms, loss_reduction) for one in of_layers]
-            A = jnp.concatenate([A.astype(old.A.average.dtype) for A, _ in pairs])
-            G = jnp.concatenate([G.astype(old.G.average.dtype) for _, G in pairs])
-            seen = jnp.concatenate([jnp.full(one.A.shape[0], one.rows > 0) for one in of_layers])
-            new.append(rule.update(old, A, G, seen, factor_decay))
-        return tuple(new)
-
-    def _refresh(olds: _States, damping: Any) -> _States:
-        return tuple(rule.refresh(old, damping) for old in olds)
-
-    def _precondition(leaves: list[Any], states: Any, at: dict[str, Any]) -> list[Any]:
-        gradients = [gradient_matrix(leaves, layer) for layer in plan.layers]
-        directions: list[Any] = [None] * len(plan.layers)
-        for bucket, old in zip(planned, states, strict=True):
-            joined = buckets.gather(bucket, gradients)
-            buckets.scatter(bucket, rule.precondition(old, joined, at["damping"]), directions)
-        if at["kl_clip"] is not None:
+        new = jax.lax.cond(due, factors.refresh, lambda old, _: old, new, at["damping"])
+        gradients = [gradient_matrix(leaves, layer) for layer in factors.layers]
+        directions = factors.precondition(new, gradients, at["damping"])
+        if at["kl_clip"] is not None and directions:
             total = sum(inner_product(d, g) for d, g in zip(directions, gradients, strict=True))
             coefficient = kl_clip_coefficient(at["lr"] ** 2 * total, at["kl_clip"])
             directions = [d * coefficient.astype(d.dtype) for d in directions]
-        leaves = list(leaves)
-        for layer, direction in zip(plan.layers, directions, strict=True):
+        for layer, direction in zip(factors.layers, directions, strict=True):
             write_gradient(leaves, layer, direction)
-        return leaves
+        new_state = ScaleByKFACState(
+            state.steps + finite.astype(jnp.int32),
+            new,
+            state.skipped_steps + (~finite).astype(jnp.int32),
+            state.missed_updates + missed.astype(jnp.int32),
+        )
+        moved = jax.tree.unflatten(
+            jax.tree.structure(updates), [leaf for leaf in leaves if leaf is not None]
+        )
+        return zero_unless(finite, moved), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -185,9 +210,13 @@ def kfac(
     factor_decay: Schedule = 0.95,
     kl_clip: Schedule | None = 0.001,
     compute_method: core_kfac.ComputeMethod = "eigen",
+    warm_start: bool = False,
     factor_dtype: Any = None,
     inv_dtype: Any = None,
-    loss_reduction: statistics.LossReduction = "mean",
+    loss_reduction: core_statistics.LossReduction = "mean",
+    mesh: Mesh | None = None,
+    axis_name: str | None = None,
+    gradient_worker_fraction: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """K-FAC with momentum: a complete optimizer.
 
@@ -220,16 +249,24 @@ def kfac(
         kl_clip=kl_clip,
         lr=learning_rate,
         compute_method=compute_method,
+        warm_start=warm_start,
         factor_dtype=factor_dtype,
         inv_dtype=inv_dtype,
         loss_reduction=loss_reduction,
+        mesh=mesh,
+        axis_name=axis_name,
+        gradient_worker_fraction=gradient_worker_fraction,
     )
-    parts = [optax.add_decayed_weights(weight_decay, weight_decay_mask)] if weight_decay else []
+    # A weight decay that is an array may be anything: it is traced, or changes between steps.
+    decays = not isinstance(weight_decay, (int, float)) or weight_decay != 0
+    parts = [optax.add_decayed_weights(weight_decay, weight_decay_mask)] if decays else []
     descent = optax.chain(*parts, optax.trace(momentum))
-    own = [True] * len(plan.names) if fallback is None else plan.covered()
+    covered = plan.covered()
 
     def labels(tree: Any) -> Any:
-        chosen = ["kfac" if mine else "fallback" for mine in own]
+        here = [leaf is not None for leaf in _leaves(plan, tree)]
+        mine = [c or fallback is None for c, h in zip(covered, here, strict=True) if h]
+        chosen = ["kfac" if yes else "fallback" for yes in mine]
         return jax.tree.unflatten(jax.tree.structure(tree), chosen)
 
     other = optax.identity() if fallback is None else fallback
@@ -243,47 +280,97 @@ def kfac(
     def update(
         updates: Any, state: KFACOptState, params: Any = None, **extra: Any
     ) -> tuple[Any, KFACOptState]:
-        if params is None and weight_decay:
+        if params is None and decays:
             raise ValueError("params must be given to update(...) when weight_decay is not 0")
-        finite = all_finite(updates) & all_finite(extra.get("statistics"))
+        given = extra.get("statistics")
+        finite = all_finite(updates) & all_finite(given)
         directions, inner = preconditioner.update(updates, state.preconditioner, params, **extra)
         extra.pop("statistics", None)
         directions, new_rest = rest.update(directions, state.rest, params, **extra)
         rate = _at(learning_rate, state.preconditioner.steps)
-        scaled = [
-            -jnp.asarray(rate, d.dtype) * d if mine else d
-            for d, mine in zip(jax.tree.leaves(directions), own, strict=True)
-        ]
-        moved = jax.tree.unflatten(jax.tree.structure(directions), scaled)
+        moved = jax.tree.map(
+            lambda d, label: -jnp.asarray(rate, d.dtype) * d if label == "kfac" else d,
+            directions,
+            labels(directions),
+        )
         new_state = KFACOptState(inner, select(finite, new_rest, state.rest))
         return zero_unless(finite, moved), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-_States = tuple[core_kfac.KFACState, ...]
-_Sums = list[statistics.LayerStatistics]
-_normalize = statistics.normalize
+def eigenbases(state: Any, plan: Plan) -> AllBases:
+    """The eigenbases in which `value_and_grad` measures second moments for compute_method='ekfac'.
+
+    Args:
+        state: any optax state that holds one of `scale_by_kfac`, for all parameters of the plan.
+        plan: the plan that one was made with.
+    """
+    found = [s for s in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(s)]
+    if len(found) != 1:
+        raise ValueError(f"state must hold one state of scale_by_kfac, got {len(found)}")
+    (own,) = found
+    inverses = [factor.inverse for factor in own.factors.factors]
+    if not all(isinstance(inverse, core_kfac.Eigen) for inverse in inverses):
+        raise ValueError("this state keeps inverses, not eigenbases: use compute_method='ekfac'")
+    factors = Factors(
+        plan,
+        plan.layers,
+        core_kfac.KFAC("ekfac"),
+        factor_dtype=None,
+        inv_dtype=None,
+        warm_start=False,
+        loss_reduction="mean",
+        spread=Spread(),
+    )
+    if len(factors.stacks) != len(inverses):
+        raise ValueError("the state must be of all layers of the plan, and some of them are masked")
+    return factors.bases(own.factors)
 
 
-def _stacked(plan: Plan, planned: tuple[buckets.Bucket, ...], given: Statistics) -> list[_Sums]:
-    """The raw sums of the layers of each bucket."""
-    names = [layer.name for layer in plan.layers]
-    if set(given) != set(names):
-        missing, unknown = sorted(set(names) - set(given)), sorted(set(given) - set(names))
-        raise ValueError(f"statistics do not fit the plan: missing {missing}, unknown {unknown}")
-    return [[given[names[member.index]] for member in bucket.members] for bucket in planned]
+def _is_state(x: Any) -> bool:
+    return isinstance(x, ScaleByKFACState)
+
+
+def _spread(mesh: Any, axis_name: Any, gradient_worker_fraction: float | None) -> Spread:
+    if mesh is not None and axis_name is not None:
+        raise ValueError("give mesh (under jit) or axis_name (inside shard_map), not both")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise TypeError(f"axis_name must be the name of a mesh axis, got {axis_name!r}")
+    if gradient_worker_fraction is None:
+        return Spread(mesh, axis_name)
+    check_number("gradient_worker_fraction", gradient_worker_fraction, above=0, at_most=1)
+    if gradient_worker_fraction == 1:
+        return Spread(mesh, axis_name)
+    if mesh is None or not np.isclose(gradient_worker_fraction, 1 / mesh.size):
+        devices = "devices of mesh" if mesh is None else f"{mesh.size} devices"
+        raise ValueError(
+            f"gradient_worker_fraction must be 1, or 1 / {devices}, got {gradient_worker_fraction!r}"
+        )
+    return Spread(mesh, None, gathered=False)
 
 
 def _leaves(plan: Plan, tree: Any) -> list[Any]:
-    leaves, treedef = jax.tree.flatten(tree)
-    shapes = tuple(tuple(jnp.shape(leaf)) for leaf in leaves)
-    if treedef != plan.treedef or shapes != plan.shapes:
+    """Leaves in the plan's order; None for masked ones."""
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_masked)
+    leaves = [None if _is_masked(leaf) else leaf for _, leaf in with_paths]
+    shapes = tuple(None if leaf is None else tuple(jnp.shape(leaf)) for leaf in leaves)
+    # flax's nnx hands optimizers the same tree without the boxes around its leaves.
+    names = tuple(jax.tree_util.keystr(path).removesuffix(".value") for path, _ in with_paths)
+    known = tuple(name.removesuffix(".value") for name in plan.names)
+    same = treedef == plan.treedef or names == known
+    if not same or any(shape not in (None, own) for shape, own in zip(shapes, plan.shapes, strict=True)):
         raise ValueError(
             f"parameters or gradients must have the plan's structure and shapes, "
-            f"{plan.treedef} with {plan.shapes}, got {treedef} with {shapes}"
+            f"{dict(zip(known, plan.shapes, strict=True))}, got {list(zip(names, shapes, strict=True))}"
         )
     return leaves
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def _at(value: Schedule, count: jax.Array) -> Any:

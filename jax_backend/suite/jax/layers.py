@@ -1,4 +1,4 @@
-"""Layers as JAX writes them: one product of activations with a re-indexed parameter leaf."""
+"""Layers as JAX writes them: products of activations with views of a parameter leaf."""
 
 from __future__ import annotations
 
@@ -7,131 +7,258 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from suite.core import patches
-from suite.core.statistics import LayerStatistics, second_moment_sum
+from suite.core.ekfac import second_moment_in_basis
+from suite.core.statistics import (
+    cross_moment_sum,
+    elementwise_second_moment_sum,
+    second_moment_sum,
+)
+from suite.jax.jaxprs import varying_alike
+from suite.jax.views import (
+    Shape,
+    Step,
+    View,
+    apply_steps,
+    grouped,
+    matrices,
+    write_matrices,
+)
 
-Step = tuple[str, tuple[Any, ...]]
+Bases = tuple[jax.Array | None, jax.Array | None]  # eigenvectors of (A, G)
 
 
 class Dense(NamedTuple):
-    """A dot_general. Axes are grouped as (batch, free, contracted), each group in product order."""
+    """A dot_general. The axes of x are grouped as (batch, free, contracted), in product order."""
 
-    x_axes: tuple[tuple[int, ...], ...]
-    w_axes: tuple[tuple[int, ...], ...]
+    x_axes: tuple[Shape, Shape, Shape]
+    w_free: int  # how many free axes w has
     x_first: bool  # whether x is the left operand: the output is (batch, x free, w free) then
 
 
 class Convolution(NamedTuple):
     """A conv_general_dilated; specs are positions of (batch, feature, *spatial) as in XLA."""
 
-    x_spec: tuple[int, ...]
-    w_spec: tuple[int, ...]  # (out feature, in feature, *spatial)
-    out_spec: tuple[int, ...]
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
+    x_spec: Shape
+    out_spec: Shape
+    kernel: Shape
+    stride: Shape
     padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
+    x_dilation: Shape
+    dilation: Shape
     groups: int
 
 
-class LayerSpec(NamedTuple):
-    """Everything static about a layer; equal for all uses of its leaf."""
+class Lookup(NamedTuple):
+    """Rows of a table; x are the indices, (..., components)."""
 
-    leaf: int  # the weight's place among the parameter leaves
-    steps: tuple[Step, ...]  # from the leaf to the product's operand
-    operand: tuple[int, ...]  # shape of that operand
-    product: Dense | Convolution
+    rows: int
+    offset_axes: Shape  # of the output: the features
+    clip: bool
+    component: int
+
+
+class Elementwise(NamedTuple):
+    """A sum with, or product by, a leaf that is broadcast: `steps` from the leaf to the operand."""
+
+    shape: Shape  # of the leaf, or of the part of it that an enclosing scan takes
+    steps: tuple[Step, ...]
+    multiplies: bool
+
+
+Product = Dense | Convolution | Lookup | Elementwise
+
+
+class Use(NamedTuple):
+    """One place in the program where a layer's product is."""
+
+    path: tuple[int, ...]
+    out: int
+    x_operand: int | None
+    product: Product
+    transposed: bool  # whether it uses W as Wᵀ
+    scans: tuple[tuple[int, ...], ...]  # the loops that take the leaf apart
+    lengths: Shape  # and their lengths
+    groups: int  # blocks in each of their steps
+    rows: int  # rows of one block
 
 
 class Layer(NamedTuple):
     """One preconditioned layer: `groups` blocks with factors of sides `sizes` = (d_in, d_out)."""
 
     name: str
-    spec: LayerSpec
+    leaf: int  # the weight's place among the parameter leaves
+    view: View
     bias: int | None  # the bias's place among the parameter leaves
     groups: int
     sizes: tuple[int, int]  # d_in counts the bias
     diagonal: tuple[bool, bool]
+    uses: tuple[Use, ...]
+    input_of: str | None  # the layer whose A it shares
+
+    @property
+    def kind(self) -> str:
+        return type(self.uses[0].product).__name__.lower()
+
+    @property
+    def tied(self) -> bool:
+        return any(use.transposed for use in self.uses)
+
+    @property
+    def measures_products(self) -> bool:
+        """Whether EKFAC's second moments are summed for it."""
+        return not self.tied and isinstance(self.uses[0].product, (Dense, Convolution))
 
 
-def block_shape(spec: LayerSpec) -> tuple[int, int, int]:
-    """(groups, d_out, d_in without bias) of a layer's gradient matrix."""
-    product, shape = spec.product, spec.operand
-    if isinstance(product, Convolution):
-        out = shape[product.w_spec[0]]
-        return product.groups, out // product.groups, math.prod(shape) // out
-    batch, free, contracted = (math.prod(shape[a] for a in axes) for axes in product.w_axes)
-    return batch, free, contracted
+class Sums(NamedTuple):
+    """Raw sums of a layer's uses in one orientation, one entry for each block."""
+
+    A: jax.Array | None  # (groups, d_in, d_in) or (groups, d_in): Σ a aᵀ; None if another layer has it
+    G: jax.Array  # (groups, d_out, d_out) or (groups, d_out): Σ g gᵀ
+    rows: jax.Array  # (groups,): how many rows were summed
+    products: jax.Array | None  # (groups, d_out, d_in): for EKFAC
 
 
-def feature_axes(spec: LayerSpec) -> tuple[int, ...]:
-    """Axes of the product's output that run over its blocks and features, in that order."""
-    product = spec.product
-    if isinstance(product, Convolution):
-        return (product.out_spec[1],)
-    batch, x_free, w_free = len(product.x_axes[0]), len(product.x_axes[1]), len(product.w_axes[1])
-    start = batch + (x_free if product.x_first else 0)
-    return (*range(batch), *range(start, start + w_free))
+class LayerSums(NamedTuple):
+    """What one layer saw."""
+
+    main: Sums
+    transposed: Sums | None  # of uses as Wᵀ: sides (d_out, d_in)
 
 
-def input_rows(x: jax.Array, spec: LayerSpec) -> jax.Array:
-    """(groups, rows, d_in without bias)."""
-    product = spec.product
-    if isinstance(product, Convolution):
-        return patches.patches(
-            jnp.transpose(x, product.x_spec),
-            product.kernel,
-            product.stride,
-            product.padding,
-            product.dilation,
-            product.groups,
-        )
-    return _grouped(x, product.x_axes)
-
-
-def output_rows(gradient: jax.Array, spec: LayerSpec) -> jax.Array:
-    """(groups, rows, d_out)."""
-    product = spec.product
-    if isinstance(product, Convolution):
-        return patches.output_rows(jnp.transpose(gradient, product.out_spec), product.groups)
-    groups, d_out, _ = block_shape(spec)
-    if product.x_first:
-        return gradient.reshape(groups, -1, d_out)
-    return jnp.matrix_transpose(gradient.reshape(groups, d_out, -1))
-
-
-def layer_statistics(
-    x: jax.Array, gradient: jax.Array, layer: Layer, dtype: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(Σ a aᵀ, Σ g gᵀ, rows) of one use of a layer, from its input and its output's gradient."""
-    inputs = input_rows(x.astype(dtype), layer.spec)
-    outputs = output_rows(gradient.astype(dtype), layer.spec)
-    A = second_moment_sum(inputs, diagonal=layer.diagonal[0], bias=layer.bias is not None)
-    G = second_moment_sum(outputs, diagonal=layer.diagonal[1])
-    return A, G, jnp.full((), inputs.shape[1], jnp.float32)
-
-
-def empty_statistics(layer: Layer, dtype: Any) -> LayerStatistics:
-    """Zeros of the shapes of a layer's statistics."""
+def empty_sums(layer: Layer, dtype: Any, products: bool) -> LayerSums:
+    """Zeros of the shapes of a layer's sums."""
 
     def factor(side: int, diagonal: bool) -> jax.Array:
         shape = (layer.groups, side) if diagonal else (layer.groups, side, side)
         return jnp.zeros(shape, dtype)
 
     A, G = (factor(s, d) for s, d in zip(layer.sizes, layer.diagonal, strict=True))
-    return LayerStatistics(A, G, jnp.zeros((), jnp.float32))
+    rows = jnp.zeros(layer.groups, jnp.float32)
+    kept = None
+    if products and layer.measures_products:
+        kept = jnp.zeros((layer.groups, layer.sizes[1], layer.sizes[0]), dtype)
+    main = Sums(None if layer.input_of else A, G, rows, kept)
+    return LayerSums(main, Sums(G, A, rows, None) if layer.tied else None)
+
+
+def use_sums(
+    layer: Layer, use: Use, x: Any, gradient: jax.Array, like: Sums, bases: Bases | None, reduce: bool
+) -> Sums:
+    """What one use of a layer saw: its input, and the gradient of its output.
+
+    Args:
+        like: zeros of the result's shapes and dtypes.
+        bases: eigenvectors for EKFAC.
+        reduce: one row for each example (the leading axis), not for each position.
+    """
+    product, dtype = use.product, like.G.dtype
+    gradient = gradient.astype(dtype)
+    rows = jnp.full(like.rows.shape, float(use.rows), jnp.float32)
+    if isinstance(product, Elementwise):
+        # A of one entry, 1: each entry of the leaf is a layer with one input by itself.
+        diagonal = elementwise_sum(product, x, gradient)
+        count = math.prod(gradient.shape) / max(diagonal.size, 1)
+        rows = jnp.full(like.rows.shape, count, jnp.float32)
+        return Sums(jnp.full((1, 1), count, dtype), diagonal.reshape(1, -1), rows, None)
+    if reduce and use.rows:
+        rows = rows * (_examples(product, x) / use.rows)
+    diagonal_A, diagonal_G = layer.diagonal[::-1] if use.transposed else layer.diagonal
+    bias = layer.bias is not None
+    if isinstance(product, Lookup):
+        indices, valid = _lookups(product, x)
+        outputs = gradient_rows(product, gradient, use.groups) * valid[None, :, None].astype(dtype)
+        counts = jnp.zeros(product.rows, dtype).at[indices].add(valid.astype(dtype))
+        rows = jnp.full(like.rows.shape, 1.0, jnp.float32) * jnp.sum(valid).astype(jnp.float32)
+        return Sums(counts[None], second_moment_sum(outputs, diagonal=diagonal_G), rows, None)
+    A, inputs = None, None
+    if like.A is not None or bases is not None:
+        x = x.astype(dtype)
+        if like.A is not None and not reduce and bases is None and _without_patches(product, diagonal_A):
+            A = _convolution_second_moment(product, x, bias)
+        else:
+            inputs = input_rows(product, x, reduce)
+            A = second_moment_sum(inputs, diagonal=diagonal_A, bias=bias)
+    outputs = gradient_rows(product, gradient, use.groups, reduce)
+    G = second_moment_sum(outputs, diagonal=diagonal_G)
+    products = None
+    if like.products is not None:
+        if bases is None:
+            products = jnp.zeros_like(like.products)
+        else:
+            products = second_moment_in_basis(inputs, outputs, *bases, bias=bias)
+    return Sums(None if like.A is None else A, G, rows, products)
+
+
+def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Array:
+    """(groups, d_out, d_in): what one use adds to the layer's gradient, Σ g aᵀ, for `verify`."""
+    product = use.product
+    bias = layer.bias is not None
+    if isinstance(product, Elementwise):
+        given = gradient * x if product.multiplies else gradient
+        return _to_leaf(product, given).reshape(1, -1, 1)
+    outputs = gradient_rows(product, gradient, use.groups)
+    if isinstance(product, Lookup):
+        indices, valid = _lookups(product, x)
+        table = jnp.zeros((product.rows, outputs.shape[-1]), gradient.dtype)
+        table = table.at[indices].add(outputs[0] * valid[:, None].astype(gradient.dtype))
+        matrix = jnp.matrix_transpose(table)[None]
+    else:
+        inputs = input_rows(product, x.astype(gradient.dtype), False)
+        matrix = cross_moment_sum(outputs, inputs, bias=bias)
+    return jnp.matrix_transpose(matrix) if use.transposed else matrix
+
+
+def input_rows(product: Dense | Convolution, x: jax.Array, reduce: bool) -> jax.Array:
+    """(groups, rows, d_in without bias)."""
+    if isinstance(product, Convolution):
+        x, padding = _convolved(product, x)
+        rows = patches.patches(
+            x, product.kernel, product.stride, padding, product.dilation, product.groups
+        )
+        return _mean(rows, x.shape[0]) if reduce else rows
+    rows = grouped(x, product.x_axes)
+    return _mean(rows, _examples(product, x)) if reduce else rows
+
+
+def gradient_rows(product: Product, gradient: jax.Array, groups: int, reduce: bool = False) -> jax.Array:
+    """(groups, rows, d_out)."""
+    if isinstance(product, Convolution):
+        given = jnp.transpose(gradient, product.out_spec)
+        rows = patches.output_rows(given, product.groups)
+        return _sum(rows, given.shape[0]) if reduce else rows
+    if isinstance(product, Lookup):
+        features = product.offset_axes
+        others = tuple(axis for axis in range(gradient.ndim) if axis not in features)
+        return grouped(gradient, ((), others, features))
+    assert isinstance(product, Dense)
+    batch, free = len(product.x_axes[0]), len(product.x_axes[1])
+    first = tuple(range(batch))
+    start = batch + (0 if product.x_first else product.w_free)
+    x_free = tuple(range(start, start + free))
+    w_free = tuple(axis for axis in range(gradient.ndim) if axis not in (*first, *x_free))
+    rows = grouped(gradient, (first, x_free, w_free))
+    examples = gradient.shape[x_free[0]] if x_free else 1
+    return _sum(rows, examples) if reduce else rows
+
+
+def feature_axes(product: Product) -> Shape:
+    """Axes of the product's output that run over its blocks and features, in that order."""
+    if isinstance(product, Convolution):
+        return (product.out_spec[1],)
+    if isinstance(product, Lookup):
+        return product.offset_axes
+    assert isinstance(product, Dense)
+    batch, free = len(product.x_axes[0]), len(product.x_axes[1])
+    start = batch + (free if product.x_first else 0)
+    return (*range(batch), *range(start, start + product.w_free))
 
 
 def gradient_matrix(leaves: list[jax.Array], layer: Layer) -> jax.Array:
     """(groups, d_out, d_in) out of the gradient's leaves, the bias as last column."""
-    operand = apply_steps(leaves[layer.spec.leaf], layer.spec.steps)
-    product = layer.spec.product
-    if isinstance(product, Convolution):
-        matrix = jnp.transpose(operand, product.w_spec).reshape(block_shape(layer.spec))
-    else:
-        matrix = _grouped(operand, product.w_axes)
+    matrix = matrices(leaves[layer.leaf], layer.view)
     if layer.bias is None:
         return matrix
     column = leaves[layer.bias].reshape(layer.groups, layer.sizes[1], 1)
@@ -140,53 +267,75 @@ def gradient_matrix(leaves: list[jax.Array], layer: Layer) -> jax.Array:
 
 def write_gradient(leaves: list[jax.Array], layer: Layer, matrix: jax.Array) -> None:
     """Undo `gradient_matrix`: put the direction into the list of leaves."""
-    spec, product = layer.spec, layer.spec.product
     if layer.bias is not None:
         old = leaves[layer.bias]
         leaves[layer.bias] = matrix[..., -1].reshape(old.shape).astype(old.dtype)
         matrix = matrix[..., :-1]
+    leaves[layer.leaf] = write_matrices(leaves[layer.leaf], layer.view, matrix)
+
+
+def elementwise_sum(product: Elementwise, x: Any, gradient: jax.Array) -> jax.Array:
+    """Σ of squared gradients over all that read an entry: of the leaf's (part's) shape."""
+    other = jnp.broadcast_to(x, gradient.shape).astype(gradient.dtype) if product.multiplies else None
+    squares = elementwise_second_moment_sum(gradient, other, "product", gradient.shape)
+    return _to_leaf(product, squares)
+
+
+def _to_leaf(product: Elementwise, x: jax.Array) -> jax.Array:
+    """Sum what was broadcast, undo what was moved."""
+    leaf = varying_alike(jnp.zeros(product.shape, x.dtype), x)
+    (summed,) = jax.vjp(lambda leaf: apply_steps(leaf, product.steps), leaf)[1](x)
+    return summed
+
+
+def _examples(product: Product, x: jax.Array) -> int:
+    """How long the leading axis of a product's rows is."""
     if isinstance(product, Convolution):
-        order: tuple[int, ...] = product.w_spec
-    else:
-        order = tuple(axis for axes in product.w_axes for axis in axes)
-    operand = matrix.reshape([spec.operand[axis] for axis in order])
-    operand = jnp.transpose(operand, _inverse(order))
-    old = leaves[spec.leaf]
-    leaves[spec.leaf] = invert_steps(operand, spec.steps).astype(old.dtype)
+        return x.shape[product.x_spec[0]]
+    if isinstance(product, Dense):
+        free = product.x_axes[1]
+        return x.shape[free[0]] if free else 1
+    return math.prod(x.shape[:-1])
 
 
-def apply_steps(x: Any, steps: tuple[Step, ...]) -> Any:
-    """Re-index a leaf (a jax or numpy array) the way the program did."""
-    for kind, arguments in steps:
-        if kind == "transpose":
-            x = x.transpose(arguments[0])
-        elif kind == "reshape":
-            x = x.reshape(arguments[1])
-        else:
-            shape, axes = arguments
-            expanded = [1] * len(shape)
-            for size, axis in zip(x.shape, axes, strict=True):
-                expanded[axis] = size
-            x = np.broadcast_to(x.reshape(expanded), shape)
-    return x
+def _mean(rows: jax.Array, examples: int) -> jax.Array:
+    groups, _, width = rows.shape
+    return jnp.mean(rows.reshape(groups, examples, -1, width), axis=2)
 
 
-def invert_steps(x: jax.Array, steps: tuple[Step, ...]) -> jax.Array:
-    """Undo `apply_steps`, for steps that lose nothing."""
-    for kind, arguments in reversed(steps):
-        if kind == "transpose":
-            x = jnp.transpose(x, _inverse(arguments[0]))
-        else:
-            assert kind == "reshape"
-            x = x.reshape(arguments[0])
-    return x
+def _sum(rows: jax.Array, examples: int) -> jax.Array:
+    groups, _, width = rows.shape
+    return jnp.sum(rows.reshape(groups, examples, -1, width), axis=2)
 
 
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(int(axis) for axis in np.argsort(order))
+def _lookups(product: Lookup, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(n,) indices and whether each is one."""
+    indices = x[..., product.component].reshape(-1)
+    if product.clip:
+        return jnp.clip(indices, 0, product.rows - 1), jnp.ones(indices.shape, bool)
+    valid = (indices >= 0) & (indices < product.rows)
+    return jnp.where(valid, indices, 0), valid
 
 
-def _grouped(x: jax.Array, axes: tuple[tuple[int, ...], ...]) -> jax.Array:
-    """Transpose to the order of three groups of axes and flatten each group."""
-    sides = [math.prod(x.shape[a] for a in group) for group in axes]
-    return jnp.transpose(x, [a for group in axes for a in group]).reshape(sides)
+def _convolved(product: Convolution, x: jax.Array) -> tuple[jax.Array, tuple[tuple[int, int], ...]]:
+    """(n, channels, *sizes) and the zeros around it; gaps and crops are made here."""
+    x = jnp.transpose(x, product.x_spec)
+    plain = all(d == 1 for d in product.x_dilation)
+    if plain and all(side >= 0 for pair in product.padding for side in pair):
+        return x, product.padding
+    widths = [(a, b, d - 1) for (a, b), d in zip(product.padding, product.x_dilation, strict=True)]
+    padded = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *widths])
+    return padded, ((0, 0),) * len(widths)
+
+
+def _without_patches(product: Product, diagonal: bool) -> bool:
+    """Whether Σ a aᵀ can be had from `patches.second_moment_sum`."""
+    if not isinstance(product, Convolution) or diagonal or len(product.kernel) != 2:
+        return False
+    return product.kernel[0] > 1 and product.stride[0] == 1
+
+
+def _convolution_second_moment(product: Any, x: jax.Array, bias: bool) -> jax.Array:
+    x, padding = _convolved(product, x)
+    given: Any = (product.kernel, product.stride, padding, product.dilation, product.groups)
+    return patches.second_moment_sum(x, *given, bias=bias)

@@ -1,0 +1,153 @@
+"""What a K-FAC step costs in JAX on the 784-1000-500-250-30 autoencoder, batch 256.
+
+    python benchmarks/jax_kfac_cost.py [--repeats 20]
+
+Capture: a step with statistics, over `jax.value_and_grad` plus the same second moments as bare products
+of arrays that are given. Compilation: the whole training step, its inverse branch included, of this
+package and of kfac-jax, if that one can be imported and run; else what it raised. Contenders are
+interleaved, and medians are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from suite.core.statistics import second_moment_sum
+from suite.jax import kfac, value_and_grad
+
+SIDES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
+BATCH = 256
+
+
+def make_params(key):
+    keys = jax.random.split(key, len(SIDES))
+    return [
+        {"w": jax.random.normal(k, (i, o)) / np.sqrt(i), "b": jnp.zeros(o)}
+        for k, i, o in zip(keys, SIDES[:-1], SIDES[1:], strict=False)
+    ]
+
+
+def logits_of(params, x):
+    for number, layer in enumerate(params):
+        x = x @ layer["w"] + layer["b"]
+        if number not in (3, len(params) - 1):
+            x = jnp.tanh(x)
+    return x
+
+
+def loss_fn(params, x):
+    logits = logits_of(params, x)
+    return jnp.mean(jnp.sum(optax.sigmoid_binary_cross_entropy(logits, x), -1))
+
+
+def bare(params, x, inputs, gradients):
+    """value_and_grad, and the second moments of arrays that are there already."""
+    value = jax.value_and_grad(loss_fn)(params, x)
+    pairs = zip(inputs, gradients, strict=True)
+    sums = [(second_moment_sum(a[None], bias=True), second_moment_sum(g[None])) for a, g in pairs]
+    return value, sums
+
+
+def medians(functions, repeats):
+    times = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            jax.block_until_ready(function())
+            times[name].append(time.perf_counter() - start)
+    return {name: float(np.median(own)) for name, own in times.items()}
+
+
+def compile_ours(params, x, method) -> float:
+    start = time.perf_counter()
+    vag = value_and_grad(loss_fn)
+    tx = kfac(vag.plan(params, x), 0.1, damping=0.01, inv_update_steps=10, compute_method=method)
+    state = jax.eval_shape(tx.init, params)
+
+    def step(params, state, x):
+        loss, grads, statistics = vag(params, x)
+        updates, state = tx.update(grads, state, params, statistics=statistics)
+        return optax.apply_updates(params, updates), state, loss
+
+    jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x).compile()
+    return time.perf_counter() - start
+
+
+def compile_theirs(params, x) -> float:
+    """kfac-jax's own step: traced, compiled and run once, as it offers no other way."""
+    import kfac_jax
+
+    def registered(params, batch):
+        logits = logits_of(params, batch)
+        kfac_jax.register_multi_bernoulli_predictive_distribution(logits, batch)
+        return jnp.mean(jnp.sum(optax.sigmoid_binary_cross_entropy(logits, batch), -1))
+
+    optimizer = kfac_jax.Optimizer(
+        jax.value_and_grad(registered),
+        l2_reg=0.0,
+        value_func_has_aux=False,
+        use_adaptive_learning_rate=False,
+        use_adaptive_momentum=False,
+        use_adaptive_damping=False,
+        learning_rate_schedule=lambda t: 0.1,
+        momentum_schedule=lambda t: 0.9,
+        inverse_update_period=10,
+        multi_device=False,
+        num_burnin_steps=0,
+    )
+    key, damping = jax.random.PRNGKey(0), jnp.asarray(0.01)
+    params = jax.tree.map(jnp.copy, params)
+    state = optimizer.init(params, key, x)
+    start = time.perf_counter()
+    out = optimizer.step(params, state, key, batch=x, global_step_int=0, damping=damping)
+    jax.block_until_ready(out[0])
+    first = time.perf_counter() - start
+    start = time.perf_counter()
+    out = optimizer.step(out[0], out[1], key, batch=x, global_step_int=1, damping=damping)
+    jax.block_until_ready(out[0])
+    return first - (time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    print(f"jax {jax.__version__}, {jax.default_backend()}, seed 0, {options.repeats} repeats")
+    params = make_params(jax.random.key(0))
+    x = jax.random.uniform(jax.random.key(1), (BATCH, 784))
+    inputs = [jax.random.normal(jax.random.key(i), (BATCH, side)) for i, side in enumerate(SIDES[:-1])]
+    gradients = [jax.random.normal(jax.random.key(i), (BATCH, side)) for i, side in enumerate(SIDES[1:])]
+    captured, plain = jax.jit(value_and_grad(loss_fn)), jax.jit(jax.value_and_grad(loss_fn))
+    products = jax.jit(bare)
+    functions = {
+        "value_and_grad": lambda: plain(params, x),
+        "value_and_grad + products": lambda: products(params, x, inputs, gradients),
+        "capture": lambda: captured(params, x),
+    }
+    medians(functions, 2)
+    times = medians(functions, options.repeats)
+    for name, seconds in times.items():
+        print(f"{name:28} {1e3 * seconds:8.2f} ms")
+    ratio = times["capture"] / times["value_and_grad + products"]
+    print(f"capture / (value_and_grad + products): {ratio:.2f}")
+    ours = {m: compile_ours(params, x, m) for m in ("eigen", "inverse")}
+    for method, seconds in ours.items():
+        print(f"trace and compile the training step, {method:8} {seconds:6.2f} s")
+    try:
+        theirs = compile_theirs(params, x)
+    except Exception as error:
+        print(f"kfac-jax: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    else:
+        print(f"trace and compile kfac-jax's step      {theirs:6.2f} s")
+        for method, seconds in ours.items():
+            print(f"ours ({method}) / kfac-jax: {seconds / theirs:.2f}")
+
+
+if __name__ == "__main__":
+    main()

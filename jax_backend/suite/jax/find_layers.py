@@ -1,0 +1,418 @@
+"""Which parameter leaves are weights of layers, from the flattened program of a loss.
+
+One fact is carried beside each value: "a view of exactly one parameter leaf". A product that meets such
+a value is a use of a layer; anything else that does is a reason not to cover the leaf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from suite.jax import jaxprs
+from suite.jax.layers import Convolution, Dense, Elementwise, Lookup, Product, Use, feature_axes
+from suite.jax.views import Shape, Step, View, apply_steps, lift
+
+
+class Origin(NamedTuple):
+    """The fact: this value is a view of a leaf.
+
+    `outer` makes of the leaf a stack that scans take apart along its leading axes, `stack`; `inner` is
+    what follows inside of them.
+    """
+
+    leaf: int
+    outer: tuple[Step, ...]
+    stack: Shape
+    scans: tuple[jaxprs.Path, ...]
+    part: Shape  # of what the innermost of these scans takes; the leaf's, without one
+    inner: tuple[Step, ...]
+
+    @property
+    def widened(self) -> bool:
+        return any(kind == "broadcast" for kind, _ in self.inner)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """From the leaf to the whole stack."""
+        return (*self.outer, *(lift(step, self.stack) for step in self.inner))
+
+    def moved(self, step: Step | None) -> Origin:
+        return self if step is None else self._replace(inner=(*self.inner, step))
+
+
+class Site(NamedTuple):
+    """One use of a leaf, before uses are joined to layers."""
+
+    leaf: int
+    use: Use
+    view: View  # for elementwise uses: the leaf itself, or its stack of parts
+    block: tuple[int, int]  # (d_out, d_in without bias)
+    one_hot: bool  # whether inputs are one-hot
+    input: int | None  # the value that is the input
+    value: int  # the value that is the output
+    loops: tuple[tuple[jaxprs.Path, int], ...]
+
+    @property
+    def executions(self) -> int:
+        """How often it runs for each block."""
+        return math.prod(n for _, n in self.loops) // max(math.prod(self.use.lengths), 1)
+
+
+class BiasUse(NamedTuple):
+    """A leaf added to the output of a product, one number for each block and feature."""
+
+    site: Site  # the product's
+    instead: Site  # the sum as a use by itself
+
+
+@dataclass
+class Uses:
+    """How a program uses its parameter leaves."""
+
+    sites: list[Site] = field(default_factory=list)  # in the program's order
+    biases: dict[int, list[BiasUse]] = field(default_factory=dict)
+    others: dict[int, list[str]] = field(default_factory=dict)  # primitives that rule a leaf out
+    by_hand: dict[int, list[Site]] = field(default_factory=dict)  # a user's probes
+
+    def rule_out(self, origin: Origin | None, why: str) -> None:
+        if origin is not None:
+            self.others.setdefault(origin.leaf, []).append(why)
+
+
+class _Output(NamedTuple):
+    """A product's output, its axes moved about: where each one was, None for a new one of size 1."""
+
+    site: Site
+    axes: tuple[int | None, ...]
+
+
+def find_uses(program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> Uses:
+    """All uses of the first `leaves` inputs of a program on which its `roots` depend."""
+    return _Finder(program, leaves, roots).run()
+
+
+class _Finder:
+    def __init__(self, program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> None:
+        self.program, self.uses = program, Uses()
+        self.live = jaxprs.live_values(program, roots)
+        self.origins: dict[int, Origin] = {}
+        for i, value in enumerate(program.inputs[:leaves]):
+            shape = program.avals[value].shape
+            self.origins[value] = Origin(i, (), (), (), shape, ())
+        self.outputs: dict[int, _Output] = {}
+        self.counting: dict[int, int] = {}  # value -> the axis along which it counts 0, 1, 2, ...
+        self.one_hot: dict[int, int] = {}  # value -> the axis along which it is one-hot
+        self.constant: dict[int, set[int]] = {}  # value -> axes along which it is constant
+        self.roots = [root for root in roots if root is not None]
+        self.nodes = [n for n in program.nodes if any(out in self.live for out in n.outputs)]
+        self.readers = Counter(v for n in self.nodes for v in n.inputs if v is not None)
+        self.readers.update(self.roots)
+
+    def run(self) -> Uses:
+        for node in self.program.nodes:
+            live = any(out in self.live for out in node.outputs)
+            known = [None if v is None else self.origins.get(v) for v in node.inputs]
+            if not any(known):
+                self.follow(node)
+            elif live and node.name != "stop_gradient":
+                self.meet(node, known)
+        for root in self.roots:
+            self.uses.rule_out(self.origins.get(root), "being returned")
+        for leaf, marked in self.uses.by_hand.items():  # the user vouches for them
+            self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s in marked]
+            self.uses.biases.pop(leaf, None)
+        return self.uses
+
+    def shape(self, value: int) -> Shape:
+        return self.program.avals[value].shape
+
+    # ---- values that are no leaf's -------------------------------------------------------------
+
+    def follow(self, node: jaxprs.Node) -> None:
+        """Facts about activations."""
+        op, out = node.operation, node.outputs[0] if node.outputs else -1
+        first = node.inputs[0] if node.inputs else None
+        if isinstance(op, jaxprs.Iota):
+            self.counting[out] = op.axis
+        elif isinstance(op, jaxprs.Returned) and first in self.outputs:
+            if self.readers[first] == 1:
+                self.outputs[out] = self.outputs[first]
+        elif isinstance(op, jaxprs.Reindex) and first is not None:
+            self.follow_output(first, out, op.step)
+            self.follow_counts(first, out, op.step)
+        elif isinstance(op, jaxprs.Add):
+            # What is added to a product has no part in its gradient: a bias may still follow.
+            for value in node.inputs:
+                known = None if value is None else self.outputs.get(value)
+                if value is None or known is None or node.custom is not None:
+                    continue
+                alone = self.readers[value] == 1 and known.site.loops == node.loops
+                if alone and self.shape(value) == self.shape(out):
+                    self.outputs[out] = known
+                    break
+        elif isinstance(op, jaxprs.Equal):
+            for one, other in (node.inputs, node.inputs[::-1]):
+                if one is None or other is None or one not in self.counting:
+                    continue
+                axis = self.counting[one]
+                flat = self.shape(other)[axis] == 1 or axis in self.constant.get(other, ())
+                if flat and self.shape(out)[axis] == self.shape(one)[axis]:
+                    self.one_hot[out] = axis
+
+    def follow_output(self, old: int, new: int, step: Step | None) -> None:
+        """`vmap` transposes outputs, and convolutions of one example get an axis of size 1."""
+        before = self.outputs.get(old)
+        if before is None or self.readers[old] != 1:
+            return
+        if step is None:
+            self.outputs[new] = before
+        elif step[0] == "transpose":
+            self.outputs[new] = before._replace(axes=tuple(before.axes[i] for i in step[1][0]))
+        elif step[0] == "reshape":
+            from_, to = step[1]
+            if [n for n in from_ if n != 1] == [n for n in to if n != 1]:
+                kept = iter([axis for axis, n in zip(before.axes, from_, strict=True) if n != 1])
+                axes = tuple(None if n == 1 else next(kept) for n in to)
+                self.outputs[new] = before._replace(axes=axes)
+
+    def follow_counts(self, old: int, new: int, step: Step | None) -> None:
+        if step is None:
+            for facts in (self.counting, self.one_hot):
+                if old in facts:
+                    facts[new] = facts[old]
+            return
+        kind, arguments = step
+        shape = self.shape(old)
+        axes: Sequence[int] | None = None  # where each old axis goes
+        if kind == "broadcast":
+            axes = arguments[1]
+            self.constant[new] = {
+                i for i in range(len(arguments[0])) if i not in axes or shape[axes.index(i)] == 1
+            }
+        elif kind == "transpose":
+            axes = [arguments[0].index(i) for i in range(len(shape))]
+        elif kind == "reshape" and [n for n in shape if n != 1] == [n for n in arguments[1] if n != 1]:
+            kept = iter([i for i, n in enumerate(arguments[1]) if n != 1])
+            axes = [-1 if n == 1 else next(kept) for n in shape]
+        if axes is not None:
+            for facts in (self.counting, self.one_hot):
+                if old in facts and axes[facts[old]] >= 0:
+                    facts[new] = axes[facts[old]]
+
+    # ---- values that are a leaf's --------------------------------------------------------------
+
+    def meet(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
+        """An operation with a view of a leaf."""
+        op = node.operation
+        name = node.custom.name if node.custom is not None else node.name
+        if isinstance(op, jaxprs.Reindex) and known[0] is not None and self.stays_real(node):
+            self.origins[node.outputs[0]] = known[0].moved(op.step)
+            return
+        if isinstance(op, jaxprs.LoopSlice) and known[0] is not None and not known[0].widened:
+            self.origins[node.outputs[0]] = self.taken_apart(node, known[0], op.length)
+            return
+        if isinstance(op, jaxprs.ByHand) and (known[1] is None or known[0] is not None):
+            raise ValueError(
+                "probe(x, w, y): w must be one parameter leaf, transposed or reshaped at most, "
+                "and x must not be"
+            )
+        pair = [k for k in known if k is not None]
+        if len(pair) == 1 or isinstance(op, jaxprs.ByHand):
+            if isinstance(op, (jaxprs.Add, jaxprs.Multiply)):
+                if self.elementwise(node, known):
+                    return
+            elif op is not None:
+                site = self.product(node, known)
+                if site is not None:
+                    self.uses.sites.append(site)
+                    if isinstance(op, jaxprs.ByHand):
+                        self.uses.by_hand.setdefault(site.leaf, []).append(site)
+                    out = node.outputs[0]
+                    self.outputs[out] = _Output(site, tuple(range(len(self.shape(out)))))
+                    return
+        for origin in pair:
+            self.uses.rule_out(origin, f"`{name}`")
+
+    def stays_real(self, node: jaxprs.Node) -> bool:
+        return jaxprs.dtype_is_float(self.program.avals[node.outputs[0]])
+
+    def taken_apart(self, node: jaxprs.Node, origin: Origin, length: int) -> Origin:
+        steps = origin.steps
+        part = self.shape(node.outputs[0])
+        path = node.loops[-1][0]
+        return Origin(origin.leaf, steps, (*origin.stack, length), (*origin.scans, path), part, ())
+
+    def product(self, node: jaxprs.Node, known: list[Origin | None]) -> Site | None:
+        if isinstance(node.operation, jaxprs.ByHand):
+            w = 1
+        else:
+            w = next(i for i, origin in enumerate(known) if origin is not None)
+        origin = known[w]
+        assert origin is not None
+        if origin.widened:
+            return None
+        operand = self.shape(node.inputs[w])  # type: ignore[arg-type]
+        found = self.spec(node, w, operand)
+        if found is None:
+            return None
+        product, steps, axes, x_place, checked = found
+        if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in checked):
+            return None
+        where = self.where(node, x_place)
+        if where is None:
+            return None
+        k = len(origin.stack)
+        lifted = tuple(lift(step, origin.stack) for step in steps)
+        groups, out, into = (tuple(a + k for a in group) for group in axes)
+        view = View((*origin.steps, *lifted), ((*range(k), *groups), out, into))
+        shape = apply_steps(np.empty(operand, np.int8), steps).shape
+        inner, d_out, d_in = (math.prod(shape[a] for a in group) for group in axes)
+        value = node.outputs[0]
+        rows = math.prod(self.shape(value)) // max(inner * d_out, 1)
+        path, out_index, x_operand = where
+        use = Use(path, out_index, x_operand, product, False, origin.scans, origin.stack, inner, rows)
+        x = node.inputs[x_place]
+        assert x is not None
+        hot = isinstance(product, Dense) and product.x_axes[2] == (self.one_hot.get(x, -1),)
+        return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
+
+    def spec(
+        self, node: jaxprs.Node, w: int, operand: Shape
+    ) -> tuple[Product, tuple[Step, ...], Any, int, tuple[int, ...]] | None:
+        """(product, steps to the view, its axes, operand of x, values that must be real)."""
+        op = node.operation
+        if any(v is None for v in node.inputs[:2]):
+            return None
+        values: tuple[Any, ...] = (*node.inputs, *node.outputs)
+        if isinstance(op, jaxprs.DotGeneral):
+
+            def axes(i: int, ndim: int) -> tuple[Shape, Shape, Shape]:
+                batch, contracted = op.batch[i], op.contracted[i]
+                free = (a for a in range(ndim) if a not in batch and a not in contracted)
+                return batch, tuple(free), contracted
+
+            x_axes = axes(1 - w, len(self.shape(values[1 - w])))
+            batch, free, contracted = axes(w, len(operand))
+            dense = Dense(x_axes, len(free), w == 1)
+            return dense, (), (batch, free, contracted), 1 - w, values
+        if isinstance(op, jaxprs.ByHand):
+            x_ndim = len(self.shape(values[0]))
+            if len(operand) != 2 or self.shape(values[0])[-1:] != operand[:1]:
+                raise ValueError(
+                    f"probe(x, w, y) needs x (..., d_in) and w (d_in, d_out), got "
+                    f"{self.shape(values[0])} and {operand}"
+                )
+            hand = Dense(((), tuple(range(x_ndim - 1)), (x_ndim - 1,)), 1, True)
+            return hand, (), ((), (1,), (0,)), 0, values
+        if isinstance(op, jaxprs.Convolve) and w == 1:
+            kernel = tuple(operand[axis] for axis in op.w_spec[2:])
+            convolution = Convolution(
+                op.x_spec,
+                op.out_spec,
+                kernel,
+                op.stride,
+                op.padding,
+                op.x_dilation,
+                op.dilation,
+                op.groups,
+            )
+            ordered = tuple(operand[axis] for axis in op.w_spec)
+            split = (op.groups, ordered[0] // op.groups, *ordered[1:])
+            steps: tuple[Step, ...] = (("transpose", (op.w_spec,)), ("reshape", (ordered, split)))
+            return convolution, steps, ((0,), (1,), tuple(range(2, len(split)))), 0, values
+        if isinstance(op, jaxprs.Gather) and w == 0:
+            others = tuple(axis for axis in range(len(operand)) if axis != op.axis)
+            lookup = Lookup(operand[op.axis], op.offset_axes, op.clip, op.component)
+            return lookup, (), ((), others, (op.axis,)), 1, (values[0], *node.outputs)
+        return None
+
+    def where(
+        self, node: jaxprs.Node, x_place: int | None
+    ) -> tuple[jaxprs.Path, int, int | None] | None:
+        """(path, output, operand) of a probe; a function with its own derivative is probed outside."""
+        if node.custom is None:
+            return node.path, 0, x_place
+        x = None if x_place is None else node.inputs[x_place]
+        custom = node.custom
+        if node.outputs[0] not in custom.outputs or (x is not None and x not in custom.inputs):
+            return None
+        if self.readers[node.outputs[0]] != 1:
+            return None
+        operand = None if x is None else custom.inputs.index(x)
+        return custom.path, custom.outputs.index(node.outputs[0]), operand
+
+    def elementwise(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
+        """A leaf that is added to or multiplied with something larger; whether it is that."""
+        p = 0 if known[0] is not None else 1
+        origin, other = known[p], node.inputs[1 - p]
+        assert origin is not None
+        value = node.outputs[0]
+        shape = self.shape(value)
+        inner = origin.inner
+        operand = self.shape(node.inputs[p])  # type: ignore[arg-type]
+        if operand != shape:
+            axes = tuple(range(len(shape))) if operand else ()
+            inner = (*inner, ("broadcast", (shape, axes)))
+        multiplies = isinstance(node.operation, jaxprs.Multiply)
+        real = (node.inputs[p], value) if other is None else (node.inputs[p], other, value)
+        if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in real):  # type: ignore[index]
+            return False
+        if multiplies and other is None:
+            return False
+        added_to = None if multiplies or other is None else self.bias(node, other, origin, inner)
+        # An entry for each row, or one for all of them?
+        shared = math.prod(shape) > math.prod(origin.part) or len(shape) > len(origin.part)
+        if added_to is None and not shared:
+            return False
+        where = self.where(node, 1 - p if multiplies else None)
+        if where is None:
+            return False
+        path, out_index, x_operand = where
+        product = Elementwise(origin.part, inner, multiplies)
+        use = Use(path, out_index, x_operand, product, False, origin.scans, origin.stack, 1, 0)
+        k = len(origin.stack)
+        view = View(origin.outer, (tuple(range(k)), tuple(range(k, k + len(origin.part))), ()))
+        size = math.prod(origin.part)
+        site = Site(origin.leaf, use, view, (size, 1), False, None, value, node.loops)
+        if added_to is None:
+            self.uses.sites.append(site)
+        else:
+            self.uses.biases.setdefault(origin.leaf, []).append(BiasUse(added_to, site))
+        return True
+
+    def bias(
+        self, node: jaxprs.Node, other: int, origin: Origin, inner: tuple[Step, ...]
+    ) -> Site | None:
+        """The product to whose output, that nothing else reads, a leaf is added feature by feature."""
+        output = self.outputs.get(other)
+        if (
+            output is None
+            or self.readers[other] != 1
+            or self.shape(other) != self.shape(node.outputs[0])
+        ):
+            return None
+        site = output.site
+        if site.loops != node.loops or site.use.scans != origin.scans or node.custom is not None:
+            return None
+        if math.prod(origin.part) != site.use.groups * site.block[0]:
+            return None
+        # Where each entry of what is added comes from, without touching its values.
+        leaf = self.shape(self.program.inputs[origin.leaf])
+        stacked = apply_steps(np.arange(math.prod(leaf)).reshape(leaf), origin.outer)
+        index = apply_steps(stacked, tuple(lift(step, origin.stack) for step in inner))
+        k = len(origin.stack)
+        features = feature_axes(site.use.product)
+        rows = [i for i, axis in enumerate(output.axes) if axis not in features]
+        if any(index.shape[i + k] != 1 and index.strides[i + k] != 0 for i in rows):
+            return None
+        index = index[(..., *(0 if i in rows else slice(None) for i in range(len(output.axes))))]
+        there = [axis for axis in output.axes if axis in features]
+        order = [there.index(axis) + k for axis in features if axis in there]
+        index = index.transpose([*range(k), *order])
+        return site if np.array_equal(index.ravel(), np.arange(math.prod(leaf))) else None

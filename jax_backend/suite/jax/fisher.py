@@ -1,0 +1,91 @@
+"""Whose gradients K-FAC's statistics are of: descriptions of the loss, for sampled and exact Fishers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from suite.core import likelihoods
+from suite.core.checks import check_flag, check_integer
+
+
+def _all_of(aux: Any) -> Any:
+    return aux
+
+
+@dataclass(frozen=True)
+class Fisher:
+    """Statistics of the model's own predictive distribution; see its three kinds.
+
+    Args:
+        outputs: picks the array of the model's outputs, (..., C), from the loss's auxiliary output,
+            which is all of it by default.
+        exact: sum over the C columns of the loss's Hessian by the outputs ("type-2"), a backward pass
+            for each, without noise; else sample labels from the model.
+        samples: how many times to sample: as many backward passes.
+    """
+
+    outputs: Callable[[Any], Any] = _all_of
+    exact: bool = False
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        if not callable(self.outputs):
+            raise TypeError(f"outputs must be a function of the auxiliary output, got {self.outputs!r}")
+        check_flag("exact", self.exact)
+        check_integer("samples", self.samples, at_least=1)
+
+    @property
+    def likelihood(self) -> likelihoods.Likelihood:
+        raise NotImplementedError
+
+    def passes(self, shape: tuple[int, ...]) -> int:
+        """How many backward passes."""
+        return self.likelihood.columns(shape) if self.exact else self.samples
+
+    def gradient(self, outputs: jax.Array, index: jax.Array, key: jax.Array | None) -> jax.Array:
+        """By the outputs, of pass `index`."""
+        if self.exact:
+            return self.likelihood.square_root(outputs, index)  # type: ignore[arg-type]
+        assert key is not None
+        dtype = jnp.promote_types(outputs.dtype, jnp.float32)
+        shape = self.likelihood.noise_shape(outputs.shape)
+        noise = jax.random.uniform(jax.random.fold_in(key, index), shape, dtype)
+        return self.likelihood.sample_gradient(outputs, noise)
+
+
+@dataclass(frozen=True)
+class Categorical(Fisher):
+    """Softmax cross-entropy; outputs are logits."""
+
+    @property
+    def likelihood(self) -> likelihoods.Categorical:
+        return likelihoods.Categorical()
+
+
+@dataclass(frozen=True)
+class Bernoulli(Fisher):
+    """Sigmoid cross-entropy, summed over the last axis; outputs are logits."""
+
+    @property
+    def likelihood(self) -> likelihoods.Bernoulli:
+        return likelihoods.Bernoulli()
+
+
+@dataclass(frozen=True)
+class Gaussian(Fisher):
+    """Squared error |outputs - y|² / (2 variance), summed over the last axis."""
+
+    variance: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        likelihoods.Gaussian(self.variance)
+
+    @property
+    def likelihood(self) -> likelihoods.Gaussian:
+        return likelihoods.Gaussian(self.variance)

@@ -1,0 +1,328 @@
+"""The plan: which layers K-FAC covers, and the report that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from suite.core.routing import Route, Routing, describe_factors
+from suite.jax import jaxprs
+from suite.jax.find_layers import Site, Uses
+from suite.jax.layers import Elementwise, Layer, LayerSums, Lookup, empty_sums
+from suite.jax.views import Signature, overlap, signature
+
+Require = Literal["all", "most"] | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What K-FAC covers of a loss function's parameters. `print(plan)` is the routing report."""
+
+    layers: tuple[Layer, ...]
+    last: str  # the covered layer whose product comes last
+    terms_per_row: float  # of that layer: the loss has as many terms as the very last product has rows
+    sampled: bool  # whether statistics are of the model's predictions, not of the loss
+    names: tuple[str, ...]  # of all parameter leaves, in order
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    treedef: Any
+    routing: Routing
+
+    def __str__(self) -> str:
+        return str(self.routing)
+
+    def covered(self) -> list[bool]:
+        """For each parameter leaf, whether K-FAC preconditions it."""
+        leaves = {leaf for layer in self.layers for leaf in (layer.leaf, layer.bias)}
+        return [place in leaves for place in range(len(self.names))]
+
+    def dtype(self, layer: Layer) -> Any:
+        """Of a layer's statistics."""
+        return jnp.promote_types(self.dtypes[layer.leaf], jnp.float32)
+
+    def no_statistics(self, *, products: bool = False) -> Statistics:
+        """Statistics of nothing: for the branch of a `lax.cond` that computes none.
+
+        Args:
+            products: with those of EKFAC, as of a `value_and_grad` that is given `bases`.
+        """
+        layers = {layer.name: empty_sums(layer, self.dtype(layer), products) for layer in self.layers}
+        return Statistics(layers, jnp.zeros((), jnp.float32))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Statistics:
+    """What all layers saw, a pytree: whatever is done to gradients must be done to it."""
+
+    layers: dict[str, LayerSums]
+    terms: jax.Array  # (): how many terms the loss has
+
+    def __getitem__(self, name: str) -> LayerSums:
+        return self.layers[name]
+
+
+def make_plan(
+    program: jaxprs.Program,
+    uses: Uses,
+    params: Any,
+    *,
+    max_factor_size: int,
+    plain: Sequence[str],
+    sampled: bool,
+    require: Require,
+) -> Plan:
+    """Join uses to layers, and report."""
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+    names = tuple(jax.tree_util.keystr(path) or "params" for path, _ in with_paths)
+    leaves = [leaf for _, leaf in with_paths]
+    shapes = tuple(tuple(np.shape(leaf)) for leaf in leaves)
+    dtypes = tuple(jnp.result_type(leaf) for leaf in leaves)
+    unknown = sorted(set(plain) - set(names))
+    if unknown:
+        raise ValueError(f"plain must name parameters, of {list(names)}, got {unknown}")
+    assembly = _Assembly(uses, names, shapes, dtypes, max_factor_size, set(plain))
+    layers = assembly.layers()
+    routes = tuple(
+        _route(i, names, shapes, layers, assembly.reasons.get(i, "not used")) for i in range(len(leaves))
+    )
+    routing = Routing(routes)
+    routing.require_preconditioned("K-FAC")
+    _require(require, routing)
+    last, terms_per_row = _last(uses, layers)
+    return Plan(layers, last, terms_per_row, sampled, names, shapes, dtypes, treedef, routing)
+
+
+class _Assembly:
+    def __init__(
+        self, uses: Uses, names: Any, shapes: Any, dtypes: Any, max_factor_size: int, plain: set[str]
+    ) -> None:
+        self.uses, self.names, self.shapes, self.dtypes = uses, names, shapes, dtypes
+        self.max_factor_size, self.plain = max_factor_size, plain
+        self.reasons: dict[int, str] = {}
+
+    def layers(self) -> tuple[Layer, ...]:
+        sites: dict[int, list[Site]] = {}
+        for site in self.uses.sites:
+            sites.setdefault(site.leaf, []).append(site)
+        products = {
+            leaf: own
+            for leaf, own in sites.items()
+            if not any(isinstance(s.use.product, Elementwise) for s in own)
+        }
+        blocks: dict[int, list[list[tuple[Site, bool]]]] = {}
+        for leaf, own in products.items():
+            reason = self.excluded(leaf, own)
+            found = [] if reason else self.blocks(leaf, own)
+            if found:
+                blocks[leaf] = found
+            else:
+                self.reasons[leaf] = reason or "used in ways that overlap without being equal"
+        biases = self.biases(blocks)
+        alone = [
+            bias for bias in self.uses.biases if bias not in biases.values() and bias not in products
+        ]
+        layers = [
+            self.layer(leaf, number if len(found) > 1 else None, block, biases.get(leaf))
+            for leaf, found in blocks.items()
+            for number, block in enumerate(found)
+        ]
+        for leaf in dict.fromkeys([*sites, *alone]):
+            if leaf in products:
+                continue
+            own = [*sites.get(leaf, ()), *(use.instead for use in self.uses.biases.get(leaf, ()))]
+            reason = self.excluded(leaf, own)
+            if not reason and any(not isinstance(s.use.product, Elementwise) for s in own):
+                reason = "a layer's weight, but also added or multiplied elementwise"
+            if not reason and len({signature(self.shapes[leaf], s.view) for s in own}) > 1:
+                reason = "used in ways that overlap without being equal"
+            if reason:
+                self.reasons[leaf] = reason
+            else:
+                layers.append(self.layer(leaf, None, [(s, False) for s in own], None))
+        for leaf in self.uses.others:
+            if leaf not in self.reasons and leaf not in sites and leaf not in self.uses.biases:
+                self.reasons[leaf] = self.excluded(leaf, [])
+        layers.sort(key=lambda layer: (layer.leaf, layer.name))
+        return self.shared(layers)
+
+    def excluded(self, leaf: int, sites: list[Site]) -> str:
+        """Why a leaf is not covered, whatever its products are; '' if nothing speaks against it."""
+        if self.names[leaf] in self.plain:
+            return "named in `plain`"
+        if leaf in self.uses.others and leaf not in self.uses.by_hand:
+            kinds = ", ".join(dict.fromkeys(self.uses.others[leaf]))
+            return f"a layer's weight, but also used by {kinds}" if sites else f"used by {kinds}"
+        products = [s for s in sites if not isinstance(s.use.product, Elementwise)]
+        if products and leaf in self.uses.biases:
+            return "both weight and bias"
+        if not jnp.issubdtype(self.dtypes[leaf], jnp.floating):
+            return f"{self.dtypes[leaf]} parameters are not covered"
+        return ""
+
+    def blocks(self, leaf: int, sites: list[Site]) -> list[list[tuple[Site, bool]]]:
+        """Sites by what they use of the leaf, each with whether it is used transposed."""
+        found: list[tuple[Signature | None, list[tuple[Site, bool]]]] = []
+        for site in sites:
+            key = signature(self.shapes[leaf], site.view)
+            for known, members in found:
+                if key is not None and known is not None and key in (known, known.transposed()):
+                    # A square view without an order of its own may be both: then it is not transposed.
+                    members.append((site, key != known))
+                    break
+                if key is None and site.view == members[0][0].view:
+                    members.append((site, False))
+                    break
+            else:
+                found.append((key, [(site, False)]))
+        views = [members[0][0].view for _, members in found]
+        if len(views) > 1 and overlap(self.shapes[leaf], views):
+            return []
+        return [_oriented(members) for _, members in found]
+
+    def biases(self, blocks: dict[int, list[list[tuple[Site, bool]]]]) -> dict[int, int]:
+        """weight leaf -> bias leaf, where the bias follows every use of the weight and nothing else."""
+        found: dict[int, int] = {}
+        for bias, bias_uses in self.uses.biases.items():
+            weights = {use.site.leaf for use in bias_uses}
+            weight = next(iter(weights))
+            block = blocks.get(weight, [])
+            if len(weights) != 1 or len(block) != 1 or weight in found or self.excluded(bias, []):
+                continue
+            paths = {(s.use.path, s.use.out) for s, _ in block[0]}
+            everywhere = {(u.site.use.path, u.site.use.out) for u in bias_uses} == paths
+            elsewhere = any(site.leaf == bias for site in self.uses.sites)
+            tied = any(transposed for _, transposed in block[0])
+            lookup = any(isinstance(s.use.product, Lookup) for s, _ in block[0])
+            if everywhere and not elsewhere and not tied and not lookup:
+                found[weight] = bias
+        return found
+
+    def layer(
+        self, leaf: int, number: int | None, block: list[tuple[Site, bool]], bias: int | None
+    ) -> Layer:
+        site = block[0][0]
+        d_out, d_in = site.block
+        groups = site.use.groups * int(np.prod(site.use.lengths, dtype=int))
+        sizes = (d_in + (bias is not None), d_out)
+        main = [s for s, transposed in block if not transposed]
+        other = [s for s, transposed in block if transposed]
+
+        def counts(sites: list[Site]) -> bool:
+            return any(s.one_hot or isinstance(s.use.product, Lookup) for s in sites)
+
+        elementwise = isinstance(site.use.product, Elementwise)
+        diagonal = (
+            sizes[0] > self.max_factor_size or counts(main) or elementwise,
+            sizes[1] > self.max_factor_size or counts(other) or elementwise,
+        )
+        uses = tuple(s.use._replace(transposed=transposed) for s, transposed in block)
+        name = self.names[leaf] if number is None else f"{self.names[leaf]} part {number}"
+        return Layer(name, leaf, site.view, bias, groups, sizes, diagonal, uses, None)
+
+    def shared(self, layers: list[Layer]) -> tuple[Layer, ...]:
+        """Layers that read the same input share one A: the first in the program has it."""
+        order = {(s.use.path, s.use.out): i for i, s in enumerate(self.uses.sites)}
+        site_of = {(s.use.path, s.use.out): s for s in self.uses.sites}
+        first: dict[Any, str] = {}
+        leaders: dict[str, str] = {}
+        for layer in sorted(layers, key=lambda layer: order.get(layer.uses[0][:2], len(order))):
+            use = layer.uses[0]
+            if len(layer.uses) > 1 or isinstance(use.product, (Elementwise, Lookup)):
+                continue
+            site = site_of[use.path, use.out]
+            product = use.product._replace(**_without_output(use.product))
+            alike = (product, site.loops, use.scans, layer.sizes[0], layer.groups, layer.diagonal[0])
+            key = (site.input, alike, layer.bias is not None, self.dtypes[layer.leaf])
+            leader = first.setdefault(key, layer.name)
+            if leader != layer.name:
+                leaders[layer.name] = leader
+        return tuple(layer._replace(input_of=leaders.get(layer.name)) for layer in layers)
+
+
+def _without_output(product: Any) -> dict[str, Any]:
+    """What two products of one input may differ in and still have equal input rows."""
+    if hasattr(product, "out_spec"):
+        return {"out_spec": ()}
+    return {"w_free": 0, "x_first": True}
+
+
+def _oriented(members: list[tuple[Site, bool]]) -> list[tuple[Site, bool]]:
+    """The orientation in which no lookup is the main one: a tied table's block is the head's."""
+    main = [site for site, transposed in members if not transposed]
+    other = [site for site, transposed in members if transposed]
+    if other and all(isinstance(site.use.product, Lookup) for site in main):
+        main, other = other, main
+    return [*((site, False) for site in main), *((site, True) for site in other)]
+
+
+def _last(uses: Uses, layers: tuple[Layer, ...]) -> tuple[str, float]:
+    """The covered layer whose product comes last, and the loss's terms in units of its rows."""
+    owner = {(u.path, u.out): layer for layer in layers for u in layer.uses}
+    products = [s for s in uses.sites if not isinstance(s.use.product, Elementwise)]
+    covered = [s for s in products if (s.use.path, s.use.out) in owner]
+    if not covered:
+        return layers[-1].name, 0.0
+
+    def rows(site: Site) -> int:
+        same = [s for s in products if s.leaf == site.leaf]
+        return sum(s.use.rows * s.executions for s in same)
+
+    last = covered[-1]
+    layer = owner[last.use.path, last.use.out]
+    share = rows(products[-1]) / max(rows(last), 1)
+    if layer.tied:  # count the head's rows, not the lookups'
+        own = [u for u in layer.uses if not u.transposed]
+        executions = {(s.use.path, s.use.out): s.executions for s in products}
+        count = sum(u.rows * executions[u.path, u.out] for u in own)
+        share = last.use.rows * last.executions / max(count, 1) if last is products[-1] else share
+    return layer.name, share
+
+
+def _route(
+    leaf: int,
+    names: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    layers: tuple[Layer, ...],
+    reason: str,
+) -> Route:
+    own = [layer for layer in layers if layer.leaf == leaf]
+    if own:
+        factors, words = [], []
+        for layer in own:
+            described = describe_factors(layer.sizes, layer.diagonal)
+            factors.append(f"{layer.groups} x ({described})" if layer.groups > 1 else described)
+        layer = own[0]
+        words.append(
+            "diagonal: added or multiplied elementwise"
+            if layer.kind == "elementwise"
+            else f"weight of a {layer.kind} layer"
+        )
+        if len(own) > 1:
+            words.append(f"in {len(own)} parts")
+        if len(layer.uses) > 1:
+            words.append(f"one block for {len(layer.uses)} uses")
+        if layer.tied:
+            words.append("some of them transposed")
+        if layer.input_of:
+            words.append(f"shares A with {layer.input_of}")
+        return Route(names[leaf], shapes[leaf], "kfac", "; ".join(factors), ", ".join(words))
+    for layer in layers:
+        if leaf == layer.bias:
+            return Route(names[leaf], shapes[leaf], "kfac", "", f"bias of {layer.name}")
+    return Route(names[leaf], shapes[leaf], "plain", "", reason)
+
+
+def _require(require: Require, routing: Routing) -> None:
+    sizes = {route.parameter: int(np.prod(route.shape, dtype=int)) for route in routing}
+    total = sum(sizes.values())
+    covered = sum(sizes[route.parameter] for route in routing if route.preconditioned)
+    if (require == "all" and covered < total) or (require == "most" and 2 * covered <= total):
+        raise ValueError(
+            f"require={require!r}, but K-FAC covers {covered:,} of {total:,} parameters:\n{routing}"
+        )

@@ -1,0 +1,157 @@
+"""Views: an array as a re-indexing of another, as the program wrote it.
+
+A step is (kind, arguments): transpose, reshape, rev, slice and broadcast, for numpy and jax arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+Step = tuple[str, tuple[Any, ...]]
+Shape = tuple[int, ...]
+# Axes merged where memory allows, as (size, stride) in elements.
+Strides = tuple[tuple[int, int], ...]
+
+
+class View(NamedTuple):
+    """A leaf as a stack of matrices: `steps`, then axes grouped as (groups, d_out, d_in)."""
+
+    steps: tuple[Step, ...]
+    axes: tuple[Shape, Shape, Shape]
+
+
+def apply_steps(x: Any, steps: Sequence[Step]) -> Any:
+    """Re-index a jax or numpy array."""
+    for kind, arguments in steps:
+        if kind == "transpose":
+            x = x.transpose(arguments[0])
+        elif kind == "reshape":
+            x = x.reshape(arguments[1])
+        elif kind == "rev":
+            x = x[_reversed(x.ndim, arguments[0])]
+        elif kind == "slice":
+            x = x[_slices(*arguments)]
+        else:
+            shape, axes = arguments
+            expanded = [1] * len(shape)
+            for size, axis in zip(x.shape, axes, strict=True):
+                expanded[axis] = size
+            xp = np if isinstance(x, np.ndarray) else jax.numpy
+            x = xp.broadcast_to(x.reshape(expanded), shape)
+    return x
+
+
+def write(x: jax.Array, steps: Sequence[Step], new: jax.Array) -> jax.Array:
+    """`x` with what `steps` make of it replaced by `new`; for steps without broadcasts."""
+    if not steps:
+        return new.astype(x.dtype)
+    kind, arguments = steps[0]
+    inner = new if len(steps) == 1 else write(apply_steps(x, steps[:1]), steps[1:], new)
+    if kind == "transpose":
+        return inner.transpose(inverse(arguments[0])).astype(x.dtype)
+    if kind == "reshape":
+        return inner.reshape(arguments[0]).astype(x.dtype)
+    if kind == "rev":
+        return inner[_reversed(x.ndim, arguments[0])].astype(x.dtype)
+    assert kind == "slice", kind
+    return x.at[_slices(*arguments)].set(inner.astype(x.dtype))
+
+
+def lift(step: Step, stack: Shape) -> Step:
+    """The step that does to each array of a stack what `step` does to one."""
+    kind, arguments = step
+    k = len(stack)
+    front = tuple(range(k))
+    if kind == "transpose":
+        return kind, ((*front, *(axis + k for axis in arguments[0])),)
+    if kind == "reshape":
+        return kind, ((*stack, *arguments[0]), (*stack, *arguments[1]))
+    if kind == "rev":
+        return kind, (tuple(axis + k for axis in arguments[0]),)
+    if kind == "slice":
+        starts, limits, strides = arguments
+        return kind, ((*(0 for _ in stack), *starts), (*stack, *limits), (*(1 for _ in stack), *strides))
+    shape, axes = arguments
+    return kind, ((*stack, *shape), (*front, *(axis + k for axis in axes)))
+
+
+def matrices(x: Any, view: View) -> Any:
+    """(groups, d_out, d_in)."""
+    return grouped(apply_steps(x, view.steps), view.axes)
+
+
+def write_matrices(x: jax.Array, view: View, new: jax.Array) -> jax.Array:
+    """`x` with `matrices(x, view)` replaced."""
+    shape = jax.eval_shape(lambda x: apply_steps(x, view.steps), x).shape
+    order = tuple(axis for group in view.axes for axis in group)
+    new = new.reshape([shape[axis] for axis in order]).transpose(inverse(order))
+    return write(x, view.steps, new)
+
+
+def grouped(x: Any, axes: Sequence[Shape]) -> Any:
+    """Transpose to the order of groups of axes and flatten each group."""
+    sides = [math.prod(x.shape[a] for a in group) for group in axes]
+    return x.transpose([a for group in axes for a in group]).reshape(sides)
+
+
+def inverse(order: Shape) -> Shape:
+    return tuple(int(axis) for axis in np.argsort(order))
+
+
+class Signature(NamedTuple):
+    """Which entries of a leaf a view has where: equal for equal views however they were written."""
+
+    offset: int
+    groups: Strides
+    out: Strides
+    into: Strides
+
+    def transposed(self) -> Signature:
+        return Signature(self.offset, self.groups, self.into, self.out)
+
+
+def signature(shape: Shape, view: View) -> Signature | None:
+    """None where the view cannot be had without a copy."""
+    base = np.empty(math.prod(shape), np.int8).reshape(shape)
+    x = apply_steps(base, view.steps)
+    if base.size == 0 or not np.may_share_memory(base, x):
+        return None
+    start = x.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    return Signature(start, *(_merged(x, axes) for axes in view.axes))
+
+
+def overlap(shape: Shape, views: Sequence[View]) -> bool:
+    """Whether two of several views have an entry of the leaf in common."""
+    seen = np.zeros(math.prod(shape), np.uint8).reshape(shape)
+    for view in views:
+        x = apply_steps(seen, view.steps)
+        if not np.may_share_memory(seen, x) or bool(x.any()):
+            return True
+        x[...] = 1
+    return False
+
+
+def _merged(x: np.ndarray, axes: Shape) -> Strides:
+    merged: list[tuple[int, int]] = []
+    for axis in axes:
+        size, stride = x.shape[axis], x.strides[axis]
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return tuple(merged)
+
+
+def _reversed(ndim: int, axes: Shape) -> tuple[slice, ...]:
+    return tuple(slice(None, None, -1 if axis in axes else None) for axis in range(ndim))
+
+
+def _slices(starts: Shape, limits: Shape, strides: Shape) -> tuple[slice, ...]:
+    return tuple(slice(*one) for one in zip(starts, limits, strides, strict=True))

@@ -1,0 +1,639 @@
+"""What capture looks through: loops, branches, calls, views, tables; against dense Fishers.
+
+The oracle: for one row, A ⊗ G of a layer is the outer product of its gradient with itself, exactly. For
+several rows the Fisher's diagonal for an entry read once per row is Σ over rows of squared gradients,
+by `jax.grad` of one example at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from suite.jax import probe, value_and_grad, verify
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape))
+
+
+def check(loss_fn, params, *args, uncovered=(), **settings):
+    """Gradients are jax's own, Σ g aᵀ is the gradient; returns plan and statistics."""
+    vag = value_and_grad(loss_fn, **settings)
+    plan = vag.plan(params, *args)
+    plain = {r.parameter for r in plan.routing if r.treatment == "plain"}
+    assert plain == set(uncovered), str(plan)
+    value, grads, statistics = jax.jit(vag)(params, *args)
+    expected = jax.jit(jax.value_and_grad(loss_fn))(params, *args)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), (value, grads), expected
+    )
+    verify(loss_fn, params, *args, rtol=1e-10)
+    return plan, statistics
+
+
+def dense_block(plan, statistics, index=0):
+    """A ⊗ G of one layer as matrices over the flattened (d_out, d_in), one for each block."""
+    layer = plan.layers[index]
+    own = statistics[layer.name].main
+    leader = statistics[layer.input_of or layer.name].main.A
+    blocks = []
+    for i in range(layer.groups):
+        A, G = (np.diag(f[i]) if f[i].ndim == 1 else np.asarray(f[i]) for f in (leader, own.G))
+        blocks.append(np.kron(G, A) / float(own.rows[i]))
+    return blocks
+
+
+def exact_blocks(plan, losses, params, index=0):
+    """Σ over the losses of gradient outer products, of the same blocks."""
+    from suite.jax.layers import gradient_matrix
+
+    layer = plan.layers[index]
+    total = 0.0
+    for loss in losses:
+        matrix = np.asarray(gradient_matrix(jax.tree.leaves(jax.grad(loss)(params)), layer))
+        flat = matrix.reshape(layer.groups, -1)
+        total = total + flat[:, :, None] * flat[:, None, :]
+    return total
+
+
+def assert_exact(loss_of_one_row, params, *args, index=0, diagonal=False, **settings):
+    plan, statistics = check(loss_of_one_row, params, *args, **settings)
+    expected = exact_blocks(plan, [lambda p: loss_of_one_row(p, *args)], params, index)
+    for found, block in zip(dense_block(plan, statistics, index), expected, strict=True):
+        if diagonal:
+            found, block = np.diag(found), np.diag(block)
+        np.testing.assert_allclose(found, block, rtol=1e-9, atol=1e-11 * np.abs(block).max())
+    return plan
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+@st.composite
+def dot_generals(draw):
+    """Shapes of x and w with one row, and dimension numbers in any order."""
+    letters = {
+        "b": draw(st.lists(st.integers(1, 3), max_size=2)),
+        "c": draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)),
+        "o": draw(st.lists(st.integers(1, 3), max_size=2)),
+        "n": [1] * draw(st.integers(0, 2)),
+    }
+
+    def operand(kinds):
+        axes = [(kind, i) for kind in kinds for i in range(len(letters[kind]))]
+        axes = draw(st.permutations(axes))
+        return axes, tuple(letters[kind][i] for kind, i in axes)
+
+    (x_axes, x_shape), (w_axes, w_shape) = operand("bnc"), operand("boc")
+    order = {k: draw(st.permutations([(k, i) for i in range(len(letters[k]))])) for k in "bc"}
+    numbers = tuple(
+        tuple(tuple(axes.index(a) for a in order[k]) for axes in (x_axes, w_axes)) for k in "cb"
+    )
+    return x_shape, w_shape, numbers, draw(st.booleans())
+
+
+@pytest.mark.slow
+@given(dot_generals())
+def test_any_dot_general_is_exact_for_one_row(case):
+    x_shape, w_shape, numbers, x_first = case
+    x, w = normal(*x_shape, seed=1), normal(*w_shape, seed=2)
+    if not x_first:
+        numbers = tuple(pair[::-1] for pair in numbers)
+
+    def product(w, x):
+        return lax.dot_general(*((x, w) if x_first else (w, x)), numbers)
+
+    c = normal(*product(w, x).shape, seed=3)
+    vag = value_and_grad(lambda p, x: jnp.sum(product(p, x) * c))
+    _, _gradient, statistics = vag(w, x)
+    plan = vag.plan(w, x)
+    expected = exact_blocks(plan, [lambda p: jnp.sum(product(p, x) * c)], w)
+    found = dense_block(plan, statistics)
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+    verify(lambda p, x: jnp.sum(product(p, x) * c), w, x, rtol=1e-10)
+
+
+@st.composite
+def convolutions(draw):
+    rank = draw(st.integers(1, 2))
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    sizes = [draw(st.integers(4, 6)) for _ in range(rank)]
+    kernel = [draw(st.integers(1, 3)) for _ in range(rank)]
+    each = lambda low, high: tuple(draw(st.integers(low, high)) for _ in range(rank))  # noqa: E731
+    settings = {
+        "window_strides": each(1, 2),
+        "padding": tuple((draw(st.integers(-1, 2)), draw(st.integers(0, 2))) for _ in range(rank)),
+        "lhs_dilation": each(1, 2),
+        "rhs_dilation": each(1, 2),
+        "feature_group_count": groups,
+    }
+    letters = "HW"[:rank]
+    specs = ["".join(draw(st.permutations(list(letters + pair)))) for pair in ("NC", "OI", "NC")]
+    x = {"N": 2, "C": groups * draw(st.integers(1, 2)), **dict(zip(letters, sizes, strict=True))}
+    w = {"O": groups * draw(st.integers(1, 2)), "I": x["C"] // groups}
+    w |= dict(zip(letters, kernel, strict=True))
+    return [x[i] for i in specs[0]], [w[i] for i in specs[1]], tuple(specs), settings
+
+
+@pytest.mark.slow
+@given(convolutions())
+def test_any_convolutions_rows_are_its_patches(case):
+    x_shape, w_shape, specs, settings = case
+    x, w = normal(*x_shape), normal(*w_shape, seed=1)
+    conv = functools.partial(lax.conv_general_dilated, dimension_numbers=specs, **settings)
+    y = jax.eval_shape(conv, x, w)
+    if 0 in y.shape:
+        return
+    c = normal(*y.shape, seed=2)
+
+    def loss(p, x):
+        return jnp.sum(conv(x, p) * c)
+
+    verify(loss, w, x, rtol=1e-9)
+    vag = value_and_grad(loss)
+    _, _, statistics = vag(w, x)
+    (layer,) = vag.plan(w, x).layers
+    (sums,) = statistics.layers.values()
+    # tr A of a block is the sum of squared inputs over all that one output channel reads
+    jacobian = jax.jacobian(lambda w: conv(x, w))(w)
+    channel = specs[2].index("C")
+    squares = jnp.sum(jacobian**2, axis=tuple(i for i in range(jacobian.ndim) if i != channel))
+    per_block = squares.reshape(layer.groups, -1)[:, 0]
+    np.testing.assert_allclose(jnp.trace(sums.main.A, axis1=1, axis2=2), per_block, rtol=1e-9, atol=1e-9)
+    assert float(sums.main.rows[0]) == c.size // y.shape[channel]
+
+
+def test_a_convolution_of_one_place_is_exact():
+    def loss(p, x):
+        y = lax.conv_general_dilated(x, p["k"], (1, 1), "VALID") + p["b"][:, None, None]
+        return jnp.sum(jnp.sin(y))
+
+    params = {"k": normal(4, 1, 3, 2), "b": normal(4, seed=1)}
+    grouped = functools.partial(lax.conv_general_dilated, feature_group_count=2)
+    plan = assert_exact(loss, params, normal(1, 1, 3, 2, seed=2))
+    assert plan.layers[0].bias is not None
+
+    def in_groups(p, x):
+        return jnp.sum(jnp.sin(grouped(x, p, (1, 1), "VALID")))
+
+    plan = assert_exact(in_groups, normal(4, 2, 3, 2), normal(1, 4, 3, 2, seed=2))
+    assert plan.layers[0].groups == 2
+
+
+def test_heads_and_experts_are_stacks_of_blocks():
+    def loss(p, x):
+        return jnp.sum(jnp.sin(jnp.einsum("ehd,nhe->nhd", p, x)))
+
+    plan = assert_exact(loss, normal(3, 4, 2), normal(1, 4, 3, seed=1))
+    assert plan.layers[0].groups == 4
+    ensembles = normal(3, 4, 2), normal(3, 2, seed=1)
+
+    def vmapped(p, x):
+        return jnp.sum(jnp.sin(jax.vmap(lambda w, b, x: x @ w + b)(*p, jnp.stack([x, 2 * x, -x]))))
+
+    plan = assert_exact(vmapped, ensembles, normal(1, 4, seed=2))
+    assert plan.layers[0].groups == 3
+    assert plan.layers[0].bias is not None
+
+
+# ---- tables and elementwise ----------------------------------------------------------------------
+
+
+def test_lookups_count_rows():
+    table, ids = normal(7, 3), jnp.array([[1, 2, 1], [0, 6, 1]])
+
+    def loss(p, ids, take):
+        return jnp.sum(jnp.sin(take(p, ids)) * normal(2, 3, 3, seed=1))
+
+    for take in (
+        lambda p, ids: p[ids],
+        lambda p, ids: jnp.take(p, ids, axis=0),
+        lambda p, ids: jnp.take(p, ids, axis=0, mode="clip"),
+        lambda p, ids: jnp.moveaxis(jnp.take(p.T, ids, axis=1), 0, -1),
+        lambda p, ids: jax.vmap(lambda i: p[i])(ids),
+        lambda p, ids: jax.vmap(jax.vmap(lambda i: p[i]))(ids),
+    ):
+        plan, statistics = check(functools.partial(loss, take=take), table, ids)
+        own = statistics["params"].main
+        np.testing.assert_array_equal(own.A[0], [1, 3, 1, 0, 0, 0, 1])
+        g = np.asarray(jnp.cos(table[ids]) * normal(2, 3, 3, seed=1)).reshape(6, 3)
+        np.testing.assert_allclose(own.G[0], g.T @ g, rtol=1e-12)
+        assert plan.layers[0].diagonal == (True, False)
+    one = jnp.array([[2]])
+    assert_exact(lambda p, ids: jnp.sum(jnp.sin(p[ids])), table, one)
+
+
+def test_a_product_with_one_hot_rows_has_a_diagonal_A():
+    table, ids = normal(7, 3), jnp.array([1, 2, 1])
+
+    def loss(p, ids):
+        return jnp.sum(jnp.sin(jax.nn.one_hot(ids, 7, dtype=p.dtype) @ p))
+
+    plan, statistics = check(loss, table, ids)
+    assert plan.layers[0].diagonal == (True, False)
+    np.testing.assert_array_equal(statistics["params"].main.A[0], [0, 2, 1, 0, 0, 0, 0])
+
+
+def test_scales_and_shifts_are_diagonal():
+    params = {"scale": 1 + 0.1 * normal(4), "shift": normal(4, seed=1), "t": jnp.asarray(0.7)}
+    params["position"] = normal(3, 4, seed=2)
+    x = normal(5, 3, 4, seed=3)
+
+    def loss(p, x):
+        y = (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        y = y * p["scale"] + p["shift"] + p["position"]
+        return jnp.sum(jnp.sin(y) * p["t"]) / 7
+
+    plan, statistics = check(loss, params, x)
+    assert {layer.kind for layer in plan.layers} == {"elementwise"}
+    # rows one by one: each example and position by itself
+    rows = x.reshape(-1, 1, 4)
+    position = jnp.tile(params["position"], (5, 1))[:, None]
+    each = jax.vmap(jax.grad(loss), ({"scale": None, "shift": None, "t": None, "position": 0}, 0))(
+        {**params, "position": position[:, None]}, rows[:, None]
+    )
+    for name in ("scale", "shift"):
+        squares = jnp.sum(each[name] ** 2, 0)
+        np.testing.assert_allclose(statistics[f"['{name}']"].main.G[0], squares, rtol=1e-10)
+    examples = jax.vmap(jax.grad(loss), (None, 0))(params, x[:, None])
+    squares = jnp.sum(examples["position"] ** 2, 0).reshape(-1)
+    np.testing.assert_allclose(statistics["['position']"].main.G[0], squares, rtol=1e-10)
+
+
+def test_slices_of_a_fused_projection_are_layers_of_their_own():
+    x = normal(6, 4)
+
+    def loss(p, x):
+        q, k, v = (x @ w for w in jnp.split(p, 3, axis=1))
+        return jnp.sum(jax.nn.softmax(q @ k.T) @ v)
+
+    plan, _statistics = check(loss, normal(4, 9, seed=1), x)
+    assert len(plan.layers) == 3
+    assert [layer.input_of for layer in plan.layers].count(None) == 1  # one A for all
+
+    def fused(p, x):
+        q, k, v = jnp.split(x @ p, 3, axis=1)
+        return jnp.sum(jax.nn.softmax(q @ k.T) @ v)
+
+    plan, _ = check(fused, normal(4, 9, seed=1), x)
+    assert plan.layers[0].sizes == (4, 9)
+
+    def part(p, x):
+        return jnp.sum(jnp.sin(x @ p[:, 2:5][::-1]))
+
+    plan = assert_exact(part, normal(4, 9, seed=1), x[:1])
+    assert plan.layers[0].sizes == (4, 3)
+
+
+# ---- ties ----------------------------------------------------------------------------------------
+
+
+def test_a_leaf_used_in_both_orientations_is_one_block():
+    x, w = normal(5, 4), normal(4, 3, seed=1)
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(jnp.tanh(x @ p) @ p.T))
+
+    plan, statistics = check(loss, w, x)
+    (layer,) = plan.layers
+    assert layer.tied
+    own = statistics["params"]
+    hidden = np.tanh(x @ w)
+    np.testing.assert_allclose(own.main.A[0], x.T @ x, rtol=1e-12)
+    np.testing.assert_allclose(own.transposed.A[0], hidden.T @ hidden, rtol=1e-12)
+
+
+def test_a_tied_table_is_its_heads_block():
+    table, ids = normal(7, 3), jnp.array([1, 2, 1])
+
+    def loss(p, ids):
+        return -jnp.sum(jax.nn.log_softmax(jnp.tanh(p[ids]) @ p.T)[:, 0])
+
+    plan, statistics = check(loss, table, ids)
+    (layer,) = plan.layers
+    assert layer.sizes == (3, 7)
+    assert layer.diagonal == (False, True)
+    np.testing.assert_array_equal(statistics["params"].transposed.A[0], [0, 2, 1, 0, 0, 0, 0])
+    hidden = np.tanh(table[ids])
+    np.testing.assert_allclose(statistics["params"].main.A[0], hidden.T @ hidden, rtol=1e-12)
+    assert float(statistics.terms) == 3
+
+
+# ---- control flow --------------------------------------------------------------------------------
+
+STACKED = {"w": 0.5 * normal(3, 4, 4), "b": normal(3, 4, seed=1)}
+
+
+def unrolled(p, x):
+    for i in range(3):
+        x = jnp.tanh(x @ p["w"][i] + p["b"][i])
+    return jnp.sum(jnp.sin(x))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["bare", "remat", "jit"])
+def test_scanned_layers_are_stacks(wrap):
+    x = normal(5, 4, seed=2)
+
+    def loss(p, x):
+        body = wrap(lambda x, wb: (jnp.tanh(x @ wb[0] + wb[1]), None))
+        return jnp.sum(jnp.sin(lax.scan(body, x, (p["w"], p["b"]))[0]))
+
+    plan, statistics = check(loss, STACKED, x)
+    (layer,) = plan.layers
+    assert (layer.groups, layer.sizes) == (3, (5, 4))
+    # against the same layers as leaves of their own
+    split = [{"w": STACKED["w"][i], "b": STACKED["b"][i]} for i in range(3)]
+
+    def by_hand(p, x):
+        for layer in p:
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.sum(jnp.sin(x))
+
+    _, apart = check(by_hand, split, x)
+    for i in range(3):
+        for side in ("A", "G"):
+            np.testing.assert_allclose(
+                getattr(statistics["['w']"].main, side)[i],
+                getattr(apart[f"[{i}]['w']"].main, side)[0],
+                rtol=1e-10,
+            )
+    assert float(statistics.terms) == 5
+
+
+def test_parts_of_a_stack_by_index_are_layers():
+    plan, _ = check(unrolled, STACKED, normal(5, 4, seed=2))
+    assert len([layer for layer in plan.layers if layer.leaf == 1]) == 3
+
+
+def test_a_scan_that_is_transposed_nested_reversed_and_normalized():
+    params = {
+        "w": 0.3 * normal(4, 2, 3, 4),  # (in, outer, inner, out)
+        "g": 1 + 0.1 * normal(2, 3, 4, seed=1),
+        "shared": normal(4, 4, seed=2),
+    }
+    x = normal(1, 4, seed=3)
+
+    def loss(p, x):
+        stacked = jnp.moveaxis(p["w"], 0, 2)
+
+        def inner(x, wg):
+            return jnp.tanh((x * wg[1]) @ wg[0]), None
+
+        def outer(x, wg):
+            x, _ = lax.scan(inner, x @ p["shared"], wg, reverse=True)
+            return x, jnp.sum(x)
+
+        x, sums = lax.scan(outer, x, (stacked, p["g"]))
+        return jnp.sum(jnp.sin(x)) + jnp.sum(sums)
+
+    plan, _ = check(loss, params, x)
+    groups = {plan.names[layer.leaf]: layer.groups for layer in plan.layers}
+    assert groups == {"['w']": 6, "['g']": 6, "['shared']": 1}
+    assert_exact(loss, params, x, index=[layer.name for layer in plan.layers].index("['w']"))
+
+
+def test_a_recurrent_network_by_scan_adds_over_steps():
+    params = {"w": normal(3, 4), "u": 0.5 * normal(4, 4, seed=1), "b": normal(4, seed=2)}
+    xs = normal(6, 5, 3, seed=3)
+
+    def loss(p, xs):
+        def step(h, x):
+            h = jnp.tanh(x @ p["w"] + h @ p["u"] + p["b"])
+            return h, None
+
+        return jnp.sum(jnp.sin(lax.scan(step, jnp.zeros((5, 4)), xs)[0]))
+
+    plan, statistics = check(loss, params, xs)
+    flat = xs.reshape(30, 3)
+    np.testing.assert_allclose(statistics["['w']"].main.A[0, :3, :3], flat.T @ flat, rtol=1e-12)
+    assert float(statistics["['u']"].main.rows[0]) == 30
+    assert plan.routing["['b']"].reason == "bias of ['w']"
+
+    def carried(p, xs):  # the parameters go through the loop's carry unchanged
+        def step(carry, x):
+            h, p = carry
+            return (jnp.tanh(x @ p["w"] + h @ p["u"] + p["b"]), p), None
+
+        (h, _), _ = lax.scan(step, (jnp.zeros((5, 4)), p), xs)
+        return jnp.sum(jnp.sin(h))
+
+    _, other = check(carried, params, xs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), statistics, other)
+
+
+def test_branches_count_what_ran():
+    params = {"w": normal(4, 3), "v": normal(4, 3, seed=1)}
+    x = normal(5, 4, seed=2)
+
+    plan, statistics = check(
+        lambda p, x, yes: jnp.sum(
+            jnp.sin(lax.cond(yes, lambda x: x @ p["w"], lambda x: jnp.tanh(x @ p["v"]), x))
+        ),
+        params,
+        x,
+        jnp.asarray(True),
+    )
+    np.testing.assert_allclose(statistics["['w']"].main.A[0], x.T @ x, rtol=1e-12)
+    assert float(statistics["['v']"].main.rows[0]) == 0
+    assert len(plan.layers) == 2
+
+
+def test_functions_with_derivatives_of_their_own():
+    params = {"w": normal(4, 3), "b": normal(3, seed=1), "v": normal(3, 2, seed=2)}
+    x = normal(5, 4, seed=3)
+
+    @jax.custom_vjp
+    def dense(x, w):
+        return x @ w
+
+    dense.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+    @jax.custom_jvp
+    def half(x):
+        return x / 2
+
+    half.defjvps(lambda t, _, x: t / 2)
+
+    def loss(p, x):
+        hidden = jax.nn.gelu(half(dense(x, p["w"]) + p["b"]))
+        return jnp.sum(jax.nn.silu(jax.nn.logsumexp(hidden @ p["v"], axis=1)))
+
+    plan, statistics = check(loss, params, x)
+    np.testing.assert_allclose(statistics["['w']"].main.A[0, :4, :4], x.T @ x, rtol=1e-12)
+    assert plan.layers[0].bias is not None or plan.layers[1].bias is not None
+    assert_exact(lambda p, x: jnp.sum(jnp.sin(dense(x, p))), params["w"], x[:1])
+
+    @jax.custom_vjp
+    def straight_through(w):
+        return jnp.round(w)
+
+    straight_through.defvjp(lambda w: (jnp.round(w), None), lambda _, g: (g,))
+
+    def quantized(p, x):
+        return jnp.sum(jnp.sin(x @ straight_through(p["w"]) + p["b"])) + jnp.sum(
+            jnp.sin(x[:, :3] @ p["v"])
+        )
+
+    plan, _ = check(quantized, params, x, uncovered=["['w']"])
+    assert plan.routing["['w']"].reason == "used by `custom_vjp_call`"
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_inside_the_loss(check_vma):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    params = {"w": normal(4, 3), "b": normal(3, seed=1)}
+    x = normal(6, 4, seed=2)
+
+    def loss(p, x):
+        def local(p, x):
+            return lax.pmean(jnp.mean(jnp.sin(x @ p["w"] + p["b"])), "data")
+
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+        )(p, x)
+
+    _, statistics = check(loss, params, x)
+    np.testing.assert_allclose(statistics["['w']"].main.A[0, :4, :4], x.T @ x, rtol=1e-12)
+
+
+def test_casts_metrics_and_stopped_gradients_do_not_hide_a_layer():
+    params = {"w": normal(4, 3).astype(jnp.float32), "v": normal(3, 2, seed=1).astype(jnp.bfloat16)}
+    x = normal(5, 4, seed=2).astype(jnp.float32)
+
+    def loss(p, x):
+        hidden = jnp.tanh(x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16))
+        y = hidden.astype(jnp.float32) @ p["v"].astype(jnp.float32)
+        target = x @ lax.stop_gradient(p["w"])[:, :2]
+        labels = jnp.argmax(x @ p["w"], axis=1)
+        value = jnp.mean((y - target) ** 2) + 0 * jnp.sum(labels)
+        return value, {"norm": jnp.sum(p["w"] ** 2), "labels": labels, "name": "run", "none": None}
+
+    vag = value_and_grad(loss, has_aux=True, require="all")
+    plan = vag.plan(params, x)
+    assert {layer.name for layer in plan.layers} == {"['w']", "['v']"}
+    (_, aux), _, statistics = vag(params, x)
+    assert aux["name"] == "run"
+    assert aux["none"] is None
+    assert statistics["['v']"].main.A.dtype == jnp.float32
+    np.testing.assert_allclose(aux["norm"], jnp.sum(params["w"] ** 2), rtol=1e-6)
+
+
+def test_a_loss_with_derivatives_by_its_inputs():
+    """A PINN: forward derivatives and their backward passes use each weight in both orientations."""
+    params = {"w": normal(2, 6), "b": normal(6, seed=1), "v": normal(6, 1, seed=2)}
+    x = normal(5, 2, seed=3)
+
+    def u(p, x):
+        return (jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])[0]
+
+    def loss(p, x):
+        laplacian = jax.vmap(lambda x: jnp.trace(jax.hessian(u, 1)(p, x)))(x)
+        return jnp.mean((laplacian - 1.0) ** 2)
+
+    vag = value_and_grad(loss)
+    plan = vag.plan(params, x)
+    assert plan.routing["['w']"].treatment == "kfac", str(plan)
+    assert plan.routing["['v']"].treatment == "kfac", str(plan)
+    verify(loss, params, x, rtol=1e-9)
+
+
+def test_probes_by_hand():
+    params = {"w": normal(4, 3), "v": normal(3, 2, seed=1)}
+    x = normal(5, 4, seed=2)
+
+    def kernel(x, w):
+        return jnp.sum(x[:, :, None] * w, axis=1)  # a product that capture does not know
+
+    def loss(p, x, marked):
+        y = kernel(x, p["w"])
+        y = probe(x, p["w"], y) if marked else y
+        return jnp.sum(jnp.sin(jnp.tanh(y) @ p["v"]))
+
+    _plan, statistics = check(functools.partial(loss, marked=True), params, x)
+    np.testing.assert_allclose(statistics["['w']"].main.A[0], x.T @ x, rtol=1e-12)
+    plain = value_and_grad(functools.partial(loss, marked=False)).plan(params, x)
+    assert plain.routing["['w']"].treatment == "plain" or plain.layers[1].kind == "elementwise"
+
+    def incomplete(p, x):
+        return loss(p, x, True) + jnp.sum(p["w"] ** 2)
+
+    with pytest.raises(ValueError, match=r"miss uses of these parameters.*\['w'\]"):
+        verify(incomplete, params, x)
+    with pytest.raises(ValueError, match=r"probe\(x, w, y\) needs"):
+        probe(x, params["w"], x)
+
+
+def test_required_coverage_and_plain_parameters():
+    params = {"w": normal(4, 3), "u": normal(2, seed=1)}
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(x @ p["w"])) + jnp.sum(p["u"] ** 2)
+
+    x = normal(5, 4, seed=2)
+    value_and_grad(loss, require="most").plan(params, x)
+    with pytest.raises(ValueError, match=r"require='all', but K-FAC covers 12 of 14"):
+        value_and_grad(loss, require="all").plan(params, x)
+    with pytest.raises(ValueError, match="would precondition nothing"):
+        value_and_grad(loss, plain=["['w']"]).plan(params, x)
+    with pytest.raises(ValueError, match="plain must name parameters"):
+        value_and_grad(loss, plain=["w"]).plan(params, x)
+    with pytest.raises(TypeError, match="sequence of names"):
+        value_and_grad(loss, plain="['w']")
+    with pytest.raises(ValueError, match="require must be one of"):
+        value_and_grad(loss, require="some")
+    assert "integer_pow" in value_and_grad(loss).routing(params, x)["['u']"].reason or (
+        "square" in value_and_grad(loss).routing(params, x)["['u']"].reason
+    )
+
+
+def test_reduced_rows():
+    w, x = normal(4, 3), normal(5, 6, 4, seed=1)
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(x @ p))
+
+    _, _, statistics = value_and_grad(loss, rows="reduce")(w, x)
+    own, mean = statistics["params"].main, np.asarray(x.mean(1))
+    np.testing.assert_allclose(own.A[0], mean.T @ mean, rtol=1e-10)
+    g = np.asarray(jnp.cos(x @ w).sum(1))
+    np.testing.assert_allclose(own.G[0], g.T @ g, rtol=1e-10)
+    assert float(own.rows[0]) == 5
+    kernel, images = normal(3, 2, 2, 2), normal(5, 2, 4, 4, seed=1)
+
+    def convolved(p, x):
+        return jnp.sum(jnp.sin(lax.conv_general_dilated(x, p, (1, 1), "VALID")))
+
+    _, _, statistics = value_and_grad(convolved, rows="reduce")(kernel, images)
+    g = np.asarray(jnp.cos(lax.conv_general_dilated(images, kernel, (1, 1), "VALID")).sum((2, 3)))
+    np.testing.assert_allclose(statistics["params"].main.G[0], g.T @ g, rtol=1e-10)
+    assert float(statistics["params"].main.rows[0]) == 5
+
+
+def test_capture_is_chosen_by_a_traced_flag():
+    w, x = normal(4, 3), normal(5, 4, seed=1)
+
+    def loss(p, x):
+        return jnp.mean(jnp.sin(x @ p)), {"size": x.shape[0], "y": x @ p}
+
+    vag = value_and_grad(loss, has_aux=True)
+    step = jax.jit(lambda due: vag(w, x, capture=due)[1:])
+    grads, statistics = step(True)
+    others, nothing = step(False)
+    np.testing.assert_allclose(grads, others, rtol=1e-12)
+    assert float(statistics["params"].main.rows[0]) == 5
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(nothing))
+    (_value, aux), grads, none = vag(w, x, capture=False)
+    assert none is None
+    assert aux["size"] == 5
+    np.testing.assert_allclose(grads, others, rtol=1e-12)
+    assert jax.tree.map(jnp.shape, vag.plan(w, x).no_statistics()) == jax.tree.map(jnp.shape, statistics)

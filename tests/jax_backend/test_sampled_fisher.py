@@ -1,0 +1,158 @@
+"""Statistics of the model's predictions, against the dense Fisher of the outputs' distribution."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from suite.jax import Bernoulli, Categorical, Gaussian, kfac, value_and_grad
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape))
+
+
+PARAMS = {"w": normal(4, 3), "b": normal(3, seed=1)}
+X = normal(1, 4, seed=2)
+
+
+def hessian(kind, y):
+    """Of -log p by the outputs y (C,), by hand."""
+    if kind == "categorical":
+        p = np.exp(y - y.max()) / np.exp(y - y.max()).sum()
+        return np.diag(p) - np.outer(p, p)
+    if kind == "bernoulli":
+        p = 1 / (1 + np.exp(-y))
+        return np.diag(p * (1 - p))
+    return np.eye(y.size) / 0.5
+
+
+KINDS = {
+    "categorical": Categorical,
+    "bernoulli": Bernoulli,
+    "gaussian": lambda *a, **k: Gaussian(*a, variance=0.5, **k),
+}
+
+
+def model(p, x):
+    return jnp.tanh(x @ p["w"] + p["b"])
+
+
+def loss_fn(p, x, reduce=jnp.mean):
+    outputs = model(p, x)
+    penalty = 0.1 * jnp.sum(p["w"] ** 2)  # no matter for a sampled Fisher
+    return reduce(jnp.sum(outputs**2, 1)) + penalty, {"outputs": outputs, "note": "text"}
+
+
+def statistics_of(vag, params, x, **kwargs):
+    return jax.jit(lambda p, x: vag(p, x, **kwargs)[1:])(params, x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_is_the_dense_fisher_of_one_example(kind):
+    vag = value_and_grad(
+        loss_fn, has_aux=True, fisher=KINDS[kind](lambda aux: aux["outputs"], exact=True)
+    )
+    plan = vag.plan(PARAMS, X)
+    assert [r.treatment for r in plan.routing] == ["kfac", "kfac"]
+    grads, statistics = statistics_of(vag, PARAMS, X)
+    expected = jax.grad(loss_fn, has_aux=True)(PARAMS, X)[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), grads, expected)
+    own = statistics["['w']"].main
+    J = jax.jacobian(lambda p: model(p, X)[0])(PARAMS)
+    J = np.concatenate([np.swapaxes(J["w"], 1, 2), np.asarray(J["b"])[:, :, None]], 2).reshape(3, -1)
+    dense = J.T @ hessian(kind, np.asarray(model(PARAMS, X)[0])) @ J
+    np.testing.assert_allclose(np.kron(own.G[0], own.A[0] / own.rows[0]), dense, rtol=1e-9, atol=1e-12)
+    assert float(own.rows[0]) == pytest.approx(1)
+    assert float(statistics.terms) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_approach_the_exact_statistics(kind):
+    pick = lambda aux: aux["outputs"]  # noqa: E731
+    exact = value_and_grad(loss_fn, has_aux=True, fisher=KINDS[kind](pick, exact=True))
+    sampled = value_and_grad(loss_fn, has_aux=True, fisher=KINDS[kind](pick, samples=3000))
+    x = normal(5, 4, seed=3)
+    _, one = statistics_of(exact, PARAMS, x)
+    _, other = statistics_of(sampled, PARAMS, x, key=jax.random.key(0))
+    a, b = one["['w']"].main, other["['w']"].main
+    np.testing.assert_allclose(a.A, b.A, rtol=1e-9)
+    np.testing.assert_allclose(a.rows, b.rows, rtol=1e-6)
+    np.testing.assert_allclose(a.G, b.G, atol=0.08 * np.abs(a.G).max())
+    assert float(other.terms) == 5
+
+
+def test_means_and_sums_give_one_direction():
+    """The Fisher of a mean of N terms is that of their sum over N, and so is its gradient."""
+    x = normal(6, 4, seed=3)
+    fisher = Gaussian(lambda aux: aux["outputs"], exact=True)
+    directions = []
+    for reduce, reduction in ((jnp.mean, "mean"), (jnp.sum, "sum")):
+
+        def loss(p, x, reduce=reduce):
+            outputs = model(p, x)
+            return 0.5 * reduce(jnp.sum(outputs**2, 1)), {"outputs": outputs}
+
+        for chosen in (fisher, None):
+            vag = value_and_grad(loss, has_aux=True, fisher=chosen)
+            scale = 1.0 if reduction == "mean" else 6.0
+            tx = kfac(
+                vag.plan(PARAMS, x), 1.0, momentum=0.0, kl_clip=None, damping=0.01 * scale,
+                loss_reduction=reduction,
+            )  # fmt: skip
+            _, grads, statistics = jax.jit(lambda p, x, vag=vag: vag(p, x))(PARAMS, x)
+            updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS, statistics=statistics)
+            directions.append(updates)
+    for one, other in ((0, 2), (1, 3)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8), directions[one], directions[other]
+        )
+    assert np.abs(directions[0]["w"] - directions[1]["w"]).max() > 1e-3
+
+
+def test_a_sampled_fisher_trains_under_jit():
+    x, y = normal(64, 4, seed=3), jnp.asarray(np.random.default_rng(0).integers(0, 3, 64))
+
+    def loss(p, x, y):
+        logits = x @ p["w"] + p["b"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), logits
+
+    vag = value_and_grad(loss, has_aux=True, fisher=Categorical())
+    tx = kfac(vag.plan(PARAMS, x, y), 0.5, damping=0.01, kl_clip=None, momentum=0.0)
+
+    @jax.jit
+    def step(params, state, key):
+        (value, _), grads, statistics = vag(params, x, y, key=key)
+        updates, state = tx.update(grads, state, params, statistics=statistics)
+        return optax.apply_updates(params, updates), state, value
+
+    params, state, values = PARAMS, tx.init(PARAMS), []
+    for i in range(20):
+        params, state, value = step(params, state, jax.random.key(i))
+        values.append(float(value))
+    best = jax.grad(lambda p: loss(p, x, y)[0])(params)
+    assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(best)) < 0.02
+    assert values[-1] < values[0]
+
+
+def test_errors():
+    fisher = Categorical(lambda aux: aux["outputs"])
+    with pytest.raises(ValueError, match="needs the model's outputs"):
+        value_and_grad(loss_fn, fisher=fisher)
+    with pytest.raises(TypeError, match="fisher must be None, Categorical"):
+        value_and_grad(loss_fn, has_aux=True, fisher="mc")
+    with pytest.raises(TypeError, match="needs key="):
+        value_and_grad(loss_fn, has_aux=True, fisher=fisher)(PARAMS, X)
+    with pytest.raises(TypeError, match="must pick an array of floats"):
+        value_and_grad(loss_fn, has_aux=True, fisher=Categorical()).plan(PARAMS, X)
+    with pytest.raises(ValueError, match="samples must be >= 1"):
+        Categorical(samples=0)
+    with pytest.raises(ValueError, match="variance must be > 0"):
+        Gaussian(variance=0.0)
+    with pytest.raises(TypeError, match="exact must be True or False"):
+        Bernoulli(exact=1)
+    with pytest.raises(TypeError, match="outputs must be a function"):
+        Bernoulli("logits")
