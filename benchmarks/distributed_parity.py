@@ -55,7 +55,7 @@ def cell(crew: Crew, wrap: str, strategy: str, method: str, world: int, dtype: t
             dtype=dtype,
             micro=3 if option == "accumulation" else 1,
             # Of a rank-deficient A the eigenbasis is not unique, and EKFAC depends on it.
-            batch=240 if method == "ekfac" else 24,
+            batch=252 if method == "ekfac" else 36,
             kfac={**METHODS[method], **changes, "compute_method": method},
         )
         expected = _alone(settings)

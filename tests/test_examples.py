@@ -281,3 +281,21 @@ def test_the_jax_examples_run_and_draw(name, tmp_path):
         float(n) for n in ran.stdout.splitlines()[-1].split("(")[0].split(",")[0].split()[1::2][:2]
     )
     assert last < first
+
+
+@pytest.mark.slow
+def test_the_distributed_example_trains_and_resumes_on_another_number_of_processes(tmp_path):
+    def run(processes: int, *options: str) -> float:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        script = [str(EXAMPLES / "train_distributed.py"), "--batch-size", "24", "--width", "4"]
+        command = [*torchrun, "--nproc-per-node", str(processes), *script, *options]
+        ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, ran.stderr
+        return float(ran.stdout.split("loss ")[-1].split()[0])
+
+    folder = str(tmp_path / "run")
+    whole = run(1, "--steps", "12")
+    saving = ("--checkpoint", folder, "--checkpoint-every", "6")
+    run(2, "--steps", "6", "--strategy", "MEM_OPT", "--wrap", "fsdp", *saving)
+    resumed = run(3, "--steps", "12", "--strategy", "MEM_OPT", *saving)
+    assert resumed == pytest.approx(whole, rel=1e-3)
