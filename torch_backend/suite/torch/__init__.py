@@ -10,17 +10,12 @@ except ImportError as error:
 
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
-from suite.torch.kfac import (
-    KFAC,
-    AssignmentStrategy,
-    ComputeMethod,
-    DistributedStrategy,
-    KFACPreconditioner,
-)
+from suite.torch.kfac import KFAC, KFACPreconditioner
 from suite.torch.kron import Kron
 from suite.torch.lra import LRA, DenseNewton
 from suite.torch.recurrent import GRU, LSTM, RNN, replace_recurrent
 from suite.torch.schedulers import KFACParamScheduler, LambdaParamScheduler
+from suite.torch.settings import AssignmentStrategy, ComputeMethod, DistributedStrategy
 
 __all__ = [
     "GRU",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
 import logging
@@ -15,41 +14,25 @@ from torch import nn
 
 from suite.core import kfac as core_kfac
 from suite.core.checks import check_choice, check_integer, check_number
-from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
-from suite.core.placement import gradient_workers
 from suite.core.routing import Routing
 from suite.torch.checks import check_dtype, warn_user
-from suite.torch.collectives import Ranks
-from suite.torch.dtensors import data_group
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.kfac_engine import RANK_STRIDE, KFACEngine
+from suite.torch.settings import (
+    SHARINGS,
+    AssignmentStrategy,
+    ComputeMethod,
+    DistributedStrategy,
+    check_hyperparameter,
+    check_period_of_ekfac,
+    choice_of,
+    likelihood_of,
+    ranks_of,
+    workers_of,
+)
 
 Schedule: TypeAlias = float | Callable[[int], float]
-
-
-class ComputeMethod(enum.Enum):
-    """How the preconditioner is applied; the strings do as well."""
-
-    EIGEN = "eigen"
-    INVERSE = "inverse"
-    NEWTON_SCHULZ = "newton_schulz"
-    EKFAC = "ekfac"
-
-
-class DistributedStrategy(enum.Enum):
-    """Named values of `gradient_worker_fraction`; the strings do as well."""
-
-    COMM_OPT = "comm_opt"  # 1: every rank has all inverses, no direction travels
-    HYBRID_OPT = "hybrid_opt"  # 1/2
-    MEM_OPT = "mem_opt"  # 1/world: a layer's inverses are on one rank, which sends its direction
-
-
-class AssignmentStrategy(enum.Enum):
-    """What is balanced over ranks; the strings do as well."""
-
-    COMPUTE = "compute"  # n³, the cost of factorizations
-    MEMORY = "memory"  # n², the size of factors
 
 
 class KFAC(torch.optim.Optimizer):
@@ -204,7 +187,7 @@ class KFAC(torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {kind}")
         if isinstance(skip_layers, str):
             raise TypeError(f"skip_layers must be a list of patterns, got the string {skip_layers!r}")
-        method = _choice("compute_method", compute_method, ComputeMethod)
+        method = choice_of("compute_method", compute_method, ComputeMethod)
         check_integer("max_factor_size", max_factor_size, at_least=1)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum", "global_mean"))
         check_number("allreduce_bucket_cap_mb", allreduce_bucket_cap_mb, at_least=0)
@@ -217,7 +200,7 @@ class KFAC(torch.optim.Optimizer):
             check_integer("max_rows", max_rows, at_least=1)
         kinds = weight_sharing if isinstance(weight_sharing, Mapping) else {"": weight_sharing}
         for kind, value in kinds.items():
-            check_choice(f"weight_sharing[{kind!r}]" if kind else "weight_sharing", value, _SHARINGS)
+            check_choice(f"weight_sharing[{kind!r}]" if kind else "weight_sharing", value, SHARINGS)
         for name, flag in (
             ("compute_eigenvalue_outer_product", compute_eigenvalue_outer_product),
             ("warm_start", warm_start),
@@ -240,9 +223,9 @@ class KFAC(torch.optim.Optimizer):
                     "needs a closure"
                 )
         if method == "ekfac":
-            _check_period_of_ekfac(inv_update_steps)
-        strategy = _choice("assignment_strategy", assignment_strategy, AssignmentStrategy)
-        likelihood = _likelihood(likelihood, fisher)
+            check_period_of_ekfac(inv_update_steps)
+        strategy = choice_of("assignment_strategy", assignment_strategy, AssignmentStrategy)
+        likelihood = likelihood_of(likelihood, fisher)
         if factor_scaling == "kfac_pytorch" and method == "ekfac":
             raise ValueError("compute_method must not be 'ekfac' with factor_scaling='kfac_pytorch'")
         check_dtype("factor_dtype", factor_dtype)
@@ -263,7 +246,7 @@ class KFAC(torch.optim.Optimizer):
         }
         for name, value in self._hyperparameters.items():
             if not callable(value):
-                _check(name, value)
+                check_hyperparameter(name, value)
         self._base: torch.optim.Optimizer | None = None
         found = FoundLayers(
             model,
@@ -274,8 +257,8 @@ class KFAC(torch.optim.Optimizer):
             only=(nn.Linear, nn.Conv2d) if factor_scaling == "kfac_pytorch" else None,
             moved=None if optimizer is None else _moved_by(optimizer),
         )
-        ranks, tensor_ranks = _ranks(model, found, process_group, allreduce_bucket_cap_mb)
-        workers = _workers(gradient_worker_fraction, grad_worker_fraction, ranks.world)
+        ranks, tensor_ranks = ranks_of(model, found, process_group, allreduce_bucket_cap_mb)
+        workers = workers_of(gradient_worker_fraction, grad_worker_fraction, ranks.world)
         if workers == 1 and not colocate_factors and not ranks.alone:
             raise ValueError(
                 "colocate_factors must be True with one gradient worker per layer (MEM_OPT), got False"
@@ -402,7 +385,7 @@ class KFAC(torch.optim.Optimizer):
         value = self._hyperparameters[name]
         if callable(value):
             value = value(step)
-            _check(name, value)
+            check_hyperparameter(name, value)
         return value
 
     def set_hyperparameter(self, name: str, value: Any) -> None:
@@ -415,9 +398,9 @@ class KFAC(torch.optim.Optimizer):
         check_choice("name", name, tuple(self._hyperparameters))
         if callable(self._hyperparameters[name]):
             raise ValueError(f"{name} was given as a function of the step count and cannot be set")
-        _check(name, value)
+        check_hyperparameter(name, value)
         if name == "inv_update_steps" and self._engine.rule.compute_method == "ekfac":
-            _check_period_of_ekfac(value)
+            check_period_of_ekfac(value)
         self._hyperparameters[name] = value
         self._set_clock()
 
@@ -719,48 +702,6 @@ def _scale_of(grad_scaler: torch.amp.GradScaler | Callable[[], float] | None) ->
     return float(grad_scaler())
 
 
-def _choice(name: str, value: Any, kind: type[enum.Enum]) -> Any:
-    """The value of an enum's member, given as such or as a string in either case."""
-    if isinstance(value, kind):
-        return value.value
-    value = value.lower() if isinstance(value, str) else value
-    check_choice(name, value, tuple(member.value for member in kind))
-    return value
-
-
-def _ranks(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float) -> tuple[Ranks, Ranks]:
-    """The ranks that have the same layers and other data, and those that have other blocks of layers."""
-    axes = [(parameter, found.tensor_axes[id(parameter)]) for parameter in model.parameters()]
-    data, tensor, split = data_group(axes)
-    if not split:
-        return Ranks(group, bucket_mb), Ranks(alone=True)
-    others = Ranks(tensor)
-    if group is None and data is None:
-        if torch.distributed.get_world_size() != others.world:
-            raise ValueError(
-                "process_group must be given: of the ranks that hold the same tensor-parallel blocks, "
-                "for example mesh['dp'].get_group(), got None"
-            )
-        return Ranks(bucket_mb=bucket_mb, alone=True), others
-    return Ranks(data if group is None else group, bucket_mb), others
-
-
-def _workers(fraction: Any, alias: Any, world: int) -> int:
-    """Gradient workers of each layer, from a fraction or a strategy's name."""
-    if fraction is not None and alias is not None:
-        raise ValueError(
-            "gradient_worker_fraction and grad_worker_fraction are one setting: give one of them, "
-            f"got {fraction!r} and {alias!r}"
-        )
-    value = (
-        DistributedStrategy.COMM_OPT if fraction is alias else alias if fraction is None else fraction
-    )
-    if isinstance(value, (DistributedStrategy, str)):
-        name = _choice("gradient_worker_fraction", value, DistributedStrategy)
-        value = {"comm_opt": 1.0, "hybrid_opt": 0.5, "mem_opt": 0.0}[name]
-    return gradient_workers(world, value)
-
-
 def _moved_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
@@ -772,46 +713,5 @@ def _rebuilt(kind: type[KFAC], model: Any, base: Any, settings: Any, state: Any)
     return made
 
 
-def _check_period_of_ekfac(inv_update_steps: Any) -> None:
-    if inv_update_steps == 1:
-        raise ValueError(
-            "inv_update_steps must be > 1 with compute_method='ekfac', whose second moments are "
-            "measured between refreshes, got 1"
-        )
-
-
 def _itself(output: Any) -> Any:
     return output
-
-
-_SHARINGS = ("expand", "reduce")
-_LIKELIHOODS: dict[str, Callable[[], Likelihood]] = {
-    "categorical": Categorical,
-    "bernoulli": Bernoulli,
-    "gaussian": Gaussian,
-}
-
-
-def _likelihood(given: Likelihood | str | None, fisher: str) -> Likelihood | None:
-    """The likelihood of a Fisher that needs one, else None."""
-    if given is not None and not isinstance(given, Categorical | Bernoulli | Gaussian):
-        check_choice("likelihood", given, tuple(_LIKELIHOODS))
-        given = _LIKELIHOODS[given]()
-    if fisher == "empirical":
-        return None
-    if given is None:
-        raise ValueError(f"likelihood must be given with fisher={fisher!r}, got None")
-    return given
-
-
-def _check(name: str, value: Any) -> None:
-    if name in ("factor_update_steps", "inv_update_steps"):
-        check_integer(name, value, at_least=1)
-    elif name == "damping":
-        check_number(name, value, at_least=0)
-    elif name == "factor_decay":
-        check_number(name, value, at_least=0, below=1)
-    elif name == "kl_clip" and value is not None:
-        check_number(name, value, above=0)
-    elif name == "lr" and value is not None:
-        check_number(name, value, at_least=0)

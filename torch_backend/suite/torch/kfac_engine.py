@@ -26,7 +26,8 @@ from suite.torch.capture import (
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import local
-from suite.torch.factors import LayerFactors, at_least_single
+from suite.torch.factor_store import at_least_single
+from suite.torch.factors import LayerFactors
 from suite.torch.find_layers import FoundLayers
 from suite.torch.gradients import GradientExchange
 from suite.torch.hooks import Hook, ModeAround

@@ -12,7 +12,8 @@ from suite.core import statistics
 from suite.core.statistics import LayerStatistics
 from suite.torch.capture import Captured, LayerCapture
 from suite.torch.collectives import Parcel
-from suite.torch.factors import Key, LayerFactors, from_upper_triangle, upper_triangle
+from suite.torch.factor_store import Key
+from suite.torch.factors import LayerFactors, from_upper_triangle, upper_triangle
 
 
 class Scaling(NamedTuple):

@@ -1,0 +1,453 @@
+"""Where the factors of a model's layers are, in memory and in checkpoints.
+
+A rank keeps the running averages that it owns, and the inverses of the layers whose directions it
+computes (`suite.core.placement`); in one process that is all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from suite.core import buckets, statistics
+from suite.core import kfac as core_kfac
+from suite.core.placement import LayerShape, Placement
+from suite.torch.collectives import Parcel, Ranks
+from suite.torch.layers import Layer
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Key = tuple[int, str]  # a layer's number, 'A' or 'G'
+
+
+class _Place(NamedTuple):
+    """Where a layer's factor is."""
+
+    bucket: int
+    start: int
+    stop: int
+
+
+class FactorStore:
+    """Stacks of factors, of one size each, whichever layer and side they are of; layers may share an A.
+
+    Nothing is allocated before it is needed.
+
+    Args:
+        ranks: who trains together.
+        place: (shapes, layer -> the one whose A it shares) -> who owns what.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        rule: core_kfac.KFAC,
+        *,
+        ranks: Ranks,
+        place: Callable[[Sequence[LayerShape], Mapping[int, int]], Placement],
+        factor_dtype: torch.dtype | None,
+        inv_dtype: torch.dtype | None,
+        factor_scaling: statistics.FactorScaling,
+        outer_product: bool,
+        warm_start: bool,
+        symmetric: bool,
+    ) -> None:
+        self.layers, self.rule, self.ranks = layers, rule, ranks
+        self.factor_dtype, self.inv_dtype = factor_dtype, inv_dtype
+        self.factor_scaling: statistics.FactorScaling = factor_scaling
+        self.warm_start, self.symmetric = warm_start, symmetric
+        self.keeps_products = rule.compute_method == "ekfac" or (
+            outer_product and rule.compute_method == "eigen"
+        )
+        self._place = place
+        self.owners: list[Key] = []  # of each stack in `factor_buckets`
+        self.places: dict[Key, _Place] = {}  # of the factors that are here
+        self.factors: list[core_kfac.Factor] = []  # one stack for each size
+        self.received: dict[Key, tuple[Any, torch.Tensor]] = {}  # (inverses, ready) of others' factors
+        self.products: list[Pair] = []  # (second moments, their weight), one for each bucket
+        self.retries = 0  # factorizations that a second or third try saved
+        self._cache: dict[tuple[int, str], tuple[Any, torch.Tensor]] = {}
+        self._plan({})
+
+    def _plan(self, input_of: Mapping[int, int]) -> None:
+        """Decide who owns what, given which layer shares whose A, and what is here."""
+        self.input_of = dict(input_of)
+        shapes = [LayerShape(layer.sizes, layer.diagonal, layer.blocks) for layer in self.layers]
+        self.placement = self._place(shapes, self.input_of)
+        worked = [i for i in range(len(shapes)) if self.placement.is_worker(i, self.ranks.rank)]
+        found = buckets.plan_buckets(
+            [
+                ((layer.sizes, layer.diagonal, layer.dtype, layer.device), layer.blocks)
+                for layer in (self.layers[i] for i in worked)
+            ]
+        )
+        self.buckets = tuple(  # of the layers whose directions are computed here, by layer number
+            buckets.Bucket(b.key, tuple(replace(m, index=worked[m.index]) for m in b.members))
+            for b in found
+        )
+        self.allocated = self.refreshed = False
+        self.factors, self.products, self.received = [], [], {}
+        self._cache.clear()
+
+    def all_keys(self) -> list[Key]:
+        """All factors of the model, in one order on every rank."""
+        sides = ((i, side) for i in range(len(self.layers)) for side in ("A", "G"))
+        return [key for key in sides if key[1] == "G" or key[0] not in self.input_of]
+
+    def _plan_factors(self) -> tuple[list[tuple[Any, int]], list[Key]]:
+        """(key, blocks) and owner of the factors that are here, those of a bucket's layers together."""
+        owners: list[Key] = []
+        stacks = []
+        for bucket in self.buckets:
+            for side in ("A", "G"):
+                for member in bucket.members:
+                    i = member.index
+                    if self.placement.owner_of.get((i, side)) != self.ranks.rank:
+                        continue
+                    stacks.append((self._kind(i, side), self.layers[i].blocks))
+                    owners.append((i, side))
+        return stacks, owners
+
+    def _kind(self, index: int, side: str) -> Any:
+        """What factors of one stack have in common."""
+        layer, at = self.layers[index], 0 if side == "A" else 1
+        return layer.sizes[at], layer.diagonal[at], layer.dtype, layer.device
+
+    def _new(self, kind: Any, blocks: int) -> core_kfac.Factor:
+        """A stack of factors without evidence."""
+        side, diagonal, dtype, device = kind
+        like = torch.empty(0, dtype=self.factor_dtype or at_least_single(dtype), device=device)
+        inverse_like = torch.empty(0, dtype=self.inv_dtype or at_least_single(dtype), device=device)
+        factor: core_kfac.Factor = self.rule.init_factor(
+            like,
+            (blocks,),
+            side,
+            diagonal,
+            inverse_like,
+            identity_start=self.factor_scaling == "kfac_pytorch",
+        )
+        return factor
+
+    def _users(self, key: Key) -> tuple[int, ...]:
+        """The ranks that need a factor's inverse."""
+        if self.rule.compute_method == "ekfac":  # second moments in its eigenbasis are of all data
+            return tuple(range(self.ranks.world))
+        return self.placement.workers_of(key[0])
+
+    def allocate(self) -> None:
+        """Make the stacks, if there are none."""
+        if self.allocated:
+            return
+        stacks, self.owners = self._plan_factors()
+        self.factor_buckets = buckets.plan_buckets(stacks)
+        self.places = {}
+        for number, bucket in enumerate(self.factor_buckets):
+            self.factors.append(self._new(bucket.key, bucket.blocks))
+            for member in bucket.members:
+                place = _Place(number, member.start, member.stop)
+                self.places[self.owners[member.index]] = place
+        for key in self.all_keys():
+            if key not in self.places and self.ranks.rank in self._users(key):
+                others = self._new(self._kind(*key), self.layers[key[0]].blocks)
+                self.received[key] = others.inverse, others.ready
+        self.products = []
+        if self.keeps_products:
+            for bucket in self.buckets:
+                sizes, _, dtype, device = bucket.key
+                shape = (bucket.blocks, sizes[1], sizes[0])
+                wide = self.inv_dtype or at_least_single(dtype)
+                average = torch.zeros(shape, dtype=at_least_single(wide), device=device)
+                self.products.append((average, average[:, 0, 0] + 1))
+        self.allocated = True
+        self._cache.clear()
+
+    def memory_plan(self) -> dict[str, int]:
+        """Bytes that `memory_usage` will show on this rank, without allocating them."""
+        plan = {"factors": 0, "inverses": 0}
+        for i, side in self.all_keys():
+            layer, at = self.layers[i], 0 if side == "A" else 1
+            count = LayerShape(layer.sizes, layer.diagonal, layer.blocks).elements(side)
+            wide = at_least_single(layer.dtype)
+            factor, inverse = self.factor_dtype or wide, self.inv_dtype or wide
+            if self.placement.owner_of[i, side] == self.ranks.rank:
+                plan["factors"] += count * factor.itemsize
+            if self.ranks.rank in self._users((i, side)):
+                eigen = self.rule.keeps_eigenbases
+                vectors = 0 if layer.diagonal[at] and eigen else count
+                values = layer.blocks * layer.sizes[at] if eigen else 0
+                plan["inverses"] += (vectors + values) * inverse.itemsize
+        if self.keeps_products:
+            for bucket in self.buckets:
+                sizes, _, dtype, _ = bucket.key
+                wide = at_least_single(self.inv_dtype or at_least_single(dtype))
+                plan["inverses"] += bucket.blocks * sizes[0] * sizes[1] * wide.itemsize
+        return plan
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes held by running averages ('factors') and by what was derived from them ('inverses')."""
+        usage = {"factors": 0, "inverses": 0}
+        inverses = [factor.inverse for factor in self.factors]
+        inverses += [inverse for inverse, _ in self.received.values()]
+        for factor in self.factors:
+            usage["factors"] += factor.average.nbytes
+        for inverse in inverses:
+            arrays = inverse if isinstance(inverse, core_kfac.Eigen) else (inverse,)
+            usage["inverses"] += sum(x.nbytes for x in arrays if x is not None)
+        usage["inverses"] += sum(average.nbytes for average, _ in self.products)
+        return usage
+
+    def _key(self, index: int, side: str) -> Key:
+        return (self.input_of.get(index, index), side) if side == "A" else (index, side)
+
+    def _inverse_of(self, index: int, side: str) -> tuple[Any, torch.Tensor]:
+        """(inverse, ready) of one layer's factor, where this rank uses it."""
+        key = self._key(index, side)
+        place = self.places.get(key)
+        if place is not None:
+            factor, at = self.factors[place.bucket], slice(place.start, place.stop)
+            return rows_of(factor.inverse, at), factor.ready[at]
+        return self.received[key]
+
+    def is_ready(self, index: int) -> bool:
+        """Whether a layer has inverses: until then its direction is its gradient."""
+        if not self.allocated:
+            return False
+        if self.ranks.rank not in self._users((index, "G")):
+            return self.refreshed
+        return all(bool(self._inverse_of(index, side)[1].all()) for side in ("A", "G"))
+
+    def _label(self, key: Key) -> str:
+        return f"{self.layers[key[0]].name!r} ({key[1]})"
+
+    # ---- checkpoints ---------------------------------------------------------------------------
+
+    def sharing(self) -> dict[str, str]:
+        """Layer -> the layer whose A it shares, by name."""
+        names = [layer.name for layer in self.layers]
+        return {names[i]: names[j] for i, j in self.input_of.items()}
+
+    def share(self, input_of: dict[int, int]) -> None:
+        """Change which layers share an A; those that no longer do start from what was shared.
+
+        All ranks call it with the same, and tell each other their state if there is any.
+        """
+        records = self.gathered_state_dict() if self.allocated else None
+        self._plan(input_of)
+        if records is not None:
+            self.allocate()
+            self._restore(records)
+
+    def state_dict(
+        self, *, include_factors: bool = True, include_inverses: bool = True
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Tensors by layer name, as far as this rank has them; nothing before the first step.
+
+        A shared A is in the record of each layer that has it.
+        """
+        layers: dict[str, dict[str, torch.Tensor]] = {layer.name: {} for layer in self.layers}
+        if not self.allocated or not include_factors:
+            return layers
+        for i, layer in enumerate(self.layers):
+            for side in ("A", "G"):
+                place = self.places.get(self._key(i, side))
+                if place is not None:
+                    at = slice(place.start, place.stop)
+                    tensors = _tensors(self.factors[place.bucket], side)
+                    layers[layer.name] |= {name: tensor[at] for name, tensor in tensors.items()}
+                elif self._key(i, side) in self.received:
+                    inverse, ready = self.received[self._key(i, side)]
+                    layers[layer.name] |= _inverse_tensors(inverse, ready, side)
+        if self.keeps_products:
+            for number, bucket in enumerate(self.buckets):
+                for member in bucket.members:
+                    name = self.layers[member.index].name
+                    at = slice(member.start, member.stop)
+                    average, weight = self.products[number]
+                    layers[name] |= {"products": average[at], "products_weight": weight[at]}
+        if not include_inverses:
+            kept = ("A", "G", "A_weight", "G_weight")
+            layers = {n: {k: x for k, x in r.items() if k in kept} for n, r in layers.items()}
+        return layers
+
+    def gathered_state_dict(self, **included: bool) -> dict[str, dict[str, torch.Tensor]]:
+        """`state_dict()` with every rank's tensors, on every rank; all ranks call it."""
+        here = self.state_dict(**included)
+        if self.ranks.alone or not any(here.values()):
+            return here
+        parcels, names = [], []
+        everyone = tuple(range(self.ranks.world))
+        for i, layer in enumerate(self.layers):
+            expected = self._expected(i, included.get("include_inverses", True))
+            for name, (shape, dtype) in expected.items():
+                key = self._key(i, name[0]) if name[0] in "AG" else (i, "G")
+                owner = self.placement.owner_of[key]
+                parcels.append(Parcel(layer.name, shape, dtype, owner, everyone))
+                names.append((i, name))
+
+        def content(number: int) -> torch.Tensor:
+            i, name = names[number]
+            return here[self.layers[i].name][name]
+
+        def device_of(number: int) -> torch.device:
+            return self.layers[names[number][0]].device
+
+        found = self.ranks.send(parcels, content, device_of, "K-FAC's gathering of its state")
+        for number, (i, name) in enumerate(names):
+            record = here[self.layers[i].name]
+            if number in found:
+                record[name] = found[number]
+        return here
+
+    def _expected(
+        self, index: int, inverses: bool = True
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of a layer's tensors in a state dict."""
+        layer = self.layers[index]
+        expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for side in ("A", "G"):
+            *kind, _ = self._kind(index, side)
+            template = _tensors(self._new((*kind, torch.device("meta")), layer.blocks), side)
+            kept = [name for name in template if inverses or name in (side, f"{side}_weight")]
+            expected |= {name: (tuple(template[name].shape), template[name].dtype) for name in kept}
+        if self.keeps_products and inverses:
+            wide = at_least_single(self.inv_dtype or at_least_single(layer.dtype))
+            shape = (layer.blocks, layer.sizes[1], layer.sizes[0])
+            expected["products"] = (shape, wide)
+            expected["products_weight"] = (shape[:1], wide)
+        return expected
+
+    def load_state_dict(
+        self,
+        layers: Mapping[str, Mapping[str, torch.Tensor]],
+        sharing: Mapping[str, str],
+    ) -> None:
+        """Take over `state_dict()`'s tensors; ValueError, and no change, if they do not fit."""
+        names = [layer.name for layer in self.layers]
+        missing, unknown = set(names) - layers.keys(), layers.keys() - set(names)
+        if missing or unknown:
+            raise ValueError(
+                f"state_dict does not fit this model: layers missing {sorted(missing)}, "
+                f"layers unknown {sorted(unknown)}"
+            )
+        for i, name in enumerate(names):
+            self._require_fit(i, layers[name])
+        at = {name: i for i, name in enumerate(names)}
+        before = self.snapshot()
+        self._plan({at[a]: at[b] for a, b in sharing.items()})
+        if any(layers.values()):
+            self.allocate()
+            lacking = [key for key in self.places if key[1] not in layers[names[key[0]]]]
+            if lacking:
+                self.rewind(before)
+                raise ValueError(
+                    f"state_dict must have the factors that rank {self.ranks.rank} keeps, got none of "
+                    f"{', '.join(map(self._label, lacking))}: it is another rank's share"
+                )
+            self._restore(layers)
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """All state, for `rewind`."""
+        kept = self.allocated, self.refreshed, list(self.factors), list(self.products)
+        return (self.input_of, *kept, dict(self.received))
+
+    def rewind(self, snapshot: tuple[Any, ...]) -> None:
+        """Back to a `snapshot`."""
+        input_of, allocated, refreshed, factors, products, received = snapshot
+        self._plan(input_of)
+        if allocated:
+            self.allocate()
+            self.factors, self.products, self.received = factors, products, received
+            self.refreshed = refreshed
+
+    def has_inverses(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
+        """Whether a state dict's layers have what a refresh computes, or nothing to compute it from."""
+        return all("G_ready" in record or "G" not in record for record in layers.values())
+
+    def _require_fit(self, index: int, record: Mapping[str, torch.Tensor]) -> None:
+        expected = self._expected(index)
+        for key, tensor in record.items():
+            shape = expected[key][0] if key in expected else None
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"state of layer {self.layers[index].name!r} must have shape {shape} for {key}, "
+                    f"got {tuple(tensor.shape)}"
+                )
+
+    def _restore(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        for number, bucket in enumerate(self.factor_buckets):
+            factor = self.factors[number]
+            side_of = [self.owners[m.index] for m in bucket.members]
+            fields: dict[str, torch.Tensor] = {}
+            for field, own in _tensors(factor, "").items():
+                parts = []
+                for member, (index, side) in zip(bucket.members, side_of, strict=True):
+                    given = layers[self.layers[index].name].get(f"{side}{field}")
+                    kept = own[member.start : member.stop]
+                    parts.append(kept if given is None else given.to(own))
+                fields[field] = torch.cat(parts)
+            self.factors[number] = _with_tensors(factor, fields)
+        for key in self.all_keys():
+            record = layers[self.layers[key[0]].name]
+            if key not in self.places and self.ranks.rank in self._users(key):
+                new = self._new(self._kind(*key), self.layers[key[0]].blocks)
+                fields = _tensors(new, "")
+                for field, kept in fields.items():
+                    if f"{key[1]}{field}" in record:
+                        fields[field] = record[f"{key[1]}{field}"].to(kept, copy=True)
+                new = _with_tensors(new, fields)
+                self.received[key] = new.inverse, new.ready
+        self.refreshed = any(
+            bool(x.any()) for r in layers.values() for n, x in r.items() if n == "G_ready"
+        )
+        if self.keeps_products:
+            for number, bucket in enumerate(self.buckets):
+                average, weight = self.products[number]
+                records = [layers[self.layers[m.index].name] for m in bucket.members]
+                if all("products" in record for record in records):
+                    self.products[number] = (
+                        torch.cat([r["products"].to(average) for r in records]),
+                        torch.cat([r["products_weight"].to(weight) for r in records]),
+                    )
+        self._cache.clear()
+
+
+def at_least_single(dtype: torch.dtype) -> torch.dtype:
+    """The dtype factors of parameters of this one are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rows_of(inverse: Any, at: slice) -> Any:
+    """Some of a stack of inverses or eigenbases."""
+    if isinstance(inverse, core_kfac.Eigen):
+        return core_kfac.Eigen(
+            None if inverse.vectors is None else inverse.vectors[at], inverse.values[at]
+        )
+    return inverse[at]
+
+
+def _tensors(factor: core_kfac.Factor, side: str) -> dict[str, torch.Tensor]:
+    """A factor's tensors by name; `_with_tensors` undoes it."""
+    tensors = {side: factor.average, f"{side}_weight": factor.weight}
+    tensors |= _inverse_tensors(factor.inverse, factor.ready, side)
+    tensors[f"{side}_failures"] = factor.failures
+    return tensors
+
+
+def _inverse_tensors(inverse: Any, ready: torch.Tensor, side: str) -> dict[str, torch.Tensor]:
+    if not isinstance(inverse, core_kfac.Eigen):
+        return {f"{side}_inverse": inverse, f"{side}_ready": ready}
+    tensors = {f"{side}_values": inverse.values}
+    if inverse.vectors is not None:
+        tensors[f"{side}_vectors"] = inverse.vectors
+    return {**tensors, f"{side}_ready": ready}
+
+
+def _with_tensors(factor: core_kfac.Factor, tensors: dict[str, torch.Tensor]) -> core_kfac.Factor:
+    inverse: Any = tensors.get("_inverse")
+    if isinstance(factor.inverse, core_kfac.Eigen):
+        inverse = core_kfac.Eigen(tensors.get("_vectors"), tensors["_values"])
+    return core_kfac.Factor(
+        tensors[""], tensors["_weight"], inverse, tensors["_ready"], tensors["_failures"]
+    )

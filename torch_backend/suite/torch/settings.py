@@ -1,0 +1,125 @@
+"""K-FAC's settings: their names, their rules, and what they amount to."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from suite.core.checks import check_choice, check_integer, check_number
+from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
+from suite.core.placement import gradient_workers
+from suite.torch.collectives import Ranks
+from suite.torch.dtensors import data_group
+from suite.torch.find_layers import FoundLayers
+from suite.torch.fisher import Likelihood
+
+
+class ComputeMethod(enum.Enum):
+    """How the preconditioner is applied; the strings do as well."""
+
+    EIGEN = "eigen"
+    INVERSE = "inverse"
+    NEWTON_SCHULZ = "newton_schulz"
+    EKFAC = "ekfac"
+
+
+class DistributedStrategy(enum.Enum):
+    """Named values of `gradient_worker_fraction`; the strings do as well."""
+
+    COMM_OPT = "comm_opt"  # 1: every rank has all inverses, no direction travels
+    HYBRID_OPT = "hybrid_opt"  # 1/2
+    MEM_OPT = "mem_opt"  # 1/world: a layer's inverses are on one rank, which sends its direction
+
+
+class AssignmentStrategy(enum.Enum):
+    """What is balanced over ranks; the strings do as well."""
+
+    COMPUTE = "compute"  # n³, the cost of factorizations
+    MEMORY = "memory"  # n², the size of factors
+
+
+SHARINGS = ("expand", "reduce")
+_LIKELIHOODS: dict[str, Callable[[], Likelihood]] = {
+    "categorical": Categorical,
+    "bernoulli": Bernoulli,
+    "gaussian": Gaussian,
+}
+
+
+def choice_of(name: str, value: Any, kind: type[enum.Enum]) -> Any:
+    """The value of an enum's member, given as such or as a string in either case."""
+    if isinstance(value, kind):
+        return value.value
+    value = value.lower() if isinstance(value, str) else value
+    check_choice(name, value, tuple(member.value for member in kind))
+    return value
+
+
+def ranks_of(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float) -> tuple[Ranks, Ranks]:
+    """The ranks that have the same layers and other data, and those that have other blocks of layers."""
+    axes = [(parameter, found.tensor_axes[id(parameter)]) for parameter in model.parameters()]
+    data, tensor, split = data_group(axes)
+    if not split:
+        return Ranks(group, bucket_mb), Ranks(alone=True)
+    others = Ranks(tensor)
+    if group is None and data is None:
+        if torch.distributed.get_world_size() != others.world:
+            raise ValueError(
+                "process_group must be given: of the ranks that hold the same tensor-parallel blocks, "
+                "for example mesh['dp'].get_group(), got None"
+            )
+        return Ranks(bucket_mb=bucket_mb, alone=True), others
+    return Ranks(data if group is None else group, bucket_mb), others
+
+
+def workers_of(fraction: Any, alias: Any, world: int) -> int:
+    """Gradient workers of each layer, from a fraction or a strategy's name."""
+    if fraction is not None and alias is not None:
+        raise ValueError(
+            "gradient_worker_fraction and grad_worker_fraction are one setting: give one of them, "
+            f"got {fraction!r} and {alias!r}"
+        )
+    value = (
+        DistributedStrategy.COMM_OPT if fraction is alias else alias if fraction is None else fraction
+    )
+    if isinstance(value, (DistributedStrategy, str)):
+        name = choice_of("gradient_worker_fraction", value, DistributedStrategy)
+        value = {"comm_opt": 1.0, "hybrid_opt": 0.5, "mem_opt": 0.0}[name]
+    return gradient_workers(world, value)
+
+
+def likelihood_of(given: Likelihood | str | None, fisher: str) -> Likelihood | None:
+    """The likelihood of a Fisher that needs one, else None."""
+    if given is not None and not isinstance(given, Categorical | Bernoulli | Gaussian):
+        check_choice("likelihood", given, tuple(_LIKELIHOODS))
+        given = _LIKELIHOODS[given]()
+    if fisher == "empirical":
+        return None
+    if given is None:
+        raise ValueError(f"likelihood must be given with fisher={fisher!r}, got None")
+    return given
+
+
+def check_period_of_ekfac(inv_update_steps: Any) -> None:
+    if inv_update_steps == 1:
+        raise ValueError(
+            "inv_update_steps must be > 1 with compute_method='ekfac', whose second moments are "
+            "measured between refreshes, got 1"
+        )
+
+
+def check_hyperparameter(name: str, value: Any) -> None:
+    if name in ("factor_update_steps", "inv_update_steps"):
+        check_integer(name, value, at_least=1)
+    elif name == "damping":
+        check_number(name, value, at_least=0)
+    elif name == "factor_decay":
+        check_number(name, value, at_least=0, below=1)
+    elif name == "kl_clip" and value is not None:
+        check_number(name, value, above=0)
+    elif name == "lr" and value is not None:
+        check_number(name, value, at_least=0)
