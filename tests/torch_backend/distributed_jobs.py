@@ -291,3 +291,38 @@ def mishap(kind: str, settings: Settings) -> float:
         kfac.step()
         kfac.zero_grad()
     return time.monotonic() - started
+
+
+def train_in_pairs(kfac_settings: dict[str, Any]) -> list[torch.Tensor]:
+    """Ranks 0 and 2, and 1 and 3, train models of their own: each pair is a group."""
+    _, rank = world_and_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[rank % 2]
+    model = network()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + rank % 2)
+    run = DistributedDataParallel(model, process_group=group)
+    sgd = torch.optim.SGD(run.parameters(), lr=0.1, momentum=0.9)
+    kfac = KFAC(run, sgd, damping=0.03, process_group=group, **kfac_settings)
+    for x, y in batches(torch.float64, STEPS, BATCH):
+        F.cross_entropy(run(x[rank // 2 :: 2]), y[rank // 2 :: 2]).backward()
+        kfac.step()
+        kfac.zero_grad()
+    return parameters_of(model)
+
+
+def gradient_storage(settings: Settings) -> bool:
+    """Whether directions are in the storage that the gradients had."""
+    model = network(settings.dtype)
+    run = wrapped(model, settings)
+    kfac = KFAC(run, damping=0.03, **settings.kfac)
+    same = []
+    for batch in batches(settings.dtype, 2, settings.batch):
+        x, y = share_of(batch, settings)
+        backward(run, x, y, settings)
+        before = [_local(p.grad).data_ptr() for p in model.parameters()]
+        kfac.step()
+        same.append(before == [_local(p.grad).data_ptr() for p in model.parameters()])
+        run.zero_grad(set_to_none=False)
+    return all(same)

@@ -9,15 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from suite.core.placement import LayerShape, plan_placement
+from suite.core.traffic import footprint
 from suite.torch import KFAC, AssignmentStrategy, DistributedStrategy
 from torch_backend.crew import Crew
 from torch_backend.distributed_jobs import (
+    BATCH,
+    STEPS,
     Settings,
+    batches,
     distance,
+    gradient_storage,
     mishap,
     network,
     train,
     train_branches,
+    train_in_pairs,
     train_with_nan,
 )
 
@@ -194,7 +201,7 @@ def test_unequal_batches_of_mean_losses_weigh_by_their_counts(crew):
 
 
 def factors_after_a_step(settings: Settings) -> dict[str, torch.Tensor]:
-    from torch_backend.distributed_jobs import backward, batches, share_of, wrapped
+    from torch_backend.distributed_jobs import backward, share_of, wrapped
 
     model = network()
     run = wrapped(model, settings)
@@ -260,6 +267,66 @@ def test_strategies_trade_memory_for_communication(crew):
     }
     assert directions["COMM_OPT"] == 0 < directions["HYBRID_OPT"] < directions["MEM_OPT"]
     assert "K-FAC's exchange of inverses" not in results["MEM_OPT"][0]["collectives"]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_gradients_keep_their_storage(crew, wrap):
+    """With DDP's gradient_as_bucket_view they are views that must not be replaced."""
+    views = {"gradient_as_bucket_view": True}
+    for strategy in STRATEGIES:
+        settings = Settings(wrap, ddp=views, kfac={"gradient_worker_fraction": strategy})
+        assert all(crew.run(gradient_storage, 4, settings))
+
+
+@pytest.mark.parametrize("strategy", ["COMM_OPT", "MEM_OPT"])
+def test_a_group_that_is_passed_in_is_the_world(crew, strategy):
+    expected = [alone(Settings()), train_scaled(2.0)]
+    for rank, parameters in enumerate(
+        crew.run(train_in_pairs, 4, {"gradient_worker_fraction": strategy})
+    ):
+        assert distance(parameters, expected[rank % 2]) < 1e-9
+
+
+def train_scaled(factor: float) -> list[torch.Tensor]:
+    """One process, from parameters `factor` times as large."""
+    model = network()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(factor)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), damping=0.03)
+    for x, y in batches(torch.float64, STEPS, BATCH):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        kfac.step()
+        kfac.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_each_exchange_is_one_collective_a_step(crew):
+    settings = Settings(kfac={"gradient_worker_fraction": "HYBRID_OPT", "compute_method": "inverse"})
+    for result in crew.run(train, 4, settings):
+        counts = result["collectives"]
+        assert counts.pop("K-FAC's agreement on shared inputs") == 1
+        assert set(counts.values()) == {settings.steps}
+        assert len(counts) == 6  # the agreement, sums, traces, inverses, kl_clip's sum, directions
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_the_bytes_of_directions_are_those_that_the_plan_says(crew, workers):
+    settings = Settings(kfac={"gradient_worker_fraction": workers / 4, "compute_method": "inverse"})
+    layers = [
+        LayerShape((9 + 1, 3)),
+        LayerShape((48 + 1, 10)),
+        LayerShape((2, 1), blocks=10),
+        LayerShape((10, 10)),
+        LayerShape((10 + 1, 3)),
+    ]
+    cost = footprint(layers, plan_placement(layers, 4, workers), eigen=False, itemsize=8)
+    results = crew.run(train, 4, settings)
+    sent = sum(r["bytes"].get("K-FAC's exchange of directions", 0) for r in results)
+    assert sent == settings.steps * cost.step.total
+    memory = [r["memory"] for r in results]
+    assert max(m["factors"] for m in memory) == cost.factors
+    assert max(m["inverses"] for m in memory) == cost.inverses
 
 
 def test_upper_triangles_are_half_of_what_travels(crew):
