@@ -103,6 +103,29 @@ def size_of(box: Box) -> int:
     return torch.Size(shape_of(box)).numel()
 
 
+def deliveries(boxes: Sequence[Box], wanted: Sequence[int]) -> list[tuple[Box, int, tuple[int, ...]]]:
+    """Who brings which part of a sharded tensor to whom: (box, source, destinations).
+
+    A rank that has a part (there may be copies) is its own source.
+
+    Args:
+        boxes: what each rank has.
+        wanted: the ranks that need the whole.
+    """
+    holders: dict[Box, list[int]] = {}
+    for rank, box in enumerate(boxes):
+        if size_of(box):
+            holders.setdefault(box, []).append(rank)
+    found = []
+    for box, ranks in holders.items():
+        by_source: dict[int, list[int]] = {}
+        for rank in wanted:
+            source = rank if rank in ranks else ranks[rank % len(ranks)]
+            by_source.setdefault(source, []).append(rank)
+        found += [(box, source, tuple(targets)) for source, targets in by_source.items()]
+    return found
+
+
 def block_shape(parameter: Any, axes: int) -> tuple[int, ...]:
     """The shape of what tensor parallelism leaves of a parameter here.
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from suite.torch.collectives import Parcel
-from suite.torch.dtensors import Box, box_of, is_sharded, local, shape_of, size_of, slices
+from suite.torch.dtensors import Box, box_of, deliveries, is_sharded, local, shape_of, size_of, slices
 from suite.torch.factors import LayerFactors
 from suite.torch.layers import Layer, Piece
 
@@ -177,20 +177,11 @@ class GradientExchange:
 
     def _plan_inbound(self, i: int, j: int, workers: Sequence[int]) -> None:
         layer = self.layers[i]
-        holders: dict[Box, list[int]] = {}
-        for rank in range(self.ranks.world):
-            box = self._box(rank, i, j)
-            if size_of(box):
-                holders.setdefault(box, []).append(rank)
-        for box, ranks in holders.items():
-            by_source: dict[int, list[int]] = {}
-            for worker in workers:
-                source = worker if worker in ranks else ranks[worker % len(ranks)]
-                by_source.setdefault(source, []).append(worker)
-            for source, destinations in by_source.items():
-                dtype = _pieces(layer)[j].parameter.dtype
-                parcel = Parcel(layer.name, shape_of(box), dtype, source, tuple(destinations))
-                self._inbound.append(_Shipment(i, j, box, parcel))
+        boxes = [self._box(rank, i, j) for rank in range(self.ranks.world)]
+        dtype = _pieces(layer)[j].parameter.dtype
+        for box, source, destinations in deliveries(boxes, workers):
+            parcel = Parcel(layer.name, shape_of(box), dtype, source, destinations)
+            self._inbound.append(_Shipment(i, j, box, parcel))
 
     def _box(self, rank: int, i: int, j: int) -> Box:
         """What a rank has of a piece, in the piece's indices."""

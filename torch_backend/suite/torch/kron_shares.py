@@ -16,7 +16,7 @@ import torch
 from suite.core import blocks
 from suite.core.placement import plan_owners
 from suite.torch.collectives import Parcel, Ranks
-from suite.torch.dtensors import Box, box_of, is_sharded, local, shape_of, size_of, slices
+from suite.torch.dtensors import Box, box_of, deliveries, is_sharded, local, shape_of, size_of, slices
 
 
 class Share(NamedTuple):
@@ -110,21 +110,12 @@ class ShareExchange:
         for i, gradient in enumerate(gradients):
             if not self.sharded[i] or gradient is None:
                 continue
-            holders: dict[Box, list[int]] = {}
-            for rank, box in enumerate(self.boxes(i)):
-                if size_of(box):
-                    holders.setdefault(box, []).append(rank)
             wanted = (self._owner(i),) if self.shard else everyone
-            for box, ranks in holders.items():
-                by_source: dict[int, list[int]] = {}
-                for rank in wanted:
-                    source = rank if rank in ranks else ranks[rank % len(ranks)]
-                    by_source.setdefault(source, []).append(rank)
-                for source, targets in by_source.items():
-                    dtype = self.parameters[i].dtype
-                    parcels.append(Parcel(f"{i}", shape_of(box), dtype, source, tuple(targets)))
-                    boxes_of.append(box)
-                    which.append(i)
+            dtype = self.parameters[i].dtype
+            for box, source, targets in deliveries(self.boxes(i), wanted):
+                parcels.append(Parcel(f"parameter {i}", shape_of(box), dtype, source, targets))
+                boxes_of.append(box)
+                which.append(i)
             here = self.ranks.rank in wanted
             like = local(gradient)
             result[i] = like.new_zeros(self.parameters[i].shape) if here else None
@@ -184,7 +175,9 @@ class ShareExchange:
                 others = tuple(r for r in range(self.ranks.world) if r != share.owner)
                 shape = (share.stop - share.start, *sizes)
                 chosen.append(number)
-                parcels.append(Parcel(f"{i}", shape, self.parameters[i].dtype, share.owner, others))
+                parcels.append(
+                    Parcel(f"parameter {i}", shape, self.parameters[i].dtype, share.owner, others)
+                )
 
         def content(n: int) -> torch.Tensor:
             stack = stacks[chosen[n]]
@@ -221,7 +214,9 @@ class ShareExchange:
                     receivers.setdefault(box, []).append(other)
             for box, ranks in receivers.items():
                 dtype = self.parameters[i].dtype
-                parcels.append(Parcel(f"{i}", shape_of(box), dtype, self._owner(i), tuple(ranks)))
+                parcels.append(
+                    Parcel(f"parameter {i}", shape_of(box), dtype, self._owner(i), tuple(ranks))
+                )
                 which.append(i)
                 boxes_of.append(box)
 
@@ -265,7 +260,9 @@ class ShareExchange:
             for key, (shape, dtype) in expected[share.parameter].items():
                 if key.startswith(prefix):
                     part = (share.stop - share.start, *shape[1:])
-                    parcels.append(Parcel(f"{share.parameter}", part, dtype, share.owner, everyone))
+                    parcels.append(
+                        Parcel(f"parameter {share.parameter}", part, dtype, share.owner, everyone)
+                    )
                     which.append((number, key))
 
         def content(n: int) -> torch.Tensor:
