@@ -131,3 +131,15 @@ def die_while_saving(settings: Settings, folder: str, delay: float) -> None:
         go_on(run, kfac, settings, number, number + 1)
         number += 1
         save_atomically(state_of(run, base, kfac, "own"), folder, number)
+
+
+def state_of_one_layer(strategy: str) -> dict[str, torch.Tensor]:
+    """More ranks than layers: some have nothing."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    kfac = KFAC(model, gradient_worker_fraction=strategy)
+    for _ in range(2):
+        model(torch.ones(4, 3, dtype=torch.float64)).square().mean().backward()
+        kfac.step()
+        kfac.zero_grad()
+    return kfac.state_dict()["kfac"]["layers"][""]

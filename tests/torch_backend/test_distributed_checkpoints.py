@@ -18,6 +18,7 @@ from torch_backend.checkpoint_jobs import (
     load_into_nothing,
     save,
     save_on_one,
+    state_of_one_layer,
 )
 from torch_backend.crew import Crew
 from torch_backend.distributed_jobs import Settings, distance, train
@@ -80,6 +81,15 @@ def test_torch_save_on_one_rank_of_what_all_have_gathered(crew, tmp_path, strate
         for parameters, steps in crew.run(load_file_and_go_on, world, settings, path):
             assert steps == SAVED_AT
             assert distance(parameters, expected) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["COMM_OPT", "MEM_OPT"])
+def test_ranks_without_any_factor_gather_them_too(crew, strategy):
+    expected = state_of_one_layer(strategy)
+    for record in crew.run(state_of_one_layer, 4, strategy):
+        assert record.keys() == expected.keys()
+        for side in "AG":
+            torch.testing.assert_close(record[side], expected[side], rtol=1e-12, atol=0)
 
 
 def test_a_template_without_room_is_an_error(crew, tmp_path):

@@ -87,7 +87,7 @@ class FactorStore:
             buckets.Bucket(b.key, tuple(replace(m, index=worked[m.index]) for m in b.members))
             for b in found
         )
-        self.allocated = self.refreshed = False
+        self.allocated = self.refreshed = self.updated = False
         self.factors, self.products, self.received = [], [], {}
         self._cache.clear()
 
@@ -233,7 +233,7 @@ class FactorStore:
 
         All ranks call it with the same, and tell each other their state if there is any.
         """
-        records = self.gathered_state_dict() if self.allocated else None
+        records = self.gathered_state_dict() if self.updated else None
         self._plan(input_of)
         if records is not None:
             self.allocate()
@@ -274,7 +274,7 @@ class FactorStore:
     def gathered_state_dict(self, **included: bool) -> dict[str, dict[str, torch.Tensor]]:
         """`state_dict()` with every rank's tensors, on every rank; all ranks call it."""
         here = self.state_dict(**included)
-        if self.ranks.alone or not any(here.values()):
+        if self.ranks.alone or not self.allocated or not included.get("include_factors", True):
             return here
         parcels, names = [], []
         everyone = tuple(range(self.ranks.world))
@@ -349,17 +349,17 @@ class FactorStore:
 
     def snapshot(self) -> tuple[Any, ...]:
         """All state, for `rewind`."""
-        kept = self.allocated, self.refreshed, list(self.factors), list(self.products)
-        return (self.input_of, *kept, dict(self.received))
+        flags = self.allocated, self.refreshed, self.updated
+        return self.input_of, flags, list(self.factors), list(self.products), dict(self.received)
 
     def rewind(self, snapshot: tuple[Any, ...]) -> None:
         """Back to a `snapshot`."""
-        input_of, allocated, refreshed, factors, products, received = snapshot
+        input_of, flags, factors, products, received = snapshot
         self._plan(input_of)
-        if allocated:
+        if flags[0]:
             self.allocate()
             self.factors, self.products, self.received = factors, products, received
-            self.refreshed = refreshed
+        _, self.refreshed, self.updated = flags
 
     def has_inverses(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
         """Whether a state dict's layers have what a refresh computes, or nothing to compute it from."""
@@ -398,6 +398,7 @@ class FactorStore:
                         fields[field] = record[f"{key[1]}{field}"].to(kept, copy=True)
                 new = _with_tensors(new, fields)
                 self.received[key] = new.inverse, new.ready
+        self.updated = True
         self.refreshed = any(
             bool(x.any()) for r in layers.values() for n, x in r.items() if n == "G_ready"
         )

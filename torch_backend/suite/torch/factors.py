@@ -33,6 +33,7 @@ class LayerFactors(FactorStore):
             factor_decay: β.
         """
         self.allocate()
+        self.updated = True
         for number, bucket in enumerate(self.factor_buckets):
             factor = self.factors[number]
             parts, flags = [], []

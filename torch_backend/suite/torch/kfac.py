@@ -513,7 +513,8 @@ class KFAC(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy is a new KFAC on the copied model, whose hooks do not come along.
-        state = self.state_dict()["kfac"]
+        # What this rank has: others need not copy theirs.
+        state = self.state_dict(gather=not self._engine.factors.allocated)["kfac"]
         return _rebuilt, (type(self), self._engine.model, self._base, self._settings, state)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
