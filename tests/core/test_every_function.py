@@ -175,6 +175,14 @@ CASES = {
         ),
         (positive_definite(B, 4), positive_definite(B, 3)),
     ),
+    "statistics.normalize_inputs": (
+        lambda A: statistics.normalize_inputs(A, five(A)),
+        (positive_definite(B, 4),),
+    ),
+    "statistics.normalize_gradients": (
+        lambda G: statistics.normalize_gradients(G, five(G), five(G) + 1, "mean"),
+        (positive_definite(B, 3),),
+    ),
     "statistics.normalize_products": (
         lambda x: statistics.normalize_products(x, five(x), "mean"),
         (np.abs(normal(B, 3, 4)),),

@@ -11,8 +11,8 @@ import pytest
 import suite.core
 
 SUBMODULES = sorted(module.name for module in pkgutil.iter_modules(suite.core.__path__))
-# Front doors and engines import the checks by name; they are no part of the numerics.
-NOT_OFFERED = {"checks"}
+# Front doors and engines import the checks by name; simulate is a command.
+NOT_OFFERED = {"checks", "simulate"}
 LIBRARY_SPECIFIC = {"_jax": "jax", "_torch": "torch"}
 
 
