@@ -14,10 +14,15 @@ LATEST = "latest"  # a file that names the newest complete checkpoint's folder
 
 
 def save_atomically(state: dict[str, Any], folder: str | Path, step: int) -> None:
-    """Write a new checkpoint, then point to it, then drop the one before; called by all ranks."""
+    """Write a new checkpoint, then point to it, then drop the one before; called by all ranks.
+
+    The latest one is never written over: if it is of this step, nothing happens.
+    """
     folder = Path(folder)
     name = f"step{step}"
     before = latest(folder)
+    if before is not None and before.name == name:
+        return
     dcp.save(state, checkpoint_id=folder / name)
     if dist.get_rank() == 0:
         beside = folder / f"{LATEST}.new"
@@ -26,7 +31,7 @@ def save_atomically(state: dict[str, Any], folder: str | Path, step: int) -> Non
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, folder / LATEST)
-        if before is not None and before.name != name:
+        if before is not None:
             shutil.rmtree(before, ignore_errors=True)
 
 

@@ -136,8 +136,8 @@ def main() -> None:
             dist.all_reduce(total)
             progress.set_postfix(loss=f"{total.item() / world:.4f}")
         if given.checkpoint and (step + 1) % given.checkpoint_every == 0:
-            save_atomically(state(), given.checkpoint, step + 1)
-    if rank == 0:
+            save_atomically(state(), given.checkpoint, optimizer.steps)
+    if rank == 0 and len(progress):
         usage = optimizer.memory_usage()
         print(
             f"loss {total.item() / world:.6f} after {optimizer.steps} steps; K-FAC's state on rank 0: "

@@ -326,3 +326,109 @@ def gradient_storage(settings: Settings) -> bool:
         same.append(before == [_local(p.grad).data_ptr() for p in model.parameters()])
         run.zero_grad(set_to_none=False)
     return all(same)
+
+
+class Positions(nn.Module):
+    """A parameter that its module adds by itself, and three products of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.position = nn.Parameter(torch.randn(7))
+        self.q, self.k, self.v = (nn.Linear(7, 5) for _ in range(3))
+        self.head = nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor, apart: bool = False) -> torch.Tensor:
+        x = x + self.position
+        return self.head(torch.tanh(self.q(x)) * self.k(x.clone() if apart else x) + self.v(x))
+
+
+def train_positions(settings: Settings, apart_from: int = 99) -> list[torch.Tensor]:
+    world, rank = world_and_rank()
+    model = Positions()
+    run: nn.Module = model
+    if world > 1 and settings.wrap == "ddp":
+        run = DistributedDataParallel(model)
+    elif world > 1:
+        for layer in (model.q, model.head):
+            fully_shard(layer)
+        fully_shard(model)
+    sgd = torch.optim.SGD(run.parameters(), lr=0.1, momentum=0.9)
+    kfac = KFAC(run, sgd, damping=0.03, **settings.kfac)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6):
+        x = torch.randn(24, 7, generator=generator, dtype=torch.float64)
+        y = torch.randint(3, (24,), generator=generator)
+        F.cross_entropy(run(x[rank::world], step >= apart_from), y[rank::world]).backward()
+        kfac.step()
+        kfac.zero_grad()
+    return parameters_of(model)
+
+
+def other_model_on_one_rank() -> str:
+    _, rank = world_and_rank()
+    model = nn.Linear(3, 2 + rank)
+    try:
+        KFAC(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def default_groups() -> tuple[int, int, int]:
+    """The worlds of K-FAC where DDP has half of the ranks, of K-FAC and Kron where a mesh does."""
+    from suite.torch import Kron
+
+    _, rank = world_and_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ddp = DistributedDataParallel(network(), process_group=halves[rank // 2])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    model = network()
+    fully_shard(model, mesh=mesh["data"])
+    kron = Kron(model.parameters())
+    return KFAC(ddp)._engine.ranks.world, KFAC(model)._engine.ranks.world, kron._ranks.world
+
+
+def group_timeouts() -> set[float]:
+    kfac = KFAC(network(), gradient_worker_fraction=0.5)
+    device = torch.device("cpu")
+    groups: list[Any] = [g for g in kfac._engine.ranks._groups.values() if g is not None]
+    assert len(groups) == 2
+    return {g._get_backend(device).options._timeout.total_seconds() for g in groups}
+
+
+def copies_with_a_group() -> bool:
+    """Whether a copy of a KFAC with a group of its own takes the same step."""
+    import copy
+
+    group = dist.new_group([0, 1])
+    model = network()
+    kfac = KFAC(model, process_group=group, gradient_worker_fraction="MEM_OPT")
+    for x, y in batches(torch.float64, 2, 8):
+        backward(model, x, y, Settings())
+        average_gradients(model)
+        kfac.step()
+        kfac.zero_grad()
+    again, kfac_again = copy.deepcopy((model, kfac))
+    ends = []
+    for net, optimizer in ((model, kfac), (again, kfac_again)):
+        (x, y) = batches(torch.float64, 3, 8)[-1]
+        backward(net, x, y, Settings())
+        average_gradients(net)
+        optimizer.step()
+        ends.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    return all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def dies_while_preconditioning(settings: Settings) -> None:
+    """Rank 1 is killed after it has agreed to the step."""
+    _, rank = world_and_rank()
+    model = network(settings.dtype)
+    kfac = KFAC(model, damping=0.03, **settings.kfac)
+    x, y = share_of(batches(settings.dtype, 1, settings.batch)[0], settings)
+    backward(model, x, y, settings)
+    average_gradients(model)
+    if rank == 1:
+        kfac._engine.precondition = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    kfac.step()

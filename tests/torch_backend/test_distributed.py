@@ -12,19 +12,25 @@ import torch
 from suite.core.placement import LayerShape, plan_placement
 from suite.core.traffic import footprint
 from suite.torch import KFAC, AssignmentStrategy, DistributedStrategy
-from torch_backend.crew import Crew
+from torch_backend.crew import STALLED, Crew
 from torch_backend.distributed_jobs import (
     BATCH,
     STEPS,
     Settings,
     batches,
+    copies_with_a_group,
+    default_groups,
+    dies_while_preconditioning,
     distance,
     gradient_storage,
+    group_timeouts,
     mishap,
     network,
+    other_model_on_one_rank,
     train,
     train_branches,
     train_in_pairs,
+    train_positions,
     train_with_nan,
 )
 
@@ -364,3 +370,52 @@ def test_memory_opt_needs_colocated_factors(crew):
     settings = Settings(kfac={"gradient_worker_fraction": "MEM_OPT", "colocate_factors": False})
     with pytest.raises(AssertionError, match="colocate_factors must be True"):
         crew.run(train, 2, settings)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_free_parameters_and_shared_inputs(crew, wrap):
+    expected = train_positions(Settings("none"))
+    for parameters in crew.run(train_positions, 4, Settings(wrap)):
+        assert distance(parameters, expected) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_layers_that_stop_sharing_an_input(crew, wrap, strategy):
+    """Whoever owns what, also where some ranks own nothing."""
+    expected = train_positions(Settings("none"), 3)
+    settings = Settings(wrap, kfac={"gradient_worker_fraction": strategy})
+    for parameters in crew.run(train_positions, 4, settings, 3):
+        assert distance(parameters, expected) < 1e-9
+
+
+def test_other_layers_on_one_rank_are_an_error_on_all(crew):
+    for said in crew.run(other_model_on_one_rank, 3):
+        assert "all ranks of process_group must have the same layers" in said
+
+
+def test_groups_are_those_of_the_wrapper_or_the_mesh(crew):
+    assert crew.run(default_groups, 4) == [(2, 2, 2)] * 4
+
+
+def test_groups_of_our_own_wait_as_long_as_the_given_one(crew):
+    assert crew.run(group_timeouts, 4) == [{STALLED}] * 4
+
+
+def test_a_copy_shares_the_group(crew):
+    assert all(crew.run(copies_with_a_group, 2))
+
+
+@pytest.mark.parametrize("strategy", ["COMM_OPT", "MEM_OPT"])
+def test_the_error_names_the_layers_that_were_travelling(strategy):
+    members = Crew(2)
+    settings = Settings("none", kfac={"gradient_worker_fraction": strategy, "kl_clip": None})
+    try:
+        results = members.run(dies_while_preconditioning, 2, settings, fails=True)
+    finally:
+        members.close()
+    assert results[1] is None
+    if strategy == "MEM_OPT":
+        assert "(layers '0' to '8') failed on rank 0" in results[0]
+    else:
+        assert results[0] is None  # nothing travels after the agreement: the step was whole

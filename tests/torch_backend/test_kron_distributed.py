@@ -11,13 +11,20 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 from suite.torch import LRA, Kron
 from torch_backend.crew import Crew
 from torch_backend.distributed_jobs import (
     Settings,
+    average_gradients,
     backward,
     batches,
     distance,
@@ -241,11 +248,77 @@ def test_saved_on_four_ranks_and_continued_on_any(crew, tmp_path, wrap, how):
     expected = alone(settings, kron)
     crew.run(save, 4, settings, kron, how, str(tmp_path))
     for world in (1, 2, 3, 4):
-        if how == "own" and world == 1:
-            continue  # one process has all blocks, and saves them whole
         for parameters, steps in crew.run(load_and_go_on, world, settings, kron, how, str(tmp_path)):
             assert steps == 8
             assert distance(parameters, expected) < 1e-9
+
+
+def train_torn(distributed: str) -> tuple[list[torch.Tensor], list[str]]:
+    """One rank lacks one parameter's gradient in one step."""
+    model = network()
+    optimizer = Kron(model.parameters(), lr=0.05, distributed=distributed, block_size=4)
+    world, rank = world_and_rank()
+    said: list[str] = []
+    for step, (x, y) in enumerate(batches(torch.float64, 4, 24)):
+        backward(model, x[rank::world], y[rank::world], Settings())
+        average_gradients(model)
+        if step == 1 and rank == 1:
+            next(model.parameters()).grad = None
+        said += quietly(optimizer.step)[1]
+        optimizer.zero_grad()
+    return parameters_of(model), said
+
+
+@pytest.mark.parametrize("distributed", ["replicate", "shard"])
+def test_a_gradient_that_one_rank_lacks_moves_its_parameter_nowhere(crew, distributed):
+    results = crew.run(train_torn, 2, distributed)
+    assert distance(results[0][0], results[1][0]) == 0
+    for _, said in results:
+        assert len(said) == 1
+        assert "parameters [0] have a gradient on some ranks and none on others" in said[0]
+
+
+class Sequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.head = nn.Linear(6, 3)
+        self.tokens = slice(None)  # those of this rank, for the norm
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x[:, self.tokens])
+        return self.head((x + self.down(torch.tanh(self.up(h)))).mean(1))
+
+
+def sequence_parallel(distributed: str) -> list[torch.Tensor]:
+    model = Sequence()
+    if world_and_rank()[0] > 1:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(),
+        }
+        parallelize_module(model, mesh, plan)
+        model.tokens = slice(2 * mesh.get_local_rank(), 2 * mesh.get_local_rank() + 2)
+    optimizer = Kron(model.parameters(), lr=0.05, distributed=distributed)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(4):
+        x = torch.randn(8, 4, 6, generator=generator, dtype=torch.float64)
+        y = torch.randint(3, (8,), generator=generator)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return quietly(parameters_of, model)[0]
+
+
+@pytest.mark.parametrize("distributed", ["replicate", "shard"])
+def test_gradients_of_sequence_parallel_norms_are_summed_first(crew, distributed):
+    expected = sequence_parallel("replicate")
+    for parameters in crew.run(sequence_parallel, 2, distributed):
+        assert distance(parameters, expected) < 1e-9
 
 
 # ---- what is refused, and what fails --------------------------------------------------------------
@@ -256,7 +329,8 @@ def refused() -> list[str]:
     fully_shard(model)
     said = []
     for make_it in (
-        lambda: Kron(model.parameters(), hvp="exact"),
+        lambda: Kron(network().parameters(), hvp="exact"),
+        lambda: Kron(model.parameters(), hvp="finite_difference"),
         lambda: LRA(model.parameters()),
     ):
         try:
@@ -268,8 +342,9 @@ def refused() -> list[str]:
 
 def test_what_cannot_be_sharded_is_an_error(crew):
     for said in crew.run(refused, 2):
-        assert "must not be sharded with hvp='exact'" in said[0]
-        assert "DTensor" in said[1]
+        assert "hvp must not be 'exact' with several ranks" in said[0]
+        assert "must not be sharded with hvp='finite_difference'" in said[1]
+        assert "DTensor" in said[2]
 
 
 def test_bad_settings_are_errors():

@@ -328,15 +328,23 @@ class FreeCapture(ModeAround):
     def __init__(self, module: nn.Module, captures: list[LayerCapture]) -> None:
         super().__init__(module)
         self.captures = captures
+        self.owner = weakref.ref(module)
+        names = {id(parameter): name for name, parameter in module._parameters.items()}
+        self.names = [names.get(id(capture.layer.weight.parameter)) for capture in captures]
 
     def make_mode(self) -> FreeParameters | None:
         first = self.captures[0]
         if not first.wanted(first.layer.sites[0]):
             return None
-        return FreeParameters([self._watched(capture) for capture in self.captures])
+        pairs = zip(self.captures, self.names, strict=True)
+        return FreeParameters([self._watched(capture, name) for capture, name in pairs])
 
-    def _watched(self, capture: LayerCapture) -> Watched:
+    def _watched(self, capture: LayerCapture, name: str | None) -> Watched:
+        # While fully_shard's forward runs, the module has the whole parameter in place of its shard.
+        module = self.owner()
         parameter = capture.layer.weight.parameter
+        if module is not None and name is not None:
+            parameter = getattr(module, name)
         if not torch.compiler.is_compiling() and not in_backward():
             capture._forget_what_was_discarded()
         clock = capture.clock if capture.clock.sampled else None

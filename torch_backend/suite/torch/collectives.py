@@ -7,6 +7,7 @@ that every rank derives from the same plan. Tensors travel in flat buckets, one 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,19 @@ class Parcel(NamedTuple):
         return torch.Size(self.shape).numel()
 
 
+class SameGroup:
+    """A process group among settings that are copied: copies share it, a pickle leaves it out."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> SameGroup:
+        return self
+
+    def __reduce__(self) -> Any:
+        return SameGroup, (None,)
+
+
 class Ranks:
     """The ranks that train together, as one of them sees the others.
 
@@ -43,6 +57,8 @@ class Ranks:
         self.group = group
         self.world = dist.get_world_size(group) if started else 1
         self.rank = dist.get_rank(group) if started else 0
+        if self.rank < 0:
+            raise ValueError("process_group must have this process as a member, got one without it")
         self.bucket_bytes = bucket_mb * 2**20
         self.bytes_sent: dict[str, int] = {}  # by phase, by this rank to others
         self.collectives: dict[str, int] = {}  # by phase
@@ -50,6 +66,12 @@ class Ranks:
         self.device = torch.device("cpu")  # what the group's backend moves
         if self.world > 1 and "nccl" in str(dist.get_backend(group)):
             self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Ranks, (None, self.bucket_bytes / 2**20)
 
     @property
     def alone(self) -> bool:
@@ -246,7 +268,9 @@ class Ranks:
             self._groups[key] = None
             if self.rank in key:
                 names = [r if self.group is None else dist.get_global_rank(self.group, r) for r in key]
-                self._groups[key] = dist.new_group(names, use_local_synchronization=True)
+                self._groups[key] = dist.new_group(
+                    names, timeout=_timeout_of(self.group, self.device), use_local_synchronization=True
+                )
 
     def _is_large(self, parcel: Parcel) -> bool:
         """Whether to broadcast it: in a bucket it would be copied for each of its destinations."""
@@ -316,6 +340,16 @@ class Ranks:
     def _count(self, phase: str, sent: int) -> None:
         self.bytes_sent[phase] = self.bytes_sent.get(phase, 0) + sent
         self.collectives[phase] = self.collectives.get(phase, 0) + 1
+
+
+def _timeout_of(group: Any, device: torch.device) -> timedelta | None:
+    """How long the collectives of a group wait; no public question exists."""
+    try:
+        own: Any = dist.group.WORLD if group is None else group
+        options = own._get_backend(device).options
+    except (AttributeError, RuntimeError):
+        return None
+    return getattr(options, "_timeout", None)
 
 
 def _nothing() -> None:

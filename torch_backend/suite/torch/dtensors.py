@@ -164,8 +164,10 @@ def split_dim(parameter: Any, axes: int) -> int | None:
 def data_group(parameters: Iterable[tuple[Any, int]]) -> tuple[Any, Any, bool]:
     """Of parameters with their `tensor_axes`: (group of data-parallel ranks, of tensor-parallel, found).
 
-    The first is None where the meshes have no data-parallel axis.
+    The first is None where the meshes have no data-parallel axis; the last says whether there is a
+    tensor-parallel one.
     """
+    parameters = list(parameters)
     for parameter, axes in parameters:
         if axes:
             mesh = parameter.device_mesh
@@ -178,4 +180,19 @@ def data_group(parameters: Iterable[tuple[Any, int]]) -> tuple[Any, Any, bool]:
                 return None, tensor, True
             data = mesh.get_group(0) if rest == 1 else mesh[names[:rest]]._flatten().get_group()
             return data, tensor, True
-    return None, None, False
+    sharded = [parameter for parameter, _ in parameters if is_sharded(parameter)]
+    return (mesh_group(sharded[0]) if sharded else None), None, False
+
+
+def mesh_group(parameter: Any) -> Any:
+    """The process group of all ranks of a DTensor's mesh."""
+    mesh = parameter.device_mesh
+    return mesh.get_group(0) if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
+def settled(gradient: Any, parameter: Any) -> torch.Tensor:
+    """A gradient laid out as its parameter; what ranks have yet to add up is added up."""
+    if is_sharded(gradient) and tuple(gradient.placements) != tuple(parameter.placements):
+        gradient = gradient.redistribute(placements=parameter.placements)
+    found: torch.Tensor = gradient
+    return found

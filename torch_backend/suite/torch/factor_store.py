@@ -234,10 +234,12 @@ class FactorStore:
         All ranks call it with the same, and tell each other their state if there is any.
         """
         records = self.gathered_state_dict() if self.updated else None
+        refreshed = self.refreshed
         self._plan(input_of)
         if records is not None:
             self.allocate()
             self._restore(records)
+            self.refreshed = refreshed
 
     def state_dict(
         self, *, include_factors: bool = True, include_inverses: bool = True
@@ -322,8 +324,16 @@ class FactorStore:
         self,
         layers: Mapping[str, Mapping[str, torch.Tensor]],
         sharing: Mapping[str, str],
+        *,
+        held: bool,
+        refreshed: bool,
     ) -> None:
-        """Take over `state_dict()`'s tensors; ValueError, and no change, if they do not fit."""
+        """Take over `state_dict()`'s tensors; ValueError, and no change, if they do not fit.
+
+        Args:
+            held: whether it has factors, on whatever rank.
+            refreshed: whether there were inverses.
+        """
         names = [layer.name for layer in self.layers]
         missing, unknown = set(names) - layers.keys(), layers.keys() - set(names)
         if missing or unknown:
@@ -336,16 +346,19 @@ class FactorStore:
         at = {name: i for i, name in enumerate(names)}
         before = self.snapshot()
         self._plan({at[a]: at[b] for a, b in sharing.items()})
-        if any(layers.values()):
+        if held:
             self.allocate()
             lacking = [key for key in self.places if key[1] not in layers[names[key[0]]]]
             if lacking:
                 self.rewind(before)
                 raise ValueError(
                     f"state_dict must have the factors that rank {self.ranks.rank} keeps, got none of "
-                    f"{', '.join(map(self._label, lacking))}: it is another rank's share"
+                    f"{', '.join(map(self._label, lacking))}. Another rank's share does not do; and a "
+                    "checkpoint library fills what is there, so give it state_dict(gather=False), which "
+                    "has room for factors before the first step, too"
                 )
             self._restore(layers)
+            self.refreshed = refreshed
 
     def snapshot(self) -> tuple[Any, ...]:
         """All state, for `rewind`."""
@@ -360,10 +373,6 @@ class FactorStore:
             self.allocate()
             self.factors, self.products, self.received = factors, products, received
         _, self.refreshed, self.updated = flags
-
-    def has_inverses(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """Whether a state dict's layers have what a refresh computes, or nothing to compute it from."""
-        return all("G_ready" in record or "G" not in record for record in layers.values())
 
     def _require_fit(self, index: int, record: Mapping[str, torch.Tensor]) -> None:
         expected = self._expected(index)
@@ -399,9 +408,6 @@ class FactorStore:
                 new = _with_tensors(new, fields)
                 self.received[key] = new.inverse, new.ready
         self.updated = True
-        self.refreshed = any(
-            bool(x.any()) for r in layers.values() for n, x in r.items() if n == "G_ready"
-        )
         if self.keeps_products:
             for number, bucket in enumerate(self.buckets):
                 average, weight = self.products[number]

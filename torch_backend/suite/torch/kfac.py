@@ -16,6 +16,7 @@ from suite.core import kfac as core_kfac
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.routing import Routing
 from suite.torch.checks import check_dtype, warn_user
+from suite.torch.collectives import SameGroup
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.kfac_engine import RANK_STRIDE, KFACEngine
@@ -92,10 +93,11 @@ class KFAC(torch.optim.Optimizer):
         factor_dtype: dtype of the running averages; default: the parameter's, at least float32.
         inv_dtype: dtype of inverses and eigenbases; default: likewise.
         max_factor_size: a side above this gets a diagonal factor.
-        loss_reduction: 'mean' or 'sum': what the loss does over its terms. Where ranks have different
-            numbers of terms: with 'mean' each rank's loss is the mean of its own terms, and ranks weigh
-            by their counts; with 'global_mean' each rank's loss is scaled so that the average over
-            ranks is the mean of all terms.
+        loss_reduction: 'mean' or 'sum': what the loss does over its terms. Over ranks, whose gradients
+            are averaged, a sum of all terms is each rank's sum times the number of ranks. Where ranks
+            have different numbers of terms: with 'mean' each rank's loss is the mean of its own terms,
+            and ranks weigh by their counts; with 'global_mean' each rank's loss is scaled so that the
+            average over ranks is the mean of all terms.
         grad_scaler: the GradScaler of mixed-precision training, or a function that returns the scale of
             the loss: statistics are taken of scaled gradients and have to be unscaled. Gradients must be
             unscaled before `step()`: `scaler.unscale_(optimizer)`, or `scaler.step(kfac)`. With a
@@ -180,6 +182,8 @@ class KFAC(torch.optim.Optimizer):
         accumulation_steps: int = 1,
         loglevel: int = logging.DEBUG,
     ) -> None:
+        if isinstance(process_group, SameGroup):
+            process_group = process_group.group
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -317,7 +321,7 @@ class KFAC(torch.optim.Optimizer):
             "colocate_factors": colocate_factors,
             "allreduce_bucket_cap_mb": allreduce_bucket_cap_mb,
             "symmetry_aware": symmetry_aware,
-            "process_group": process_group,
+            "process_group": SameGroup(process_group),
             **self._hyperparameters,
         }
         covered = {id(p): p for layer in self._engine.layers for p in layer.parameters()}
@@ -606,6 +610,7 @@ class KFAC(torch.optim.Optimizer):
             "discovered": not self._engine.clock.discovering,
             "gathered": gather,
             "factors": include_factors and self._engine.factors.allocated,
+            "inverses": include_inverses,
         }
         base = self._base.state_dict() if self._base is not None and gather else {}
         if base:
@@ -643,16 +648,17 @@ class KFAC(torch.optim.Optimizer):
                 f"compute_method of the state_dict must be {self._engine.rule.compute_method!r}, "
                 f"got {kfac['compute_method']!r}"
             )
-        if kfac["factors"] and not any(kfac["layers"].values()):
-            raise ValueError(
-                "state_dict must have the factors that were saved, got none: a checkpoint library fills "
-                "what is there, so give it state_dict(gather=False), which has room for them"
-            )
         if kfac["gathered"] and (self._base is not None) != ("param_groups" in state_dict):
             kinds = ("with", "without") if self._base is not None else ("without", "with")
             raise ValueError(f"state_dict must be of a KFAC {kinds[0]} an optimizer, got one {kinds[1]}")
         before = self._engine.snapshot()
-        self._engine.load_state_dict(kfac["layers"], dict(kfac["inputs"]), kfac["discovered"])
+        self._engine.load_state_dict(
+            kfac["layers"],
+            dict(kfac["inputs"]),
+            kfac["discovered"],
+            held=kfac["factors"],
+            refreshed=kfac["inverses"] and kfac["refreshed_at"] is not None,
+        )
         if self._base is not None and "param_groups" in state_dict:
             try:
                 self._base.load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
@@ -660,7 +666,7 @@ class KFAC(torch.optim.Optimizer):
                 self._engine.rewind(before)
                 raise
         self._load_counts(kfac)
-        if compute_inverses and not self._engine.factors.has_inverses(kfac["layers"]):
+        if compute_inverses and kfac["factors"] and not kfac["inverses"]:
             self._engine.refresh(self.hyperparameter("damping"), self._steps)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -709,7 +715,13 @@ def _moved_by(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def _rebuilt(kind: type[KFAC], model: Any, base: Any, settings: Any, state: Any) -> KFAC:
     made = kind(model, base, **settings)
-    made._engine.load_state_dict(state["layers"], dict(state["inputs"]), state["discovered"])
+    made._engine.load_state_dict(
+        state["layers"],
+        dict(state["inputs"]),
+        state["discovered"],
+        held=state["factors"],
+        refreshed=state["refreshed_at"] is not None,
+    )
     made._load_counts(state)
     return made
 

@@ -129,6 +129,7 @@ class KFACEngine:
             warm_start=warm_start,
             symmetric=symmetry_aware,
         )
+        self._require_the_same_layers()
         ranks.build_groups(
             [self.factors.placement.worker_groups, self.factors.placement.receiver_groups]
         )
@@ -136,6 +137,17 @@ class KFACEngine:
         self.clip_coefficient: torch.Tensor | None = None
         self.refreshed_at: int | None = None
         self._unseen_reported = self._torn_reported = False
+
+    def _require_the_same_layers(self) -> None:
+        """ValueError, on all ranks, if some have other layers."""
+        own = [(layer.name, layer.sizes, layer.diagonal, layer.blocks) for layer in self.layers]
+        for rank, others in enumerate(self.ranks.gather(own, "K-FAC's comparison of models")):
+            if others != own:
+                unlike = sorted({x[0] for x in {*own} ^ {*others}}) or "in another order"
+                raise ValueError(
+                    "all ranks of process_group must have the same layers, got others on rank "
+                    f"{rank} than on rank {self.ranks.rank}: {unlike}"
+                )
 
     def _attach(self, model: nn.Module, found: FoundLayers, seed: int) -> None:
         for name, module in model.named_modules():
@@ -599,9 +611,17 @@ class KFACEngine:
         layers: Mapping[str, Mapping[str, torch.Tensor]],
         sharing: Mapping[str, str],
         discovered: bool,
+        *,
+        held: bool,
+        refreshed: bool,
     ) -> None:
-        """Take over `state_dict()`'s tensors; ValueError, and no change, if they do not fit."""
-        self.factors.load_state_dict(layers, sharing)
+        """Take over `state_dict()`'s tensors; ValueError, and no change, if they do not fit.
+
+        Args:
+            held: whether it has factors, on whatever rank.
+            refreshed: whether there were inverses.
+        """
+        self.factors.load_state_dict(layers, sharing, held=held, refreshed=refreshed)
         self.clock.discovering = not discovered
         self._tell_captures()
 

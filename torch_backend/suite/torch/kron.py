@@ -14,9 +14,9 @@ from suite.core.checks import check_choice, check_flag, check_integer, check_num
 from suite.core.routing import Route, Routing, describe_factors
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip
-from suite.torch.checks import check_dtype
+from suite.torch.checks import check_dtype, warn_user
 from suite.torch.collectives import Ranks
-from suite.torch.dtensors import is_sharded, local
+from suite.torch.dtensors import is_sharded, local, mesh_group, settled
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.kron_engine import KronEngine, Pairs, StepSettings
 
@@ -141,7 +141,16 @@ class Kron(torch.optim.Optimizer):
         if hvp is not None and distributed == "shard":
             raise ValueError(f"distributed must be 'replicate' with hvp={hvp!r}, got 'shard'")
         self.hvp, self.distributed = hvp, distributed
+        self._torn_reported = False
+        if not isinstance(params, torch.Tensor):  # which is an error, said below
+            params = list(params)
+            process_group = _group_of(params) if process_group is None else process_group
         self._ranks = Ranks(process_group, allreduce_bucket_cap_mb)
+        if hvp == "exact" and not self._ranks.alone:
+            raise ValueError(
+                "hvp must not be 'exact' with several ranks: it takes derivatives that nothing averages "
+                "over ranks; 'finite_difference' calls your backward pass instead"
+            )
         defaults = {
             "lr": lr,
             "b1": b1,
@@ -224,7 +233,7 @@ class Kron(torch.optim.Optimizer):
             self.state[parameter] = {**engine.views(index), "skipped_steps": self._skipped}
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_engines", "_skipped", "hvp", "distributed", "_ranks")
+        names = ("_engines", "_skipped", "hvp", "distributed", "_ranks", "_torn_reported")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
@@ -241,33 +250,51 @@ class Kron(torch.optim.Optimizer):
             RuntimeError: no closure where `hvp` needs one.
         """
         loss, pairs = self._evaluate(closure)
-        gradients = [p.grad for engine in self._engines for p in engine.parameters if p.grad is not None]
+        parameters = [p for engine in self._engines for p in engine.parameters]
+        for p in parameters:  # tensor parallelism may leave sums over ranks to be done
+            if p.grad is not None and is_sharded(p.grad):
+                p.grad = settled(p.grad, p)
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if any(g.is_sparse for g in gradients):
             raise ValueError("Kron needs dense gradients: build the embedding with sparse=False")
         if self._skipped is None or (not gradients and self._ranks.alone):
             return loss
         products = [h for pair in pairs if pair is not None for h in pair.products]
-        finite = self._all_finite([local(g) for g in gradients] + products)
+        finite, absent = self._agree(parameters, [local(g) for g in gradients] + products)
         self._skipped += (~finite).to(self._skipped.device)
         clocks = [{name: group[name] for name in _COUNTS} for group in self.param_groups]
         for group, engine, pair in zip(self.param_groups, self._engines, pairs, strict=True):
             engine.rule = _rule(group)
-            self._step_group(group, engine, finite, pair)
-        # On an accelerator reading `finite` would make the host wait; there a skipped step ticks.
-        if finite.device.type == "cpu" and not finite:
+            self._step_group(group, engine, finite, absent, pair)
+        # Alone on an accelerator reading `finite` would make the host wait; there a skipped step ticks.
+        if (not self._ranks.alone or finite.device.type == "cpu") and not finite:
             for group, clock in zip(self.param_groups, clocks, strict=True):
                 group.update(clock)
         return loss
 
-    def _all_finite(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """(): whether all are, on every rank. The host does not wait."""
-        largest = torch.nn.utils.get_total_norm(
-            [x for x in tensors if x.numel()], norm_type=float("inf")
-        )
-        finite = largest.isfinite()
+    def _agree(
+        self, parameters: list[torch.Tensor], tensors: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, set[int]]:
+        """Whether all numbers are finite, (), and which parameters (by id) some rank has no gradient of.
+
+        Alone the host does not wait for the first; several ranks must know before they exchange more.
+        """
+        tensors = [x for x in tensors if x.numel()]
+        finite = torch.nn.utils.get_total_norm(tensors, norm_type=float("inf")).isfinite()
         if self._ranks.alone:
-            return finite
-        return self._ranks.total((~finite).double(), "Kron's agreement on the step") == 0
+            return finite, set()
+        present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64)
+        header = torch.cat([(~finite).double().cpu()[None], present])
+        bad, *counts = self._ranks.total(header, "Kron's agreement on the step").tolist()
+        torn = [i for i, n in enumerate(counts) if 0 < n < self._ranks.world]
+        if torn and not self._torn_reported:
+            self._torn_reported = True
+            warn_user(
+                f"parameters {torn} have a gradient on some ranks and none on others, and do not move: "
+                "average gradients over ranks before step(), zeros where there is none"
+            )
+        absent = {id(p) for p, n in zip(parameters, counts, strict=True) if n < self._ranks.world}
+        return torch.tensor(bad == 0, device=finite.device), absent
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> tuple[Any, list[Pairs | None]]:
         """The closure's loss, and for each group the pairs that are due."""
@@ -299,7 +326,12 @@ class Kron(torch.optim.Optimizer):
         return loss, pairs
 
     def _step_group(
-        self, group: dict[str, Any], engine: KronEngine, finite: torch.Tensor, pairs: Pairs | None
+        self,
+        group: dict[str, Any],
+        engine: KronEngine,
+        finite: torch.Tensor,
+        absent: set[int],
+        pairs: Pairs | None,
     ) -> None:
         group["steps"] += 1
         step = group["steps"]
@@ -307,7 +339,7 @@ class Kron(torch.optim.Optimizer):
         preconditioner_lr = _at("preconditioner_lr", group, group["updates"])
         update, group["update_clock"] = advance_clock(group["update_clock"], probability)
         group["updates"] += int(update)
-        gradients = [p.grad for p in engine.parameters]
+        gradients = [None if id(p) in absent else p.grad for p in engine.parameters]
         if group["maximize"]:
             gradients = [None if g is None else -g for g in gradients]
         if not any(g is not None for g in gradients):
@@ -373,14 +405,15 @@ class Kron(torch.optim.Optimizer):
 
         Args:
             gather: with distributed='shard', collect all state on every rank; all must call it then.
-                With False it is what this rank has, block by block, for torch.distributed.checkpoint.
+                With False it is what this rank has, block by block, for torch.distributed.checkpoint:
+                every rank's, on however many, fit together.
         """
         saved = super().state_dict()
         saved["param_groups"] = [
             {key: value for key, value in group.items() if not callable(value)}
             for group in saved["param_groups"]
         ]
-        if self.distributed == "shard" and not self._ranks.alone:
+        if not gather or (self.distributed == "shard" and not self._ranks.alone):
             index_of = {
                 id(p): index
                 for group, packed in zip(self.param_groups, saved["param_groups"], strict=True)
@@ -429,6 +462,17 @@ class Kron(torch.optim.Optimizer):
             engine.after_load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+def _group_of(params: list[Any]) -> Any:
+    """The process group of the mesh that parameters are sharded over; None if they are not."""
+    for entry in params:
+        entries = entry["params"] if isinstance(entry, dict) else [entry]
+        for parameter in [entries] if isinstance(entries, torch.Tensor) else entries:
+            parameter = parameter[1] if isinstance(parameter, tuple) else parameter
+            if isinstance(parameter, torch.Tensor) and is_sharded(parameter):
+                return mesh_group(parameter)
+    return None
 
 
 def _require_fit(index: int, engine: KronEngine, number: int, record: dict[str, torch.Tensor]) -> None:

@@ -64,6 +64,9 @@ def ranks_of(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float)
     axes = [(parameter, found.tensor_axes[id(parameter)]) for parameter in model.parameters()]
     data, tensor, split = data_group(axes)
     if not split:
+        if group is None:
+            wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+            group = model.process_group if wrapped else data
         return Ranks(group, bucket_mb), Ranks(alone=True)
     others = Ranks(tensor)
     if group is None and data is None:
