@@ -68,8 +68,8 @@ def test(arguments: list[str]) -> int:
         ["ruff", "check", "."],
         ["ruff", "format", "--check", "."],
         ["mypy"],
-        ["pytest", "-q", "-m", "not slow"],
-        ["pytest", "-q", "-m", "slow"],
+        ["pytest", "-q", "-n", "2", "-m", "not slow"],
+        ["pytest", "-q", "-n", "2", "-m", "slow"],
     ]
     for step in steps:
         print(f"$ {' '.join(step)}", flush=True)

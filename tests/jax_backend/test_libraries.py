@@ -30,6 +30,14 @@ CASES += [("nnx", n) for n in ("mlp", "resnet", "gpt")]
 CASES += [("equinox", n) for n in ("mlp", "resnet", "gpt", "lstm")]
 
 
+@pytest.fixture(autouse=True)
+def single_precision():
+    """What these libraries' models are made for."""
+    jax.config.update("jax_enable_x64", False)
+    yield
+    jax.config.update("jax_enable_x64", True)
+
+
 @pytest.mark.parametrize(("library", "name"), CASES)
 def test_models_are_covered_and_nothing_is_missed(library, name):
     if library != "plain":

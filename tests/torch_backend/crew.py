@@ -27,6 +27,7 @@ class Crew:
         self.size = size
         self._context = multiprocessing.get_context("spawn")
         self._members: list[tuple[Any, Connection]] = []
+        self._ready: list[Connection] = []
 
     def run(
         self, function: Callable[..., Any], world: int, *args: Any, fails: bool = False
@@ -41,6 +42,10 @@ class Crew:
             process.start()
             theirs.close()
             self._members.append((process, ours))
+        for _, connection in self._members:
+            if connection not in self._ready and connection.poll(300):
+                connection.recv()  # it has imported what it needs
+                self._ready.append(connection)
         folder = tempfile.mkdtemp()
         chosen = self._members[:world]
         for rank, (_, connection) in enumerate(chosen):
@@ -73,12 +78,14 @@ class Crew:
 def _serve(connection: Connection) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+    connection.send("ready")
     while True:
         try:
             rank, world, store, module, name, args = connection.recv()
         except EOFError:
             return
         try:
+            function: Any = importlib.import_module(module)
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{store}",
@@ -89,7 +96,6 @@ def _serve(connection: Connection) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 warnings.filterwarnings("ignore", category=DeprecationWarning)
-                function: Any = importlib.import_module(module)
                 for part in name.split("."):
                     function = getattr(function, part)
                 answer = True, function(*args)
