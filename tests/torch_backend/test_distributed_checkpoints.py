@@ -96,7 +96,8 @@ def test_a_template_without_room_is_an_error(crew, tmp_path):
     settings = Settings()
     crew.run(save, 2, settings, "own", str(tmp_path))
     (said,) = crew.run(load_into_nothing, 1, settings, str(tmp_path))
-    assert "state_dict must have the factors that were saved, got none" in said
+    assert "state_dict must have the factors that rank 0 keeps, got none" in said
+    assert "give it state_dict(gather=False)" in said
 
 
 @pytest.mark.parametrize("delay", [0.6, 0.9, 1.3])
