@@ -143,3 +143,20 @@ def state_of_one_layer(strategy: str) -> dict[str, torch.Tensor]:
         kfac.step()
         kfac.zero_grad()
     return kfac.state_dict()["kfac"]["layers"][""]
+
+
+def load_own_share(settings: Settings, include_inverses: bool) -> list[torch.Tensor]:
+    """Each rank loads what it saved itself, also nothing, and goes on."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 3, generator=generator, dtype=torch.float64)  # the same on all ranks
+    kfac = KFAC(model, damping=0.1, **settings.kfac)
+    for load in (False, True):
+        if load:
+            state = kfac.state_dict(gather=False, include_inverses=include_inverses)
+            kfac.load_state_dict(state)
+        kfac.zero_grad()
+        model(x).square().mean().backward()
+        kfac.step()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]

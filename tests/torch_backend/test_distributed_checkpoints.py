@@ -16,6 +16,7 @@ from torch_backend.checkpoint_jobs import (
     load_and_go_on,
     load_file_and_go_on,
     load_into_nothing,
+    load_own_share,
     save,
     save_on_one,
     state_of_one_layer,
@@ -90,6 +91,17 @@ def test_ranks_without_any_factor_gather_them_too(crew, strategy):
         assert record.keys() == expected.keys()
         for side in "AG":
             torch.testing.assert_close(record[side], expected[side], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("inverses", [True, False], ids=["whole", "without inverses"])
+@pytest.mark.parametrize(
+    "kfac", [{"gradient_worker_fraction": "MEM_OPT"}, {"colocate_factors": False}], ids=["mem", "apart"]
+)
+def test_ranks_without_any_factor_load_with_the_others(crew, kfac, inverses):
+    expected = load_own_share(Settings(), inverses)
+    for found in crew.run(load_own_share, 4, Settings(kfac=kfac), inverses):
+        for gradient, known in zip(found, expected, strict=True):
+            torch.testing.assert_close(gradient, known, rtol=1e-9, atol=1e-12)
 
 
 def test_a_template_without_room_is_an_error(crew, tmp_path):
