@@ -21,10 +21,10 @@ STALLED = 20.0  # seconds after which a collective gives up
 
 
 class Crew:
-    """Up to `size` processes. A function runs on some of them as one gloo group."""
+    """Up to `size` processes. A function runs on some of them as one group, of gloo or of NCCL."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
         self._context = multiprocessing.get_context("spawn")
         self._members: list[tuple[Any, Connection]] = []
         self._ready: list[Connection] = []
@@ -38,7 +38,7 @@ class Crew:
         """
         while len(self._members) < self.size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, self.backend), daemon=True)
             process.start()
             theirs.close()
             self._members.append((process, ours))
@@ -75,8 +75,10 @@ class Crew:
             process.kill()
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, backend: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if backend == "gloo":  # on the CPU, also where a GPU is at hand
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     connection.send("ready")
     while True:
@@ -87,7 +89,7 @@ def _serve(connection: Connection) -> None:
         try:
             function: Any = importlib.import_module(module)
             dist.init_process_group(
-                "gloo",
+                backend,
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=world,

@@ -7,8 +7,10 @@ import os
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from suite.torch import KFAC
+from suite.torch.collectives import Ranks
 
 STEPS, BATCH = 10, 24
 
@@ -39,6 +42,18 @@ class Settings:
     batch: int = BATCH
 
 
+def device() -> torch.device:
+    """Where this process trains: on its GPU if it is in a group of NCCL."""
+    accelerated = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if accelerated else torch.device("cpu")
+
+
+def with_exchanges(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` with all collectives, although this process is the only rank."""
+    with mock.patch.object(Ranks, "shortcut", False):
+        return function(*args)
+
+
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:
     """Convolution, linear and normalization layers whose sides no world divides."""
     torch.manual_seed(0)
@@ -52,15 +67,15 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Module:
         nn.Linear(10, 10, bias=False),
         nn.Tanh(),
         nn.Linear(10, 3),
-    ).to(dtype)
+    ).to(device(), dtype)
 
 
 def batches(dtype: torch.dtype, steps: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
         (
-            torch.randn(size, 1, 4, 4, generator=generator, dtype=dtype),
-            torch.randint(3, (size,), generator=generator),
+            torch.randn(size, 1, 4, 4, generator=generator, dtype=dtype).to(device()),
+            torch.randint(3, (size,), generator=generator).to(device()),
         )
         for _ in range(steps)
     ]
@@ -77,10 +92,10 @@ def wrapped(model: nn.Module, settings: Settings) -> nn.Module:
     if settings.wrap == "ddp" and dist.is_initialized():
         return DistributedDataParallel(model, **settings.ddp)
     if settings.wrap in ("fsdp", "hsdp") and dist.is_initialized():
-        options = dict(settings.fsdp)
         world = dist.get_world_size()
-        if settings.wrap == "hsdp":
-            options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s"))
+        shape, names = ((2, world // 2), ("r", "s")) if settings.wrap == "hsdp" else ((world,), ("s",))
+        mesh = init_device_mesh(device().type, shape, mesh_dim_names=names)
+        options = {**settings.fsdp, "mesh": mesh}
         if options.pop("mixed", False):
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for layer in model.children():
@@ -156,7 +171,7 @@ def parameters_of(model: nn.Module) -> list[torch.Tensor]:
     found = []
     for p in model.parameters():
         whole: Any = p.full_tensor() if hasattr(p, "full_tensor") else p
-        found.append(whole.detach().clone())
+        found.append(whole.detach().cpu().clone())
     return found
 
 
@@ -337,7 +352,7 @@ class Positions(nn.Module):
         self.position = nn.Parameter(torch.randn(7))
         self.q, self.k, self.v = (nn.Linear(7, 5) for _ in range(3))
         self.head = nn.Linear(5, 3)
-        self.double()
+        self.to(device(), torch.float64)
 
     def forward(self, x: torch.Tensor, apart: bool = False) -> torch.Tensor:
         x = x + self.position
@@ -348,9 +363,9 @@ def train_positions(settings: Settings, apart_from: int = 99) -> list[torch.Tens
     world, rank = world_and_rank()
     model = Positions()
     run: nn.Module = model
-    if world > 1 and settings.wrap == "ddp":
+    if dist.is_initialized() and settings.wrap == "ddp":
         run = DistributedDataParallel(model)
-    elif world > 1:
+    elif dist.is_initialized():
         for layer in (model.q, model.head):
             fully_shard(layer)
         fully_shard(model)
@@ -358,12 +373,47 @@ def train_positions(settings: Settings, apart_from: int = 99) -> list[torch.Tens
     kfac = KFAC(run, sgd, damping=0.03, **settings.kfac)
     generator = torch.Generator().manual_seed(1)
     for step in range(6):
-        x = torch.randn(24, 7, generator=generator, dtype=torch.float64)
-        y = torch.randint(3, (24,), generator=generator)
+        x = torch.randn(24, 7, generator=generator, dtype=torch.float64).to(device())
+        y = torch.randint(3, (24,), generator=generator).to(device())
         F.cross_entropy(run(x[rank::world], step >= apart_from), y[rank::world]).backward()
         kfac.step()
         kfac.zero_grad()
     return parameters_of(model)
+
+
+def order_of_events(settings: Settings) -> list[str]:
+    """What happens in the third step: computations and collectives, as they begin."""
+    events: list[str] = []
+    model = network(settings.dtype)
+    run = wrapped(model, settings)
+    kfac = KFAC(run, damping=0.03, **settings.kfac)
+
+    def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            events.append(what)
+            return function(*args, **kwargs)
+
+        return noting
+
+    for number, batch in enumerate(batches(settings.dtype, 3, settings.batch)):
+        x, y = share_of(batch, settings)
+        backward(run, x, y, settings)
+        if number == 2:
+            factors = kfac._engine.factors
+            patches = [
+                mock.patch.object(factors, "_refreshed", noted("inverse", factors._refreshed)),
+                mock.patch.object(factors, "directions", noted("direction", factors.directions)),
+                mock.patch.object(dist, "all_to_all_single", noted("leaves", dist.all_to_all_single)),
+                mock.patch.object(dist, "broadcast", noted("leaves", dist.broadcast)),
+            ]
+            with contextlib.ExitStack() as stack:
+                for patch in patches:
+                    stack.enter_context(patch)
+                kfac.step()
+        else:
+            kfac.step()
+        kfac.zero_grad()
+    return events
 
 
 def other_model_on_one_rank() -> str:

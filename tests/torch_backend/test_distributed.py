@@ -26,6 +26,7 @@ from torch_backend.distributed_jobs import (
     group_timeouts,
     mishap,
     network,
+    order_of_events,
     other_model_on_one_rank,
     train,
     train_branches,
@@ -315,6 +316,17 @@ def test_each_exchange_is_one_collective_a_step(crew):
             assert counts.pop(once) == 1
         assert set(counts.values()) == {settings.steps}
         assert len(counts) == 6  # the agreement, sums, traces, inverses, kl_clip's sum, directions
+
+
+@pytest.mark.parametrize("bucket_mb", [0, 1e-4])
+@pytest.mark.parametrize(("strategy", "what"), [("COMM_OPT", "inverse"), ("MEM_OPT", "direction")])
+def test_what_is_computed_leaves_while_the_rest_is_computed(crew, strategy, what, bucket_mb):
+    kfac = {"allreduce_bucket_cap_mb": bucket_mb, "gradient_worker_fraction": strategy}
+    overlapped = []
+    for events in crew.run(order_of_events, 2, Settings(kfac=kfac)):
+        first, last = events.index(what), len(events) - 1 - events[::-1].index(what)
+        overlapped.append("leaves" in events[first:last])
+    assert any(overlapped)  # a rank may have one thing to compute
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])

@@ -6,7 +6,9 @@ that every rank derives from the same plan. Tensors travel in flat buckets, one 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -26,6 +28,33 @@ class Parcel(NamedTuple):
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class _Travelling:
+    """A collective under way."""
+
+    work: Any  # torch's handle; None: nothing to wait for
+    what: str  # what went wrong if it fails
+    unpack: Callable[[], None]
+
+    def arrived(self) -> bool:
+        return self.work is None or bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        try:
+            if self.work is not None:
+                self.work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.what}. The backend says: {error}") from error
+
+    def finish(self) -> None:
+        self.wait()
+        self.unpack()
 
 
 class SameGroup:
@@ -50,6 +79,8 @@ class Ranks:
         alone: this process alone, whatever there is.
     """
 
+    shortcut = True  # a group of one rank runs no collectives; tests of a backend have it run them
+
     def __init__(
         self, group: dist.ProcessGroup | None = None, bucket_mb: float = 25.0, *, alone: bool = False
     ) -> None:
@@ -57,6 +88,7 @@ class Ranks:
         self.group = group
         self.world = dist.get_world_size(group) if started else 1
         self.rank = dist.get_rank(group) if started else 0
+        self.alone = not started or (self.world == 1 and self.shortcut)
         if self.rank < 0:
             raise ValueError("process_group must have this process as a member, got one without it")
         self.bucket_bytes = bucket_mb * 2**20
@@ -64,7 +96,7 @@ class Ranks:
         self.collectives: dict[str, int] = {}  # by phase
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # None: not in it
         self.device = torch.device("cpu")  # what the group's backend moves
-        if self.world > 1 and "nccl" in str(dist.get_backend(group)):
+        if not self.alone and "nccl" in str(dist.get_backend(group)):
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def __deepcopy__(self, memo: Any) -> Ranks:
@@ -73,18 +105,13 @@ class Ranks:
     def __reduce__(self) -> Any:
         return Ranks, (None, self.bucket_bytes / 2**20)
 
-    @property
-    def alone(self) -> bool:
-        return self.world == 1
-
     def total(self, vector: torch.Tensor, phase: str) -> torch.Tensor:
         """The sum over all ranks, on the device of `vector`."""
         if self.alone:
             return vector
         moved = vector.to(self.device, copy=True)
         self._count(phase, 2 * moved.nbytes * (self.world - 1) // self.world)
-        wait = self._start(phase, (), lambda: dist.all_reduce(moved, group=self.group, async_op=True))
-        wait()
+        self._start(phase, (), lambda: dist.all_reduce(moved, group=self.group, async_op=True)).wait()
         return moved.to(vector.device)
 
     def gather(self, item: Any, phase: str) -> list[Any]:
@@ -125,7 +152,7 @@ class Ranks:
                 sums[i] = torch.zeros(parcel.shape, dtype=parcel.dtype) if given is None else given
             return sums
 
-        def start(bucket: list[int]) -> tuple[Callable[[], None], Callable[[], None]]:
+        def start(bucket: list[int]) -> _Travelling:
             dtype = parcels[bucket[0]].dtype
             by_owner: list[list[int]] = [[] for _ in range(self.world)]
             for i in bucket:
@@ -143,13 +170,8 @@ class Ranks:
             sent = sum(x.nbytes for r, x in enumerate(flats) if r != self.rank)
             self._count(phase, sent)
             names = [parcels[i].name for i in bucket]
-            wait = self._start(
-                phase,
-                names,
-                lambda: dist.reduce_scatter(mine, flats, group=self.group, async_op=True),
-            )
 
-            def finish() -> None:
+            def unpack() -> None:
                 start = 1
                 for i in by_owner[self.rank]:
                     parcel = parcels[i]
@@ -157,9 +179,15 @@ class Ranks:
                     sums[i] = found.to(device_of(i))
                     start += parcel.numel
 
-            return wait, finish
+            return self._start(
+                phase,
+                names,
+                lambda: dist.reduce_scatter(mine, flats, group=self.group, async_op=True),
+                unpack,
+            )
 
-        self._pipeline(self._buckets(parcels), start)
+        # All has been computed: two at a time keep copies few.
+        self._pipeline(self._buckets(parcels), start, at_once=2)
         return sums
 
     def send(
@@ -172,7 +200,8 @@ class Ranks:
         """Bring every parcel from its source to its destinations.
 
         Args:
-            content: parcel number -> the tensor, asked of the source only, when its bucket leaves.
+            content: parcel number -> the tensor, asked of the source only, when its bucket leaves:
+                what is computed then is computed while the buckets before it travel.
 
         Returns:
             By number, the tensors that are for this rank and come from another.
@@ -182,7 +211,7 @@ class Ranks:
         if self.alone or not travelling:
             return received
 
-        def start(bucket: list[int]) -> tuple[Callable[[], None], Callable[[], None]]:
+        def start(bucket: list[int]) -> _Travelling:
             if bucket[0] in large:
                 return self._broadcast(bucket[0], parcels[bucket[0]], content, arrive, phase)
             outgoing: list[list[torch.Tensor]] = [[] for _ in range(self.world)]
@@ -203,21 +232,21 @@ class Ranks:
             given = torch.cat([empty, *(x for pieces in outgoing for x in pieces)])
             taken = empty.new_empty(sum(sizes_in))
             self._count(phase, given.nbytes)
-            wait = self._start(
-                phase,
-                [parcels[i].name for i in bucket],
-                lambda: dist.all_to_all_single(
-                    taken, given, sizes_in, sizes_out, group=self.group, async_op=True
-                ),
-            )
 
-            def finish() -> None:
+            def unpack() -> None:
                 at = 0
                 for i in (i for numbers in incoming for i in numbers):
                     arrive(i, taken[at : at + parcels[i].numel])
                     at += parcels[i].numel
 
-            return wait, finish
+            return self._start(
+                phase,
+                [parcels[i].name for i in bucket],
+                lambda: dist.all_to_all_single(
+                    taken, given, sizes_in, sizes_out, group=self.group, async_op=True
+                ),
+                unpack,
+            )
 
         def arrive(i: int, flat: torch.Tensor) -> None:
             received[i] = flat.reshape(parcels[i].shape).to(device_of(i))
@@ -235,11 +264,11 @@ class Ranks:
         content: Callable[[int], torch.Tensor],
         arrive: Callable[[int, torch.Tensor], None],
         phase: str,
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    ) -> _Travelling:
         """A parcel too large to be copied for each of its destinations."""
         here = parcel.source == self.rank
         if not here and self.rank not in parcel.destinations:
-            return _nothing, _nothing
+            return _Travelling(None, "", _nothing)
         if here:
             flat = content(number).to(device=self.device, dtype=parcel.dtype).reshape(-1).contiguous()
         else:
@@ -248,12 +277,12 @@ class Ranks:
         source = parcel.source if self.group is None else dist.get_global_rank(self.group, parcel.source)
         everyone = tuple(sorted({parcel.source, *parcel.destinations}))
         group = self.group if len(everyone) == self.world else self._groups[everyone]
-        wait = self._start(
+        return self._start(
             phase,
             [parcel.name],
             lambda: dist.broadcast(flat, src=source, group=group, async_op=True),
+            _nothing if here else lambda: arrive(number, flat),
         )
-        return wait, _nothing if here else lambda: arrive(number, flat)
 
     def build_groups(self, partitions: Sequence[Sequence[tuple[int, ...]]]) -> None:
         """Make process groups, once, in which large parcels can be broadcast.
@@ -302,40 +331,40 @@ class Ranks:
     def _pipeline(
         self,
         rounds: list[list[int]],
-        start: Callable[[list[int]], tuple[Callable[[], None], Callable[[], None]]],
+        start: Callable[[list[int]], _Travelling],
+        at_once: int | None = None,
     ) -> None:
-        """One bucket travels while the next is packed and the last is unpacked."""
-        before: tuple[Callable[[], None], Callable[[], None]] | None = None
-        for bucket in rounds:
-            now = start(bucket)
-            if before is not None:
-                before[0]()
-                before[1]()
-            before = now
-        if before is not None:
-            before[0]()
-            before[1]()
+        """Buckets travel while the next are computed and packed; what has arrived is unpacked.
 
-    def _start(self, phase: str, names: Sequence[str], run: Callable[[], Any]) -> Callable[[], None]:
-        """Run a collective; what it or the function returned raises says what it was for."""
+        Args:
+            at_once: how many may travel; None: any number, so that no rank waits for what others still
+                compute before all it has itself is on its way.
+        """
+        travelling: deque[_Travelling] = deque()
+        for bucket in rounds:
+            travelling.append(start(bucket))
+            while travelling and (len(travelling) == at_once or travelling[0].arrived()):
+                travelling.popleft().finish()
+        for one in travelling:
+            one.finish()
+
+    def _start(
+        self,
+        phase: str,
+        names: Sequence[str],
+        run: Callable[[], Any],
+        unpack: Callable[[], None] = _nothing,
+    ) -> _Travelling:
+        """Run a collective; what it or waiting for it raises says what it was for."""
         where = f" (layers {names[0]!r} to {names[-1]!r})" if names else ""
         what = (
             f"{phase}{where} failed on rank {self.rank} of {self.world}: another rank died, or stalled "
             "past the process group's timeout, or did not take this step"
         )
         try:
-            work = run()
+            return _Travelling(run(), what, unpack)
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(f"{what}. The backend says: {error}") from error
-
-        def wait() -> None:
-            try:
-                if work is not None:
-                    work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(f"{what}. The backend says: {error}") from error
-
-        return wait
 
     def _count(self, phase: str, sent: int) -> None:
         self.bytes_sent[phase] = self.bytes_sent.get(phase, 0) + sent
@@ -350,7 +379,3 @@ def _timeout_of(group: Any, device: torch.device) -> timedelta | None:
     except (AttributeError, RuntimeError):
         return None
     return getattr(options, "_timeout", None)
-
-
-def _nothing() -> None:
-    pass

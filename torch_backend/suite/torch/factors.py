@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,22 +68,37 @@ class LayerFactors(FactorStore):
         if not self.allocated:
             return
         self.refreshed = True
-        dampings = self._dampings(damping)
-        for number, factor in enumerate(self.factors):
-            self.factors[number] = self._refreshed(number, factor, dampings[number])
         self._cache.clear()
-        self._spread()
+        dampings = self._dampings(damping)
+        due = set(range(len(self.factors)))
+
+        def fresh(number: int) -> core_kfac.Factor:
+            if number in due:
+                due.remove(number)
+                self.factors[number] = self._refreshed(number, self.factors[number], dampings[number])
+            return self.factors[number]
+
+        self._spread(fresh)
+        for number in sorted(due):
+            fresh(number)
         if self.keeps_products:
             for number in range(len(self.buckets)):
                 A, _ = self._gathered(number, "A")
                 G, _ = self._gathered(number, "G")
                 self.products[number] = ekfac.restart(A, G)
 
-    def _spread(self) -> None:
-        """Send inverses or eigenbases from their owners to their users."""
+    def _spread(self, fresh: Callable[[int], core_kfac.Factor]) -> None:
+        """Send inverses or eigenbases from their owners to their users.
+
+        Args:
+            fresh: number of a stack of factors -> the stack, computed when the first of it leaves.
+        """
         if self.ranks.alone:
             return
-        parcels, keys = [], self.all_keys()
+        # One size after the other, as they are computed.
+        sizes = list(dict.fromkeys(self._kind(*key) for key in self.all_keys()))
+        keys = sorted(self.all_keys(), key=lambda key: sizes.index(self._kind(*key)))
+        parcels = []
         for key in keys:
             i, side = key
             layer, at = self.layers[i], 0 if side == "A" else 1
@@ -94,7 +109,7 @@ class LayerFactors(FactorStore):
 
         def content(number: int) -> torch.Tensor:
             place = self.places[keys[number]]
-            return self._packed(self.factors[place.bucket], slice(place.start, place.stop))
+            return self._packed(fresh(place.bucket), slice(place.start, place.stop))
 
         found = self.ranks.send(
             parcels, content, lambda n: self.layers[keys[n][0]].device, "K-FAC's exchange of inverses"
@@ -104,7 +119,6 @@ class LayerFactors(FactorStore):
             kind = self._kind(*key)
             blocks = self.layers[key[0]].blocks
             self.received[key] = self._unpacked(flat.reshape(blocks, -1), kind[0], kind[1])
-        self._cache.clear()
 
     def _packed_size(self, side: int, diagonal: bool) -> int:
         """Numbers that travel for one block: the inverse or basis, and whether there is one."""

@@ -70,8 +70,9 @@ class GradientExchange:
     def deliver(
         self,
         present: Sequence[int],
-        directions: Mapping[int, torch.Tensor],
-        inner: Mapping[int, torch.Tensor],
+        here: Sequence[int],
+        direction_of: Callable[[int], torch.Tensor],
+        inner_of: Callable[[int], torch.Tensor],
         clipped: bool,
         coefficient_of: Callable[[Mapping[int, torch.Tensor]], torch.Tensor | None],
     ) -> torch.Tensor | None:
@@ -79,8 +80,9 @@ class GradientExchange:
 
         Args:
             present: the layers that have gradients.
-            directions: (blocks, d_out, d_in) of those that were computed here.
-            inner: their products with the gradients, if `clipped`.
+            here: those of them whose directions are computed here.
+            direction_of: layer -> its direction (blocks, d_out, d_in), asked for when it leaves.
+            inner_of: layer -> the product of its direction and its gradient.
             clipped: whether directions are multiplied at all.
             coefficient_of: the products of all layers -> what to multiply directions with.
 
@@ -89,13 +91,14 @@ class GradientExchange:
         """
         self._plan()
         chosen, rank = set(present), self.ranks.rank
-        products = self._products(present, inner) if clipped else {}
         shipments = [s for s in self._outbound if s.layer in chosen]
-        split = {i: self.layers[i].split(direction) for i, direction in directions.items()}
+
+        def parts_of(i: int) -> Sequence[torch.Tensor]:
+            return self.layers[i].split(direction_of(i))
 
         def content(number: int) -> torch.Tensor:
             s = shipments[number]
-            return split[s.layer][s.piece][slices(s.box)]
+            return parts_of(s.layer)[s.piece][slices(s.box)]
 
         found = self.ranks.send(
             [s.parcel for s in shipments],
@@ -103,12 +106,13 @@ class GradientExchange:
             lambda n: self.layers[shipments[n].layer].device,
             "K-FAC's exchange of directions",
         )
+        products = self._products(present, {i: inner_of(i) for i in here}) if clipped else {}
         coefficient = coefficient_of(products)
         for number, s in enumerate(shipments):
             if number in found:
                 self._write(s.layer, s.piece, s.box, found[number], coefficient)
-        for i, parts in split.items():
-            for j, part in enumerate(parts):
+        for i in here:
+            for j, part in enumerate(parts_of(i)):
                 box = self._box(rank, i, j)
                 if size_of(box):
                     self._write(i, j, box, part[slices(box)], coefficient)
@@ -174,6 +178,9 @@ class GradientExchange:
                         layer.name, shape_of(box), piece.parameter.dtype, source, tuple(ranks)
                     )
                     self._outbound.append(_Shipment(i, j, box, parcel))
+        # Layers of one size after the other, as directions are computed.
+        sizes = list(dict.fromkeys(layer.sizes for layer in self.layers))
+        self._outbound.sort(key=lambda s: sizes.index(self.layers[s.layer].sizes))
 
     def _plan_inbound(self, i: int, j: int, workers: Sequence[int]) -> None:
         layer = self.layers[i]

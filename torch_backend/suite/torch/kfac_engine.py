@@ -490,27 +490,11 @@ class KFACEngine:
         self.factors.allocate()
         if not agreed.present:
             return
-        gradients: list[Any] = [None] * len(self.layers)
-        directions: list[Any] = [None] * len(self.layers)
-        for i, parts in self.gradients.whole(agreed.present).items():
-            gradients[i] = self.layers[i].gradient_matrix(*parts)
-        for number, bucket in enumerate(self.factors.buckets):
-            present = [m for m in bucket.members if gradients[m.index] is not None]
-            if not present:
-                continue
-            zeros = torch.zeros_like(gradients[present[0].index][:1])
-            parts = [
-                zeros.expand(m.stop - m.start, -1, -1)
-                if gradients[m.index] is None
-                else gradients[m.index]
-                for m in bucket.members
-            ]
-            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-            buckets.scatter(bucket, self.factors.directions(number, joined, damping), directions)
-        here = {i: directions[i] for i in agreed.present if gradients[i] is not None}
-        inner = {}
-        if kl_clip is not None:
-            inner = {i: inner_product(direction, gradients[i]) for i, direction in here.items()}
+        gradients = {
+            i: self.layers[i].gradient_matrix(*parts)
+            for i, parts in self.gradients.whole(agreed.present).items()
+        }
+        directions = _Directions(self.factors, gradients, damping)
 
         def coefficient_of(products: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
             if kl_clip is None:
@@ -525,7 +509,12 @@ class KFACEngine:
             return coefficient
 
         self.clip_coefficient = self.gradients.deliver(
-            agreed.present, here, inner, kl_clip is not None, coefficient_of
+            agreed.present,
+            list(gradients),
+            directions.of,
+            lambda i: inner_product(directions.of(i), gradients[i]),
+            kl_clip is not None,
+            coefficient_of,
         )
 
     def _of_all_blocks(self, products: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
@@ -634,6 +623,37 @@ class KFACEngine:
         self.factors.rewind(snapshot[0])
         self.clock.discovering = snapshot[1]
         self._tell_captures()
+
+
+class _Directions:
+    """Directions, computed a bucket of layers at a time, when one of them is asked for."""
+
+    def __init__(
+        self, factors: LayerFactors, gradients: Mapping[int, torch.Tensor], damping: float
+    ) -> None:
+        self._factors, self._gradients, self._damping = factors, gradients, damping
+        self._number_of = {m.index: n for n, b in enumerate(factors.buckets) for m in b.members}
+        self._found: list[Any] = [None] * len(factors.layers)
+
+    def of(self, index: int) -> torch.Tensor:
+        """(blocks, d_out, d_in) of a layer with a gradient."""
+        if self._found[index] is None:
+            self._compute(self._number_of[index])
+        direction: torch.Tensor = self._found[index]
+        return direction
+
+    def _compute(self, number: int) -> None:
+        bucket, gradients = self._factors.buckets[number], self._gradients
+        like = next(gradients[m.index] for m in bucket.members if m.index in gradients)
+        parts = [
+            gradients[m.index]
+            if m.index in gradients
+            else torch.zeros_like(like[:1]).expand(m.stop - m.start, -1, -1)
+            for m in bucket.members
+        ]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        directions = self._factors.directions(number, joined, self._damping)
+        buckets.scatter(bucket, directions, self._found)
 
 
 RANK_STRIDE = 1_000_003  # between the seeds of ranks: each draws noise for rows of its own
