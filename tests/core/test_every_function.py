@@ -175,12 +175,12 @@ CASES = {
         ),
         (positive_definite(B, 4), positive_definite(B, 3)),
     ),
-    "statistics.normalize_inputs": (
-        lambda A: statistics.normalize_inputs(A, five(A)),
+    "statistics.input_scale": (
+        lambda A: A * statistics.input_scale(five(A)),
         (positive_definite(B, 4),),
     ),
-    "statistics.normalize_gradients": (
-        lambda G: statistics.normalize_gradients(G, five(G), five(G) + 1, "mean"),
+    "statistics.gradient_scale": (
+        lambda G: G * statistics.gradient_scale(five(G), five(G) + 1, "mean"),
         (positive_definite(B, 3),),
     ),
     "statistics.normalize_products": (

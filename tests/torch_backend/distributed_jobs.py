@@ -381,6 +381,19 @@ def train_positions(settings: Settings, apart_from: int = 99) -> list[torch.Tens
     return parameters_of(model)
 
 
+def whole_between_micro_batches(settings: Settings) -> list[bool]:
+    """By parameter, whether it still is whole after a pass that should keep it so."""
+    model = network(settings.dtype)
+    run: Any = wrapped(model, settings)
+    kfac = KFAC(run, damping=0.03, **settings.kfac)
+    run.set_reshard_after_backward(False)
+    x, y = share_of(batches(settings.dtype, 1, settings.batch)[0], settings)
+    backward(run, x, y, settings)
+    found = [not hasattr(p, "full_tensor") for p in model.parameters()]
+    kfac.detach()
+    return found
+
+
 def order_of_events(settings: Settings) -> list[str]:
     """What happens in the third step: computations and collectives, as they begin."""
     events: list[str] = []

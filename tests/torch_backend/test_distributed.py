@@ -33,6 +33,7 @@ from torch_backend.distributed_jobs import (
     train_in_pairs,
     train_positions,
     train_with_nan,
+    whole_between_micro_batches,
 )
 
 pytestmark = pytest.mark.slow
@@ -186,6 +187,13 @@ def test_so_does_every_variant(crew, name):
 def test_single_precision(crew, wrap, strategy):
     settings = Settings(wrap, dtype=torch.float32, kfac={"gradient_worker_fraction": strategy})
     check(crew, 4, settings, within=1e-5)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "type-2"])
+def test_parameters_that_stay_whole_between_passes_do_so_with_any_fisher(crew, fisher):
+    kfac = {"fisher": fisher, "likelihood": None if fisher == "empirical" else "categorical"}
+    for whole in crew.run(whole_between_micro_batches, 2, Settings("fsdp", kfac=kfac)):
+        assert all(whole)
 
 
 def test_mixed_precision_of_fsdp_follows_single_precision_within_its_own(crew):

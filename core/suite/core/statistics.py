@@ -37,7 +37,7 @@ class LayerStatistics(NamedTuple):
 def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False) -> Array:
     """Σ x xᵀ over rows x, or the diagonal of that; with `bias`, of the rows [x, 1].
 
-    The column of ones is added to the sums, not to the rows: no copy of the data.
+    The column of ones is added to the sums or to the rows, whichever are smaller.
 
     Args:
         rows: (blocks, n, d).
@@ -53,6 +53,9 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
     if diagonal:
         squares = xp.sum(rows * rows, axis=1)
         return xp.concat([squares, count], axis=-1) if bias else squares
+    if bias and rows.shape[1] < rows.shape[2]:
+        ones = xp.ones((*rows.shape[:2], 1), dtype=rows.dtype, device=device_of(rows))
+        rows, bias = xp.concat([rows, ones], axis=-1), False
     products = xp.matmul(xp.matrix_transpose(rows), rows)
     if not bias:
         return products
@@ -155,33 +158,28 @@ def normalize(
         places: T.
     """
     rows, kind = statistics.rows, (loss_reduction, factor_scaling, places)
-    return (
-        normalize_inputs(statistics.A, rows, factor_scaling, places),
-        normalize_gradients(statistics.G, rows, terms, *kind),
-    )
+    xp = array_namespace(rows)
+    A_scale = xp.astype(input_scale(rows, factor_scaling, places), statistics.A.dtype)
+    G_scale = xp.astype(gradient_scale(rows, terms, *kind), statistics.G.dtype)
+    return statistics.A * A_scale, statistics.G * G_scale
 
 
-def normalize_inputs(
-    A: Array, rows: Array, factor_scaling: FactorScaling = "fisher", places: int = 1
-) -> Array:
-    """The factor A from its raw sum; arguments as of `normalize`, rows being a ()."""
-    if factor_scaling == "kfac_pytorch":
-        return A / _or_tiny(rows * float(places) ** 2, A)
-    return A / _or_tiny(rows, A)
+def input_scale(rows: Array, factor_scaling: FactorScaling = "fisher", places: int = 1) -> Array:
+    """(): what turns the raw sum Σ a aᵀ into the factor A; arguments as of `normalize`."""
+    return 1 / _or_tiny(rows * float(places) ** 2 if factor_scaling == "kfac_pytorch" else rows)
 
 
-def normalize_gradients(
-    G: Array,
+def gradient_scale(
     rows: Array,
     terms: Array,
     loss_reduction: LossReduction,
     factor_scaling: FactorScaling = "fisher",
     places: int = 1,
 ) -> Array:
-    """The factor G from its raw sum; arguments as of `normalize`, rows being a ()."""
+    """(): what turns the raw sum Σ g gᵀ into the factor G; arguments as of `normalize`."""
     if factor_scaling == "kfac_pytorch":
-        return G / _or_tiny(rows * float(places) ** 2, G)
-    return G if loss_reduction == "sum" else G * array_namespace(G).astype(terms, G.dtype)
+        return 1 / _or_tiny(rows * float(places) ** 2)
+    return array_namespace(rows).zeros_like(terms) + 1 if loss_reduction == "sum" else terms
 
 
 def normalize_products(products: Array, terms: Array, loss_reduction: LossReduction) -> Array:
@@ -225,10 +223,9 @@ def add_transposed(A: Array, G: Array, transposed_A: Array, transposed_G: Array)
     return new_A, new_G * xp.reshape(first + second, (-1, *(1,) * (new_G.ndim - 1)))
 
 
-def _or_tiny(count: Array, like: Array) -> Array:
+def _or_tiny(count: Array) -> Array:
     """A count to divide by; where it is 0, so is what is divided."""
-    xp = array_namespace(count)
-    return xp.astype(xp.maximum(count, xp.zeros_like(count) + 1e-30), like.dtype)
+    return array_namespace(count).maximum(count, array_namespace(count).zeros_like(count) + 1e-30)
 
 
 def _mean_diagonal(x: Array) -> Array:

@@ -8,7 +8,8 @@ by outputs (ColwiseParallel) G is block-diagonal with a block a rank, for one th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,26 @@ def like(y: Any, part: torch.Tensor) -> torch.Tensor:
 def sharded_modules(model: nn.Module) -> list[Any]:
     """The modules of a model that `fully_shard` was called on."""
     return [module for module in model.modules() if hasattr(module, "set_reshard_after_backward")]
+
+
+@contextlib.contextmanager
+def kept_whole(modules: Iterable[Any]) -> Iterator[None]:
+    """Modules that `fully_shard` was called on keep their parameters after backward passes in here."""
+    before = [(module, _reshards(module)) for module in modules]
+    try:
+        for module, _ in before:
+            module.set_reshard_after_backward(False, recurse=False)
+        yield
+    finally:
+        for module, value in before:
+            module.set_reshard_after_backward(value, recurse=False)
+
+
+def _reshards(module: Any) -> bool:
+    """What was last given to `set_reshard_after_backward`; no public question exists."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch < 2.13
+    return all(group is None or group.reshard_after_backward for group in groups)
 
 
 def tensor_axes(parameter: Any, fully_sharded: bool) -> int:

@@ -13,6 +13,7 @@ from suite.core import kfac as core_kfac
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Parcel
 from suite.torch.factor_store import FactorStore, Key, at_least_single, rows_of
+from suite.torch.inplace import average_in
 from suite.torch.rows import Bases
 
 # Another try at a factor that failed: more damping, in units of its mean eigenvalue, then float64.
@@ -36,32 +37,21 @@ class LayerFactors(FactorStore):
         self.updated = True
         for number, bucket in enumerate(self.factor_buckets):
             factor = self.factors[number]
-            parts, flags = [], []
             for member in bucket.members:
-                key = self.owners[member.index]
-                flags += [seen[key]] * (member.stop - member.start)
+                key, at = self.owners[member.index], slice(member.start, member.stop)
                 if seen[key]:
-                    parts.append(new[key].to(factor.average.dtype))
-                else:
-                    parts.append(torch.zeros_like(factor.average[member.start : member.stop]))
-            mask = torch.tensor(flags, device=factor.weight.device)
-            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-            self.factors[number] = self.rule.update_factor(factor, joined, mask, factor_decay)
-        self._cache.clear()
+                    average_in(factor.average[at], new[key], factor_decay)
+                    average_in(factor.weight[at], torch.ones_like(factor.weight[at]), factor_decay)
 
     def update_products(self, new: Mapping[int, torch.Tensor], factor_decay: float) -> None:
         """Average normalized second moments in the eigenbasis in, of the layers that have new ones."""
         for number, bucket in enumerate(self.buckets):
             average, weight = self.products[number]
-            seen = [m.index in new for m in bucket.members for _ in range(m.start, m.stop)]
-            parts = []
             for member in bucket.members:
-                found = new.get(member.index)
-                if found is None:
-                    found = torch.zeros_like(average[member.start : member.stop])
-                parts.append(found.to(average.dtype))
-            mask = torch.tensor(seen, device=average.device)
-            self.products[number] = ekfac.update(average, weight, torch.cat(parts), mask, factor_decay)
+                at = slice(member.start, member.stop)
+                if member.index in new:
+                    average_in(average[at], new[member.index], factor_decay)
+                    average_in(weight[at], torch.ones_like(weight[at]), factor_decay)
 
     def refresh(self, damping: float) -> None:
         """Recompute all inverses or eigenbases, each on its owner, and bring them to their users."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.noise import unit_noise
-from suite.torch.dtensors import sharded_modules
+from suite.torch.dtensors import kept_whole, sharded_modules
 from suite.torch.hooks import Hook, in_backward
 from suite.torch.kfac_engine import KFACEngine
 
@@ -97,18 +97,15 @@ class FisherSampler:
         model = self.model()
         sharded = [] if model is None else sharded_modules(model)
         try:
-            for module in sharded:  # the loss's own pass comes after ours and wants them, too
-                module.set_reshard_after_backward(False, recurse=False)
-            for i in range(count):
-                gradient = self._gradient(outputs, i) * scale
-                found = torch.autograd.grad(
-                    [f], slots, [gradient.to(f.dtype)], retain_graph=True, allow_unused=True
-                )
-                self._add(found, count)
+            with kept_whole(sharded):  # the loss's own pass comes after ours and wants parameters, too
+                for i in range(count):
+                    gradient = self._gradient(outputs, i) * scale
+                    found = torch.autograd.grad(
+                        [f], slots, [gradient.to(f.dtype)], retain_graph=True, allow_unused=True
+                    )
+                    self._add(found, count)
         finally:
             self.clock.sampling = False
-            for module in sharded:
-                module.set_reshard_after_backward(True, recurse=False)
 
     def _gradient(self, outputs: torch.Tensor, index: int) -> torch.Tensor:
         if self.fisher == "type-2":

@@ -31,6 +31,7 @@ from suite.torch.factors import LayerFactors
 from suite.torch.find_layers import FoundLayers
 from suite.torch.gradients import GradientExchange
 from suite.torch.hooks import Hook, ModeAround
+from suite.torch.inplace import all_finite
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer
 from suite.torch.summing import Scaling, summed_factors, summed_products
 from suite.torch.uses import UseCounter
@@ -281,10 +282,7 @@ class KFACEngine:
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         tensors = [g._values() if g.is_sparse else g for g in gradients]
         tensors += [x for t in taken if t is not None for x in _arrays(t)]
-        tensors = [x for x in tensors if x.numel()]
-        if not tensors:
-            return torch.ones((), dtype=torch.bool)
-        return nn.utils.get_total_norm(tensors, norm_type=float("inf")).isfinite()
+        return all_finite([x for x in tensors if x.numel()])
 
     def update(self, taken: Taken, agreed: Agreement, factor_decay: float) -> bool:
         """Average statistics into the factors of the layers that some rank has seen.
@@ -660,26 +658,27 @@ RANK_STRIDE = 1_000_003  # between the seeds of ranks: each draws noise for rows
 
 
 def _unscaled(captured: Captured, scale: Any, kind: str) -> Captured:
-    """Statistics of gradients that were `scale` times too large, of a layer of this kind."""
+    """Statistics of gradients that were `scale` times too large, of a layer of this kind; in place."""
     if isinstance(scale, float) and scale == 1.0:
         return captured
     scale = scale.to(captured.main.G.device) if isinstance(scale, torch.Tensor) else scale
-    main, transposed, products = captured.main, captured.transposed, captured.products
-    if kind in ("norm", "free"):  # their gradients are in A, and G counts rows
-        main = main._replace(A=main.A / scale / scale)
-    else:
-        main = main._replace(G=main.G / scale / scale)
-    return captured._replace(
-        main=main,
-        transposed=None if transposed is None else transposed._replace(G=transposed.G / scale / scale),
-        products=None if products is None else products / scale / scale,
-    )
+    # The gradients of norm and free layers are in A, and their G counts rows.
+    squares = [captured.main.A if kind in ("norm", "free") else captured.main.G]
+    if captured.transposed is not None:
+        squares.append(captured.transposed.G)
+    if captured.products is not None:
+        squares.append(captured.products)
+    for x in squares:
+        x.div_(scale).div_(scale)
+    return captured
 
 
 def _arrays(captured: Captured) -> list[torch.Tensor]:
+    """What is finite if all of the statistics are: of Σ x xᵀ the diagonal, for |Σ x y|² <= Σ x² Σ y²."""
     arrays = [captured.main.A, captured.main.G]
     if captured.transposed is not None:
         arrays += [captured.transposed.A, captured.transposed.G]
+    arrays = [x.diagonal(dim1=-2, dim2=-1) if x.ndim == 3 else x for x in arrays]
     return arrays if captured.products is None else [*arrays, captured.products]
 
 

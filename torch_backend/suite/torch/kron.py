@@ -18,6 +18,7 @@ from suite.torch.checks import check_dtype, warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded, local, mesh_group, settled
 from suite.torch.hessian import exact, finite_difference
+from suite.torch.inplace import all_finite
 from suite.torch.kron_engine import KronEngine, Pairs, StepSettings
 
 Schedule: TypeAlias = float | Callable[[int], float]
@@ -280,7 +281,7 @@ class Kron(torch.optim.Optimizer):
         Alone the host does not wait for the first; several ranks must know before they exchange more.
         """
         tensors = [x for x in tensors if x.numel()]
-        finite = torch.nn.utils.get_total_norm(tensors, norm_type=float("inf")).isfinite()
+        finite = all_finite(tensors)
         if self._ranks.alone:
             return finite, set()
         present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64)

@@ -92,11 +92,14 @@ def sums(
     inputs, outputs = _rows(spec, x, gradient, chosen)
     A = None
     if want_A:
-        A = second_moment_sum(inputs, diagonal=spec.diagonal[0], bias=spec.bias) * share
-    G = second_moment_sum(outputs, diagonal=spec.diagonal[1]) * share
+        A = second_moment_sum(inputs, diagonal=spec.diagonal[0], bias=spec.bias)
+    G = second_moment_sum(outputs, diagonal=spec.diagonal[1])
     products = None
     if bases is not None:
-        products = second_moment_in_basis(inputs, outputs, *bases, bias=spec.bias) * share
+        products = second_moment_in_basis(inputs, outputs, *bases, bias=spec.bias)
+    if chosen is not None:
+        A, G = None if A is None else A * share, G * share
+        products = None if products is None else products * share
     return Sums(A, G, _counts(gradient, round(inputs.shape[1] * share), positions), products)
 
 

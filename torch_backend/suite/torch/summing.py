@@ -110,13 +110,21 @@ def summed_products(
 
 
 def _normalized(captured: Captured, scaling: Scaling, places: int) -> tuple[torch.Tensor, torch.Tensor]:
-    terms = scaling.terms.to(captured.main.A.device)
-    reduction, kind = scaling.loss_reduction, scaling.factor_scaling
-    A, G = statistics.normalize(captured.main, terms, reduction, kind, places)
+    """The factors; the sums that were captured are used up for them."""
+    A, G = _scaled(captured.main, scaling, places)
     if captured.transposed is not None:
-        other = statistics.normalize(captured.transposed, terms, reduction, kind)
-        A, G = statistics.add_transposed(A, G, *other)
+        A, G = statistics.add_transposed(A, G, *_scaled(captured.transposed, scaling))
     return A, G
+
+
+def _scaled(
+    sums: LayerStatistics, scaling: Scaling, places: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    terms = scaling.terms.to(sums.A.device)
+    kind = scaling.factor_scaling
+    A_scale = statistics.input_scale(sums.rows, kind, places)
+    G_scale = statistics.gradient_scale(sums.rows, terms, scaling.loss_reduction, kind, places)
+    return sums.A.mul_(A_scale.to(sums.A.dtype)), sums.G.mul_(G_scale.to(sums.G.dtype))
 
 
 class _Pack:
@@ -178,15 +186,12 @@ class _Pack:
             used = other if bool(other.rows > 0) else None
             captured = Captured(main, used, (main.rows, None), None, 0.0)
             return _normalized(captured, scaling, 1)[0 if side == "A" else 1]
-        kind = scaling.factor_scaling
-        found: torch.Tensor
+        kind, rows = scaling.factor_scaling, parts[1][0]
         if side == "A":
-            found = statistics.normalize_inputs(parts[0], parts[1][0], kind)
+            scale = statistics.input_scale(rows, kind)
         else:
-            found = statistics.normalize_gradients(
-                parts[0], parts[1][0], terms, scaling.loss_reduction, kind
-            )
-        return found
+            scale = statistics.gradient_scale(rows, terms, scaling.loss_reduction, kind)
+        return parts[0] * scale.to(parts[0].dtype)
 
 
 def _over_places(captured: Captured, places: int) -> Captured:

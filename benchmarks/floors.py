@@ -1,0 +1,71 @@
+"""The least that the mathematics needs: the bare products and factorizations, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from workloads import Workload
+
+Shape = tuple[int, int]
+
+
+def grouped(workload: Workload) -> dict[tuple[int, int, int], int]:
+    """How many layers there are of each (d_out, d_in, rows)."""
+    found: dict[tuple[int, int, int], int] = {}
+    for shape, rows in zip(workload.matrices, workload.rows, strict=True):
+        key = (*shape, rows)
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+class Floor:
+    """Dense factors for every layer of a workload, stacked by shape."""
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self.stacks = []
+        for (m, n, rows), count in grouped(workload).items():
+            random = torch.randn
+            self.stacks.append(
+                {
+                    "G": random(count, m, n, device=device),
+                    "L": torch.eye(m, device=device).repeat(count, 1, 1),
+                    "R": torch.eye(n, device=device).repeat(count, 1, 1),
+                    "x": random(count, rows, n, device=device),
+                    "g": random(count, rows, m, device=device),
+                }
+            )
+
+    def two_products(self) -> None:
+        """A plain step of either method: L G R."""
+        for s in self.stacks:
+            torch.bmm(torch.bmm(s["L"], s["G"]), s["R"])
+
+    def kron_update(self) -> None:
+        """h = P g, the Gram matrix of each side, its product with Q, and QᵀQ."""
+        for s in self.stacks:
+            h = torch.bmm(torch.bmm(s["L"], s["G"]), s["R"])
+            for Q, T in ((s["L"], h @ h.mT), (s["R"], h.mT @ h)):
+                torch.bmm(T, Q)
+                torch.bmm(Q.mT, Q)
+
+    def statistics(self) -> None:
+        """aᵀa and gᵀg."""
+        for s in self.stacks:
+            torch.bmm(s["x"].mT, s["x"])
+            torch.bmm(s["g"].mT, s["g"])
+
+    def inverses(self) -> None:
+        """Cholesky and the inverse from it, of both sides."""
+        for s in self.stacks:
+            for side in (s["L"], s["R"]):
+                torch.cholesky_inverse(torch.linalg.cholesky(side))
+
+
+FLOORS: dict[str, Callable[[Floor], None]] = {
+    "two products": Floor.two_products,
+    "Kron's update": Floor.kron_update,
+    "statistics": Floor.statistics,
+    "inverses": Floor.inverses,
+}

@@ -1,0 +1,322 @@
+"""What a step costs: plain, with new statistics, with new inverses, over AdamW's and over the floor.
+
+    OMP_NUM_THREADS=1 python benchmarks/step_time.py [--workloads W1 W3 W4 W5] [--cycles 5] \
+        [--contenders AdamW 'Kron, dense'] [--peers] [--device cuda] [--seed 0] [--json FILE] \
+        [--plot FILE]
+
+Contenders take turns, a cycle of ten steps each, in one process. Times are process CPU seconds on a CPU
+(one thread) and synchronized wall-clock seconds on a GPU; medians over all steps of a kind. A peer that
+cannot be imported or fails is reported with its exception.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from floors import FLOORS, Floor
+from suite.torch import KFAC, Kron
+from workloads import WORKLOADS, Workload
+
+PERIOD = 10  # steps from one refresh to the next, for all contenders
+
+
+class Contender:
+    """An optimizer on a model of its own."""
+
+    kinds: tuple[str, ...] = ("plain",)  # of steps
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+
+    def kind(self, step: int) -> str:
+        return self.kinds[0]
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def state_bytes(self) -> int:
+        raise NotImplementedError
+
+
+class Torch(Contender):
+    def __init__(self, workload: Workload, make: Callable[[Any], Any], kinds: Any = ()) -> None:
+        super().__init__(workload)
+        self.optimizer = make(workload.model.parameters())
+        self._kinds = kinds
+
+    def kind(self, step: int) -> str:
+        return self._kinds[step % PERIOD] if self._kinds else "plain"
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state_bytes(self) -> int:
+        return _bytes(list(self.optimizer.state.values()))
+
+
+class OurKron(Torch):
+    def state_bytes(self) -> int:
+        return sum(self.optimizer.memory_usage().values())
+
+
+class OurKFAC(Torch):
+    def __init__(self, workload: Workload, **settings: Any) -> None:
+        Contender.__init__(self, workload)
+        self.base = torch.optim.SGD(workload.model.parameters(), lr=1e-4, momentum=0.9)
+        self.optimizer = KFAC(workload.model, self.base, inv_update_steps=PERIOD, **settings)
+        self.every = settings.get("factor_update_steps", 1)
+
+    def kind(self, step: int) -> str:
+        if step % PERIOD == 0:
+            return "refresh"
+        return "statistics" if step % self.every == 0 else "plain"
+
+    def state_bytes(self) -> int:
+        return sum(self.optimizer.memory_usage().values()) + _bytes(list(self.base.state.values()))
+
+
+def _bytes(tree: Any) -> int:
+    if isinstance(tree, torch.Tensor):
+        return tree.nbytes
+    if isinstance(tree, dict):
+        return sum(_bytes(x) for x in tree.values())
+    if isinstance(tree, list | tuple):
+        return sum(_bytes(x) for x in tree)
+    return 0
+
+
+UPDATES = ("update", *["plain"] * (PERIOD - 1))
+
+
+def kron(**settings: Any) -> Callable[[Workload], Contender]:
+    settings = {"lr": 1e-4, "preconditioner_update_probability": 1 / PERIOD, **settings}
+    return lambda w: OurKron(w, lambda p: Kron(p, **settings), UPDATES)
+
+
+def kron_torch(workload: Workload) -> Contender:
+    import kron_torch as package
+
+    steps = iter(range(10**9))
+
+    def probability(_: Any) -> float:  # asked once a step: an update at every tenth
+        return 1.0 if next(steps) % PERIOD == 0 else 0.0
+
+    make = package.Kron
+    return Torch(
+        workload,
+        lambda p: make(p, lr=1e-4, preconditioner_update_probability=probability),
+        UPDATES,
+    )
+
+
+def heavyball(workload: Workload) -> Contender:
+    import heavyball as package
+
+    package.utils.compile_mode = None
+    return Torch(workload, lambda p: package.ForeachPSGDKron(list(p), lr=1e-4))
+
+
+CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
+    "AdamW": lambda w: Torch(w, lambda p: torch.optim.AdamW(p, lr=1e-4)),
+    "Kron": kron(),
+    "Kron, dense": kron(partition_grads_into_blocks=False),
+    "Kron, bf16": kron(mu_dtype=torch.bfloat16, precond_dtype=torch.bfloat16),
+    "K-FAC": lambda w: OurKFAC(w),
+    "K-FAC, inverse": lambda w: OurKFAC(w, compute_method="inverse"),
+    "K-FAC, inverse, statistics every 10": lambda w: OurKFAC(
+        w, compute_method="inverse", factor_update_steps=PERIOD
+    ),
+}
+PEERS = {"kron_torch": kron_torch, "heavyball": heavyball}
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One workload: its floors and its contenders, in turns."""
+    device = torch.device(arguments.device)
+    failed: dict[str, str] = {}
+    found: dict[str, Contender] = {}
+    first: dict[str, float] = {}
+    for contender, make in arguments.chosen.items():
+        torch.manual_seed(arguments.seed)
+        start = clock(device)
+        try:
+            found[contender] = make(WORKLOADS[name](device))
+            _step(found[contender], device)
+        except Exception as error:  # a peer may fail in any way
+            if contender not in PEERS:
+                raise
+            found.pop(contender, None)
+            failed[contender] = repr(error)
+        first[contender] = clock(device) - start
+    torch.manual_seed(arguments.seed)
+    plain = WORKLOADS[name](device)
+    floor = Floor(plain, device)
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {c: {} for c in found}
+    passes: list[float] = []
+    floors: dict[str, list[float]] = {f: [] for f in FLOORS}
+    for _ in range(arguments.cycles):
+        for what, function in FLOORS.items():
+            start = clock(device)
+            function(floor)
+            floors[what].append(clock(device) - start)
+        for _ in range(3):
+            start = clock(device)
+            plain.loss().backward()
+            passes.append(clock(device) - start)
+            plain.model.zero_grad()
+        for contender, one in found.items():
+            for step in range(1, PERIOD + 1):  # a cycle ends with the costly step
+                kind = one.kind(step)
+                times[contender].setdefault(kind, []).append(_step(one, device))
+    parameters = sum(p.numel() for p in plain.model.parameters())
+    report = {
+        "parameters": parameters,
+        "forward_backward": statistics.median(passes),
+        "floors": {what: statistics.median(all_of) for what, all_of in floors.items()},
+        "contenders": {
+            contender: {
+                "first_step": first[contender],
+                "bytes_per_parameter": one.state_bytes() / parameters,
+                "steps": {
+                    kind: {
+                        "total": statistics.median(a + b for a, b in seen),
+                        "optimizer": statistics.median(b for _, b in seen),
+                        "worst": max(a + b for a, b in seen),
+                        "count": len(seen),
+                    }
+                    for kind, seen in times[contender].items()
+                },
+            }
+            for contender, one in found.items()
+        },
+        "failed": failed,
+    }
+    for one in report["contenders"].values():
+        steps = one["steps"].values()
+        one["amortised"] = sum(s["total"] * s["count"] for s in steps) / sum(s["count"] for s in steps)
+    return report
+
+
+def _step(one: Contender, device: torch.device) -> tuple[float, float]:
+    start = clock(device)
+    one.workload.loss().backward()
+    middle = clock(device)
+    one.step()
+    return middle - start, clock(device) - middle
+
+
+def table(report: dict[str, Any]) -> str:
+    """Multiples of AdamW's whole step, and the optimizer's part over the floor."""
+    adamw = report["contenders"]["AdamW"]["amortised"]
+    floors, fb = report["floors"], report["forward_backward"]
+    kron_floor = (fb + floors["two products"] + floors["Kron's update"] / PERIOD) / adamw
+    kfac_floor = fb + floors["two products"] + floors["inverses"] / PERIOD
+    lines = [
+        f"  floors / AdamW: Kron every {PERIOD} {kron_floor:.2f}, K-FAC statistics every step "
+        f"{(kfac_floor + floors['statistics']) / adamw:.2f}, every {PERIOD} "
+        f"{(kfac_floor + floors['statistics'] / PERIOD) / adamw:.2f}",
+        f"  {'':38s}{'amortised':>10s}{'plain':>8s}{'stats':>8s}{'costly':>8s}{'worst':>8s}"
+        f"{'opt/floor':>11s}{'B/param':>9s}{'first s':>9s}",
+    ]
+    for name, one in report["contenders"].items():
+        steps = one["steps"]
+        cheap = steps.get("plain") or steps.get("statistics")
+        costly = steps.get("refresh") or steps.get("update")
+        over = cheap["optimizer"] / floors["two products"]
+        cells = [f"{one['amortised'] / adamw:10.2f}"]
+        cells += [
+            f"{s['total'] / adamw:8.2f}" if s else f"{'':8s}"
+            for s in (steps.get("plain"), steps.get("statistics"), costly)
+        ]
+        cells += [f"{max(s['worst'] for s in steps.values()) / adamw:8.2f}", f"{over:11.2f}"]
+        cells += [f"{one['bytes_per_parameter']:9.1f}", f"{one['first_step']:9.2f}"]
+        lines.append(f"  {name:38s}{''.join(cells)}")
+    lines += [f"  {name}: failed: {error}" for name, error in report["failed"].items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", default=["W1", "W3", "W4", "W5"], choices=WORKLOADS)
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--peers", action="store_true", help="those that can be imported, too")
+    parser.add_argument("--cycles", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    arguments.chosen = {
+        name: make
+        for name, make in CONTENDERS.items()
+        if name in {"AdamW", *arguments.contenders}  # AdamW is the unit
+    }
+    if arguments.peers:
+        arguments.chosen |= PEERS
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    warnings.filterwarnings("ignore")
+    reports = {}
+    for name in arguments.workloads:
+        doc = WORKLOADS[name].__doc__ or ""
+        reports[name] = run(name, arguments)
+        print(f"{doc}\n{table(reports[name])}\n", flush=True)
+        gc.collect()
+    record = {
+        "command": " ".join(sys.argv),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "device": _device_name(arguments.device),
+        "seed": arguments.seed,
+        "workloads": reports,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    if arguments.plot:
+        _plot(record, arguments.plot)
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor()
+
+
+def _plot(record: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    reports = record["workloads"]
+    figure, axes = pyplot.subplots(1, len(reports), figsize=(4 * len(reports), 4), squeeze=False)
+    for axis, (name, report) in zip(axes[0], reports.items(), strict=True):
+        adamw = report["contenders"]["AdamW"]["amortised"]
+        names = list(report["contenders"])
+        axis.barh(names, [report["contenders"][n]["amortised"] / adamw for n in names])
+        axis.invert_yaxis()
+        axis.set_title(name)
+        axis.set_xlabel("amortised step / AdamW's")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""What is changed in place equals the core's functions, and finite is what numpy calls so."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from suite.core import moments
+from suite.torch.inplace import all_finite, average_in
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_average_in_place_is_the_cores(dtype):
+    generator = torch.Generator().manual_seed(0)
+    old, new = (torch.randn(3, 5, 5, generator=generator, dtype=dtype) for _ in range(2))
+    expected = moments.update_average(old.numpy(), new.numpy(), 0.95)
+    average_in(old, new, 0.95)
+    np.testing.assert_allclose(old.numpy(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", range(3))
+def test_any_number_that_is_not_finite_is_found(dtype, bad, where):
+    tensors = [torch.ones(4, 3, dtype=dtype), torch.zeros(2, dtype=torch.float64), torch.ones(())]
+    tensors[1][0] = 1e308  # finite, and too large for a square or a sum
+    assert bool(all_finite(tensors))
+    tensors[where].view(-1)[-1] = bad
+    assert not bool(all_finite(tensors))
+
+
+def test_nothing_is_finite():
+    assert bool(all_finite([]))
