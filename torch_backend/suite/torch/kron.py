@@ -115,7 +115,7 @@ class Kron(torch.optim.Optimizer):
         mu_dtype: torch.dtype | None = None,
         precond_dtype: torch.dtype | None = None,
         merge_small_dims: bool = True,
-        target_merged_dim_size: int = 2048,
+        target_merged_dim_size: int = 4096,
         partition_grads_into_blocks: bool = True,
         block_size: int = 256,
         *,
