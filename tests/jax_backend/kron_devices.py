@@ -77,6 +77,8 @@ def main(arguments: list[str]) -> dict[str, Any]:
         found, state, compiled = train(kron(**spread), placed)
         gather = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
         whole = jax.device_get(gather(found))
+        two_at_a_time = {"lax_map_scanned_layers": True, "lax_map_batch_size": 2}
+        batched = jax.device_get(gather(train(kron(**spread, **two_at_a_time), placed)[0]))
         # Gradients on every device, as in data parallelism: what the optimizer itself communicates.
         everywhere = jax.device_put(whole, NamedSharding(mesh, P()))
         tx = kron(**settings, preconditioner_partition_spec=P("fsdp", "tp"))
@@ -94,6 +96,9 @@ def main(arguments: list[str]) -> dict[str, Any]:
 
     return {
         "difference": max(float(np.abs(whole[k] - np.asarray(alone[k])).max()) for k in params),
+        "batched_difference": max(
+            float(np.abs(batched[k] - np.asarray(alone[k])).max()) for k in params
+        ),
         "moved": min(float(np.abs(whole[k] - params[k]).max()) for k in params),
         "specs_agree": all(jax.tree.leaves(agree)),
         "bucket_bytes": [local_bytes(s.preconditioner.buckets) for s in (plain, state)],

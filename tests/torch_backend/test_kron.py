@@ -263,6 +263,8 @@ def test_a_loss_spike_does_not_stop_training():
 def test_refusals():
     with pytest.raises(ValueError, match="complex"):
         Kron([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="floating dtype"):
+        Kron([torch.ones(2, dtype=torch.int32)])
     embedding = nn.Embedding(4, 2, sparse=True)
     kron = Kron(embedding.parameters())
     embedding(torch.tensor([1])).sum().backward()
@@ -274,6 +276,8 @@ def test_refusals():
     ("settings", "error", "message"),
     [
         ({"lr": -1.0}, ValueError, "lr must be >= 0"),
+        ({"lr": torch.tensor(-1.0)}, ValueError, "lr must be >= 0"),
+        ({"lr": torch.ones(2)}, TypeError, "lr must be a number or a 0-d tensor"),
         ({"b1": 1.0}, ValueError, "b1 must be >= 0 and < 1"),
         ({"weight_decay": -0.1}, ValueError, "weight_decay"),
         ({"preconditioner_update_probability": 0.0}, ValueError, "preconditioner_update_probability"),
@@ -296,6 +300,31 @@ def test_refusals():
 def test_bad_settings_are_errors(settings, error, message):
     with pytest.raises(error, match=message):
         Kron([nn.Parameter(torch.ones(2, 2))], **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("preconditioner_lr", lambda updates: 2.0),
+        ("preconditioner_update_probability", lambda step: 0.0),
+        ("b1", 1.0),
+        ("geometry", "QQ"),
+    ],
+)
+def test_a_setting_that_went_bad_is_an_error_before_anything_changes(name, value):
+    model = network()
+    kron = Kron([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1)
+    run(model, kron, range(1))
+    good = kron.param_groups[1][name]
+    kron.param_groups[1][name] = value
+    before = copy.deepcopy((model.state_dict(), kron.state_dict()))
+    backward(model)
+    with pytest.raises(ValueError, match=name):
+        kron.step()
+    kron.param_groups[1][name], before[1]["param_groups"][1][name] = good, good
+    after = kron.state_dict()
+    after["param_groups"][1][name] = good
+    assert same(before, (model.state_dict(), after))
 
 
 # ---- checkpoints --------------------------------------------------------------------------------
@@ -343,6 +372,16 @@ def test_bfloat16_parameters_keep_float32_factors_through_a_checkpoint():
     assert state["tile0.momentum"].dtype == torch.bfloat16
     run(model, kron, range(1))
     assert all(p.dtype == torch.bfloat16 and bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_loading_keeps_the_dtypes_and_blocks_that_the_optimizer_was_made_with():
+    parameter = nn.Parameter(torch.ones(4, 4))
+    saved = Kron([parameter], lr=0.5).state_dict()
+    half = Kron([parameter], mu_dtype=torch.bfloat16, max_size_triangular=100)
+    half.load_state_dict(saved)
+    group = half.param_groups[0]
+    assert (group["lr"], group["mu_dtype"], group["max_size_triangular"]) == (0.5, torch.bfloat16, 100)
+    assert half.state[parameter]["tile0.momentum"].dtype == torch.bfloat16
 
 
 def test_loaded_state_is_copied_and_state_that_does_not_fit_is_an_error():

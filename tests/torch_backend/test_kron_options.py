@@ -230,3 +230,22 @@ def test_resume_in_half_precision_is_the_uninterrupted_run(stochastic_rounding):
 def test_bad_settings_are_errors(settings, error, message):
     with pytest.raises(error, match=message):
         Kron([torch.nn.Parameter(torch.ones(2))], **settings)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_the_eager_step_and_compiles_no_more_after_warm_up():
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        model, loss_fn = problem()
+        optimizer = Kron(model.parameters(), lr=0.01, preconditioner_update_probability=0.4)
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        graphs = []
+        for _ in range(16):
+            optimizer.zero_grad()
+            loss_fn().backward()
+            step()
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert graphs[-1] == graphs[8] > 0
+    assert same(*results)

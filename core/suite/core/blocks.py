@@ -43,7 +43,7 @@ class Structure:
     min_ndim_triangular: int = 2
     memory_save_mode: MemorySaveMode | None = None
     merge_small_dims: bool = True
-    target_merged_dim_size: int = 2048
+    target_merged_dim_size: int = 4096
     partition_grads_into_blocks: bool = True
     block_size: int = 256
     max_skew: float | None = None

@@ -8,6 +8,17 @@ from typing import Any
 
 import torch
 
+from suite.core import checks
+
+
+def check_number(name: str, value: Any, **bounds: float) -> None:
+    """`suite.core.checks.check_number`, of a 0-d tensor, too: its value is known here."""
+    if isinstance(value, torch.Tensor):
+        if value.ndim:
+            raise TypeError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
+        value = value.item()
+    checks.check_number(name, value, **bounds)
+
 
 def check_dtype(name: str, value: Any) -> None:
     """Raise unless `value` is a real floating-point torch.dtype or None."""

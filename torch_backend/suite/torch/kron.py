@@ -10,11 +10,11 @@ import torch
 
 from suite.core import blocks
 from suite.core import kron as core_kron
-from suite.core.checks import check_choice, check_flag, check_integer, check_number
+from suite.core.checks import check_choice, check_flag, check_integer
 from suite.core.routing import Route, Routing, describe_factors
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip
-from suite.torch.checks import check_dtype, warn_user
+from suite.torch.checks import check_dtype, check_number, warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded, local, mesh_group, settled
 from suite.torch.hessian import exact, finite_difference
@@ -37,7 +37,7 @@ _STRUCTURE = (
 
 
 _STEP = ("b1", "whiten", "update_first", "clip", "normalize_grads", "stochastic_rounding")
-_COUNTS = ("steps", "updates", "update_clock")
+_FIXED = (*_STRUCTURE, "mu_dtype", "precond_dtype")  # what a group's blocks and state are made for
 
 
 class Kron(torch.optim.Optimizer):
@@ -116,7 +116,7 @@ class Kron(torch.optim.Optimizer):
         mu_dtype: torch.dtype | None = None,
         precond_dtype: torch.dtype | None = None,
         merge_small_dims: bool = True,
-        target_merged_dim_size: int = 2048,
+        target_merged_dim_size: int = 4096,
         partition_grads_into_blocks: bool = True,
         block_size: int = 256,
         *,
@@ -205,6 +205,9 @@ class Kron(torch.optim.Optimizer):
         if any(p.is_complex() for p in group["params"]):
             self.param_groups.pop()
             raise ValueError("Kron does not cover complex parameters: pass torch.view_as_real of them")
+        if not all(p.is_floating_point() for p in group["params"]):
+            self.param_groups.pop()
+            raise ValueError("parameters must be of a floating dtype")
         if self.hvp is not None and any(is_sharded(p) for p in group["params"]):
             self.param_groups.pop()
             raise ValueError(f"parameters must not be sharded with hvp={self.hvp!r}, got DTensors")
@@ -250,7 +253,8 @@ class Kron(torch.optim.Optimizer):
         Raises:
             RuntimeError: no closure where `hvp` needs one.
         """
-        loss, pairs = self._evaluate(closure)
+        plans = [_planned(group) for group in self.param_groups]
+        loss, pairs = self._evaluate(closure, [settings for _, settings, _ in plans])
         parameters = [p for engine in self._engines for p in engine.parameters]
         for p in parameters:  # tensor parallelism may leave sums over ranks to be done
             if p.grad is not None and is_sharded(p.grad):
@@ -263,14 +267,14 @@ class Kron(torch.optim.Optimizer):
         products = [h for pair in pairs if pair is not None for h in pair.products]
         finite, absent = self._agree(parameters, [local(g) for g in gradients] + products)
         self._skipped += (~finite).to(self._skipped.device)
-        clocks = [{name: group[name] for name in _COUNTS} for group in self.param_groups]
-        for group, engine, pair in zip(self.param_groups, self._engines, pairs, strict=True):
-            engine.rule = _rule(group)
-            self._step_group(group, engine, finite, absent, pair)
         # Alone on an accelerator reading `finite` would make the host wait; there a skipped step ticks.
-        if (not self._ranks.alone or finite.device.type == "cpu") and not finite:
-            for group, clock in zip(self.param_groups, clocks, strict=True):
-                group.update(clock)
+        ticks = (self._ranks.alone and finite.device.type != "cpu") or bool(finite)
+        together = zip(self.param_groups, self._engines, plans, pairs, strict=True)
+        for group, engine, (rule, settings, counts), pair in together:
+            engine.rule = rule
+            self._step_group(group, engine, finite, absent, settings, pair)
+            if ticks:
+                group.update(counts)
         return loss
 
     def _agree(
@@ -297,7 +301,9 @@ class Kron(torch.optim.Optimizer):
         absent = {id(p) for p, n in zip(parameters, counts, strict=True) if n < self._ranks.world}
         return torch.tensor(bad == 0, device=finite.device), absent
 
-    def _evaluate(self, closure: Callable[[], Any] | None) -> tuple[Any, list[Pairs | None]]:
+    def _evaluate(
+        self, closure: Callable[[], Any] | None, plans: list[StepSettings]
+    ) -> tuple[Any, list[Pairs | None]]:
         """The closure's loss, and for each group the pairs that are due."""
         nothing: list[Pairs | None] = [None] * len(self._engines)
         if self.hvp is None:
@@ -307,11 +313,11 @@ class Kron(torch.optim.Optimizer):
                 return closure(), nothing
         if closure is None:
             raise RuntimeError(f"step needs a closure with hvp={self.hvp!r}: step(closure)")
-        due, vectors = [], []
-        for group, engine in zip(self.param_groups, self._engines, strict=True):
-            probability = _at("preconditioner_update_probability", group, group["steps"] + 1)
-            due.append(advance_clock(group["update_clock"], probability)[0])
-            vectors.append(engine.vectors(group["steps"] + 1) if due[-1] else [])
+        due = [settings.update for settings in plans]
+        vectors = [
+            engine.vectors(settings.step) if settings.update else []
+            for engine, settings in zip(self._engines, plans, strict=True)
+        ]
         parameters = [p for engine in self._engines for p in engine.parameters]
         chosen = [
             p for engine, now in zip(self._engines, due, strict=True) if now for p in engine.parameters
@@ -332,31 +338,16 @@ class Kron(torch.optim.Optimizer):
         engine: KronEngine,
         finite: torch.Tensor,
         absent: set[int],
+        settings: StepSettings,
         pairs: Pairs | None,
     ) -> None:
-        group["steps"] += 1
-        step = group["steps"]
-        probability = _at("preconditioner_update_probability", group, step)
-        preconditioner_lr = _at("preconditioner_lr", group, group["updates"])
-        update, group["update_clock"] = advance_clock(group["update_clock"], probability)
-        group["updates"] += int(update)
         gradients = [None if id(p) in absent else p.grad for p in engine.parameters]
         if group["maximize"]:
             gradients = [None if g is None else -g for g in gradients]
         if not any(g is not None for g in gradients):
             return
         device = next(p.device for p in engine.parameters)
-        directions = engine.step(
-            gradients,
-            finite.to(device),
-            StepSettings(
-                step=step,
-                update=bool(update),
-                preconditioner_lr=preconditioner_lr,
-                **{name: group[name] for name in _STEP},
-            ),
-            pairs,
-        )
+        directions = engine.step(gradients, finite.to(device), settings, pairs)
         chosen = [(p, d) for p, d in zip(engine.parameters, directions, strict=True) if d is not None]
         parameters, updates = [local(p) for p, _ in chosen], [d.to(p.dtype) for p, d in chosen]
         if group["weight_decay"] != 0:
@@ -429,7 +420,7 @@ class Kron(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a `state_dict()`; the state keeps its own dtypes, whatever the parameters'.
+        """Take over a `state_dict()`; state and settings keep their own dtypes and block structure.
 
         Raises:
             ValueError: state that does not fit a parameter; nothing has changed then.
@@ -458,7 +449,8 @@ class Kron(torch.optim.Optimizer):
                 if self._skipped is not None:
                     self._skipped.copy_(state_dict["state"][index]["skipped_steps"])
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: v for k, v in saved_group.items() if k not in ("params", "param_names")})
+            kept = ("params", "param_names", *_FIXED)
+            group.update({k: v for k, v in saved_group.items() if k not in kept})
         for engine in self._engines:
             engine.after_load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -494,6 +486,23 @@ def _require_fit(index: int, engine: KronEngine, number: int, record: dict[str, 
 
 def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+
+
+def _planned(group: dict[str, Any]) -> tuple[core_kron.Kron, StepSettings, dict[str, Any]]:
+    """A group's rule and next step, checked, and the counts after it."""
+    for name in _STEP:
+        _check_setting(name, group[name])
+    step, updates = group["steps"] + 1, group["updates"]
+    probability = _at("preconditioner_update_probability", group, step)
+    due, clock = advance_clock(group["update_clock"], probability)
+    settings = StepSettings(
+        step=step,
+        update=bool(due),
+        preconditioner_lr=_at("preconditioner_lr", group, updates),
+        **{name: group[name] for name in _STEP},
+    )
+    counts = {"steps": step, "updates": updates + int(due), "update_clock": clock}
+    return _rule(group), settings, counts
 
 
 def _at(name: str, group: dict[str, Any], step: int) -> float:

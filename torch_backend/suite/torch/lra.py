@@ -10,9 +10,10 @@ import torch
 from suite.core import dense as core_dense
 from suite.core import lra as core_lra
 from suite.core import moments, noise
-from suite.core.checks import check_choice, check_flag, check_integer, check_number
+from suite.core.checks import check_choice, check_flag, check_integer
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip, clipped
+from suite.torch.checks import check_number
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
 
@@ -37,6 +38,8 @@ class _WholeVector(torch.optim.Optimizer):
         own = self._parameters
         if any(p.is_complex() for p in own):
             raise ValueError("complex parameters are not covered: pass torch.view_as_real of them")
+        if not all(p.is_floating_point() for p in own):
+            raise ValueError("parameters must be of a floating dtype")
         if any(is_sharded(p) for p in own):
             raise ValueError("parameters must not be sharded, got DTensors: give suite.torch.Kron those")
         if len({(p.dtype, p.device) for p in own}) != 1:
@@ -109,6 +112,7 @@ class _WholeVector(torch.optim.Optimizer):
         step = group["steps"] + 1
         probability = _at("preconditioner_update_probability", group, step)
         due, clock = advance_clock(group["update_clock"], probability)
+        rate = _at("preconditioner_lr", group, group["updates"])
         loss, vector, product = self._evaluate(closure, bool(due), step)
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         if all(p.grad is None for p in parameters):
@@ -123,7 +127,6 @@ class _WholeVector(torch.optim.Optimizer):
         signal = moments.unbiased(momentum[None], weight[None])[0]
         new = {"momentum": momentum, "weight": weight}
         if due:
-            rate = _at("preconditioner_lr", group, group["updates"])
             streams = self._streams(gradient, group)
             unit = noise.draw(streams, step, noise.FIT, tuple(gradient.shape), gradient.dtype)[0]
             evidence = gradient if group["whiten"] == "gradient" else signal
