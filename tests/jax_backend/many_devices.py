@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
@@ -25,11 +27,23 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from suite.jax import kfac, value_and_grad
+from jax_exchange import measured
+from suite.core.placement import LayerShape, plan_placement
+from suite.jax import eigenbases, kfac, state_specs, value_and_grad
 
 STEPS = 12
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 SETTINGS = {"damping": 0.01, "factor_update_steps": 2, "inv_update_steps": 3, "kl_clip": 0.01}
+FRACTIONS = (1, 1 / 2, 1 / 4, 1 / 8)
+METHODS = {
+    "eigen": {},
+    "inverse": {"compute_method": "inverse"},
+    "newton_schulz": {"compute_method": "newton_schulz"},
+    "warm": {"warm_start": True},
+    "ekfac": {"compute_method": "ekfac"},
+}
+
+SOME = {"newton_schulz": ("HYBRID_OPT",), "warm": ("MEM_OPT",), "ekfac": ("COMM_OPT",)}
 
 
 def normal(*shape, seed=0):
@@ -59,9 +73,11 @@ PLAN = VAG.plan(PARAMS, X, Y)
 def train(params, x, y, **settings):
     tx = kfac(PLAN, 0.1, **SETTINGS, **settings)
     state = jax.jit(tx.init)(params)
+    ekfac = settings.get("compute_method") == "ekfac"
 
     def step(params, state, x, y):
-        _, grads, statistics = VAG(params, x, y)
+        bases = {"bases": eigenbases(state, PLAN)} if ekfac else {}
+        _, grads, statistics = VAG(params, x, y, **bases)
         updates, state = tx.update(grads, state, params, statistics=statistics)
         return optax.apply_updates(params, updates), state
 
@@ -106,86 +122,131 @@ def sharded(kind, **settings):
 def trajectories():
     """Every sharding, with and without sharing out the factorizations."""
     out = {}
-    for method in ("eigen", "inverse"):
-        expected, _, _ = train(PARAMS, X, Y, compute_method=method)
+    expected, _, _ = train(PARAMS, X, Y)
+    out["moved"] = moved(expected)
+    for kind in SHARDED:
+        for name, given in (
+            ("", {}),
+            (" spread", {"mesh": MESH}),
+            (" kept", {"mesh": MESH, "gradient_worker_fraction": 1 / 8}),
+        ):
+            found, _, _ = sharded(kind, **given)
+            out[f"{kind}{name}"] = difference(found, expected)
+    return out
+
+
+def fractions():
+    """Every number of gradient workers, with every kind of inverse."""
+    out = {}
+    for method, settings in METHODS.items():
+        expected, _, _ = train(PARAMS, X, Y, **settings)
         out[f"moved {method}"] = moved(expected)
-        for kind in SHARDED:
-            for name, given in (
-                ("", {}),
-                (" spread", {"mesh": MESH}),
-                (" kept", {"mesh": MESH, "gradient_worker_fraction": 1 / 8}),
-            ):
-                if method == "inverse" and (kind != "fsdp" or not name):
-                    continue
-                found, _, _ = sharded(kind, compute_method=method, **given)
-                out[f"{method} {kind}{name}"] = difference(found, expected)
+        for fraction in SOME.get(method, FRACTIONS):
+            for strategy in ("compute", "MEMORY") if fraction == 1 / 4 else ("compute",):
+                given = {"mesh": MESH, "gradient_worker_fraction": fraction}
+                found, _, _ = sharded("fsdp", **settings, **given, assignment_strategy=strategy)
+                out[f"{method} {fraction} {strategy}"] = difference(found, expected)
     return out
 
 
 def own_shard_map():
     """Inside the user's own shard_map, gradients and statistics averaged over its axis."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    expected, _, _ = train(PARAMS, X, Y)
-    out = {"moved": moved(expected)}
-    for name, axis in (("", None), (" spread", "data")):
-        for check_vma in (True, False):
-            tx = kfac(PLAN, 0.1, **SETTINGS, axis_name=axis)
-
-            def step(params, state, x, y, tx=tx):
-                local = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
-                _, grads, statistics = VAG(local, x, y)
-                grads, statistics = lax.pmean((grads, statistics), "data")
-                updates, state = tx.update(grads, state, params, statistics=statistics)
-                return optax.apply_updates(params, updates), state
-
-            mapped = jax.jit(
-                jax.shard_map(
-                    step,
-                    mesh=mesh,
-                    in_specs=(P(), P(), P("data"), P("data")),
-                    out_specs=P(),
-                    check_vma=check_vma,
-                )
-            )
-            params, state = PARAMS, tx.init(PARAMS)
-            for _ in range(STEPS):
-                params, state = mapped(params, state, X, Y)
-            out[f"check_vma={check_vma}{name}"] = difference(params, expected)
+    out = {}
+    for method in ("eigen", "inverse"):
+        expected, _, _ = train(PARAMS, X, Y, compute_method=method)
+        out[f"moved {method}"] = moved(expected)
+        settings = [{}, {"axis_name": "data"}]
+        settings += [
+            {"axis_name": "data", "mesh": mesh, "gradient_worker_fraction": fraction}
+            for fraction in (FRACTIONS if method == "eigen" else (1 / 4,))
+        ]
+        for given in settings if method == "eigen" else settings[2:]:
+            for check_vma in (True, False):
+                found = within(check_vma, compute_method=method, **given)
+                name = f"{method} {given.get('axis_name')} {given.get('gradient_worker_fraction')}"
+                out[f"{name} check_vma={check_vma}"] = difference(found, expected)
     return out
 
 
-def cost():
-    """What XLA compiles: bytes per device, and how many factorizations a device does."""
+def within(check_vma, **settings):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    tx = kfac(PLAN, 0.1, **SETTINGS, **settings)
+
+    def step(params, state, x, y):
+        local = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
+        _, grads, statistics = VAG(local, x, y)
+        grads, statistics = lax.pmean((grads, statistics), "data")
+        updates, state = tx.update(grads, state, params, statistics=statistics)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, tx.init(PARAMS)
+    specs = state_specs(state, "data")
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P(), specs, P("data"), P("data")),
+        out_specs=(P(), specs),
+        check_vma=check_vma,
+    )
+    mapped = jax.jit(mapped)
+    for _ in range(STEPS):
+        params, state = mapped(params, state, X, Y)
+    return params
+
+
+def failures():
+    """A factor that cannot be inverted: counted, and the inverse before it kept, wherever it is."""
+    params = {"w": PARAMS["w"], "v": PARAMS["v"]}
+    dead = X.at[:, 0].set(0.0)
+
+    def loss_fn(p, x, y):
+        return jnp.mean(jnp.sum((jnp.tanh(x @ p["w"]) @ p["v"] - y) ** 2, 1))
+
+    vag = value_and_grad(loss_fn)
+    plan = vag.plan(params, X, Y)
     out = {}
-    for name, given in (
-        ("alone", {}),
-        ("spread", {"mesh": MESH}),
-        ("kept", {"mesh": MESH, "gradient_worker_fraction": 1 / 8}),
-    ):
-        params, state, step = sharded("data", compute_method="inverse", **given)
-        x = jax.device_put(X, NamedSharding(MESH, P("data")))
-        y = jax.device_put(Y, NamedSharding(MESH, P("data")))
-        compiled = step.lower(params, state, x, y).compile()
-        memory = compiled.memory_analysis()
-        text = compiled.as_text()
-        out[name] = {
-            "arguments": memory.argument_size_in_bytes,
-            "outputs": memory.output_size_in_bytes,
-            "temporary": memory.temp_size_in_bytes,
-            "all-reduce": text.count(" all-reduce("),
-            "all-gather": text.count(" all-gather("),
-            "state": sum(
-                shard.data.nbytes
-                for leaf in jax.tree.leaves(state)
-                for shard in leaf.addressable_shards[:1]
-            ),
+    for fraction in (None, *FRACTIONS):
+        given = {"mesh": MESH, "gradient_worker_fraction": fraction} if fraction else {}
+        settings = {"compute_method": "inverse", "damping": lambda t: jnp.where(t < 2, 0.1, 0.0)}
+        tx = kfac(plan, 0.1, **settings, **given)
+
+        def step(params, state, x, tx=tx):
+            _, grads, statistics = vag(params, x, Y)
+            updates, state = tx.update(grads, state, params, statistics=statistics)
+            return optax.apply_updates(params, updates), state
+
+        step = jax.jit(step)
+        found, state = params, jax.jit(tx.init)(params)
+        for _ in range(4):
+            found, state = step(found, state, dead)
+        factors = state.preconditioner.factors.factors
+        out["alone" if fraction is None else str(fraction)] = {
+            "failures": [int(n) for factor in factors for n in factor.failures],
+            "numbers": [float(x) for x in jnp.concatenate([found["w"].ravel(), found["v"].ravel()])],
         }
     return out
 
 
-if __name__ == "__main__":
-    print(
-        json.dumps(
-            {"trajectories": trajectories, "own_shard_map": own_shard_map, "cost": cost}[sys.argv[1]]()
+def cost():
+    """What XLA compiles, by `gradient_worker_fraction`: bytes of a device, collectives, their bytes."""
+    rows = {str(f): measured(256, 12, "inverse", f) for f in (None, *FRACTIONS)}
+    placements = {}
+    for workers in (8, 4, 2, 1):
+        # Of 256 x 256, 24 of 64 x 64 and the last layer's own input.
+        layers = [LayerShape((64, 64))] * 12 + [LayerShape((64, 256))]
+        placements[str(workers / 8)] = list(
+            plan_placement(layers, 8, workers, colocate_factors=workers == 1).loads
         )
-    )
+    refused = {}
+    for fraction in (0.3, 1 / 3, "half"):
+        try:
+            kfac(PLAN, 0.1, mesh=MESH, gradient_worker_fraction=fraction)
+        except ValueError as error:
+            refused[str(fraction)] = str(error)
+    return {"rows": rows, "loads": placements, "refused": refused}
+
+
+if __name__ == "__main__":
+    cases = {f.__name__: f for f in (trajectories, fractions, own_shard_map, failures, cost)}
+    print(json.dumps(cases[sys.argv[1]]()))

@@ -29,6 +29,7 @@ PARAMS = {
     "scale": jnp.ones(6),
 }
 X, Y = normal(16, 4, seed=3), normal(16, 2, seed=4)
+MESH = jax.make_mesh((1,), ("data",))
 VAG = value_and_grad(loss_fn)
 PLAN = VAG.plan(PARAMS, X, Y)
 evaluate = jax.jit(VAG)  # tests that are not about tracing
@@ -240,6 +241,19 @@ def test_chains():
         ({"momentum": 1.0}, ValueError, "momentum"),
         ({"weight_decay": -0.1}, ValueError, "weight_decay"),
         ({"dampnig": 0.1}, TypeError, "dampnig"),
+        ({"mesh": 8}, TypeError, "mesh must be a jax.sharding.Mesh"),
+        ({"mesh": MESH, "axis_name": "model"}, ValueError, "axis_name must be an axis of mesh"),
+        ({"gradient_worker_fraction": 0.5}, ValueError, "below 1 needs mesh="),
+        (
+            {"mesh": MESH, "gradient_worker_fraction": 1.5},
+            ValueError,
+            "gradient_worker_fraction must be",
+        ),
+        (
+            {"mesh": MESH, "assignment_strategy": "speed"},
+            ValueError,
+            "assignment_strategy must be one of",
+        ),
     ],
 )
 def test_bad_settings_are_errors(settings, error, message):

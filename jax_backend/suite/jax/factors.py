@@ -23,6 +23,14 @@ class FactorsState(NamedTuple):
 
     factors: tuple[core_kfac.Factor, ...]  # one stack for each bucket of layers and side
     products: tuple[tuple[jax.Array, jax.Array], ...]  # EKFAC: (second moments, weight), a bucket each
+    shares: Shares | None = None  # averages and inverses, where devices keep some of them each
+
+
+class Shares(NamedTuple):
+    """By dtype, a row for each device (see `suite.jax.shares`); `Factor`s then have () for theirs."""
+
+    averages: dict[str, jax.Array]
+    inverses: dict[str, jax.Array]
 
 
 class _Place(NamedTuple):
@@ -90,11 +98,9 @@ class Factors:
 
     def init(self) -> FactorsState:
         factors = []
-        for n, diagonal, dtype, owners, _ in self.stacks:
-            wide = jnp.promote_types(dtype, jnp.float32)
+        for number, (n, diagonal, _, owners, _) in enumerate(self.stacks):
             count = sum(self.layers[i].groups for i in owners)
-            like = jnp.zeros((), self.factor_dtype or wide)
-            inverse_like = jnp.zeros((), self.inv_dtype or wide)
+            like, inverse_like = (jnp.zeros((), dtype) for dtype in self.dtypes(number))
             factors.append(self.rule.init_factor(like, (count,), n, diagonal, inverse_like))
         products = []
         if self.keeps_products:
@@ -109,12 +115,10 @@ class Factors:
 
     def update(self, state: FactorsState, given: Statistics, factor_decay: Any) -> FactorsState:
         """Average normalized statistics in."""
-        new = [self._normalized(layer, given) for layer in self.layers]
-        factors = []
-        for factor, (_, _, _, owners, side) in zip(state.factors, self.stacks, strict=True):
-            parts = [new[i][side].astype(factor.average.dtype) for i in owners]
-            seen = jnp.concatenate([given.layers[self.layers[i].name].main.rows > 0 for i in owners])
-            factors.append(self.rule.update_factor(factor, jnp.concatenate(parts), seen, factor_decay))
+        factors = [
+            self.rule.update_factor(factor, new, seen, factor_decay)
+            for factor, (new, seen) in zip(state.factors, self._new(given), strict=True)
+        ]
         products = list(state.products)
         for number, bucket in enumerate(self.buckets if self.keeps_products else ()):
             average, weight = products[number]
@@ -137,7 +141,17 @@ class Factors:
                     seen_parts.append(sums.rows > 0)
             seen = jnp.concatenate(seen_parts) & ready & ready_G
             products[number] = ekfac.update(average, weight, jnp.concatenate(parts), seen, factor_decay)
-        return FactorsState(tuple(factors), tuple(products))
+        return state._replace(factors=tuple(factors), products=tuple(products))
+
+    def _new(self, given: Statistics) -> list[tuple[jax.Array, jax.Array]]:
+        """For each stack what was seen now, normalized, and of which factors anything was."""
+        new = [self._normalized(layer, given) for layer in self.layers]
+        pairs = []
+        for number, (_, _, _, owners, side) in enumerate(self.stacks):
+            parts = [new[i][side].astype(self.dtypes(number)[0]) for i in owners]
+            seen = [given.layers[self.layers[i].name].main.rows > 0 for i in owners]
+            pairs.append((jnp.concatenate(parts), jnp.concatenate(seen)))
+        return pairs
 
     def _normalized(self, layer: Layer, given: Statistics) -> tuple[jax.Array, jax.Array]:
         sums = given.layers[layer.name]
@@ -166,25 +180,7 @@ class Factors:
 
     def refresh(self, state: FactorsState, damping: Any) -> FactorsState:
         """Recompute all inverses or eigenbases, those of one size together."""
-        dampings = self._dampings(state, damping)
-        groups: dict[Any, list[int]] = {}
-        for number, (n, diagonal, _, _, _) in enumerate(self.stacks):
-            factor = state.factors[number]
-            inverse = jax.tree.leaves(factor.inverse)[0]
-            key = (n, diagonal, factor.average.dtype, inverse.dtype)
-            groups.setdefault(key, []).append(number)
-        factors = list(state.factors)
-        for (_, diagonal, _, _), numbers in groups.items():
-            parts = [factors[number] for number in numbers]
-            joined = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
-            extra = jnp.concatenate([dampings[number] for number in numbers])
-            refreshed = self.spread.over_stack(self._refreshed, not diagonal, joined, extra)
-            start = 0
-            for number, part in zip(numbers, parts, strict=True):
-                stop = start + part.weight.shape[0]
-                factors[number] = jax.tree.map(lambda x, a=start, b=stop: x[a:b], refreshed)
-                start = stop
-        new = FactorsState(tuple(factors), state.products)
+        new = self._refresh_factors(state, damping)
         if not self.keeps_products:
             return new
         products = []
@@ -199,7 +195,33 @@ class Factors:
                     core_kfac.where(ready, restarted[1], weight),
                 )
             )
-        return FactorsState(tuple(factors), tuple(products))
+        return new._replace(products=tuple(products))
+
+    def _refresh_factors(self, state: FactorsState, damping: Any) -> FactorsState:
+        dampings = self._dampings(state, damping)
+        factors = list(state.factors)
+        for numbers in self.sizes().values():
+            parts = [factors[number] for number in numbers]
+            joined = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
+            refreshed = self._refreshed(joined, jnp.concatenate([dampings[n] for n in numbers]))
+            start = 0
+            for number, part in zip(numbers, parts, strict=True):
+                stop = start + part.weight.shape[0]
+                factors[number] = jax.tree.map(lambda x, a=start, b=stop: x[a:b], refreshed)
+                start = stop
+        return state._replace(factors=tuple(factors))
+
+    def sizes(self) -> dict[Any, list[int]]:
+        """Stacks by side, whether diagonal, and dtypes of averages and inverses."""
+        groups: dict[Any, list[int]] = {}
+        for number, (n, diagonal, _, _, _) in enumerate(self.stacks):
+            groups.setdefault((n, diagonal, *self.dtypes(number)), []).append(number)
+        return groups
+
+    def dtypes(self, stack: int) -> tuple[Any, Any]:
+        """Of the stack's averages and inverses."""
+        wide = jnp.promote_types(self.stacks[stack][2], jnp.float32)
+        return jnp.dtype(self.factor_dtype or wide), jnp.dtype(self.inv_dtype or wide)
 
     def _refreshed(self, factor: core_kfac.Factor, damping: jax.Array) -> core_kfac.Factor:
         if not (self.warm_start and self.rule.keeps_eigenbases) or factor.average.ndim == 2:
@@ -214,7 +236,7 @@ class Factors:
         """What goes onto the diagonals of each stack of factors."""
         if self.rule.keeps_eigenbases:
             return [jnp.zeros_like(factor.weight) for factor in state.factors]
-        means = [core_kfac.mean_eigenvalue(factor) for factor in state.factors]
+        means = self._means(state)
 
         def mean(i: int, side: int) -> jax.Array:
             place = self.places[i, side]
@@ -233,6 +255,10 @@ class Factors:
         return [
             jnp.concatenate([parts[i, side] for i in owners]) for _, _, _, owners, side in self.stacks
         ]
+
+    def _means(self, state: FactorsState) -> list[jax.Array]:
+        """Mean eigenvalues of each stack."""
+        return [core_kfac.mean_eigenvalue(factor) for factor in state.factors]
 
     # ---- directions ----------------------------------------------------------------------------
 

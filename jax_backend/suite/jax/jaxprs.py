@@ -561,10 +561,10 @@ def _bind(eqn: Any, values: list[Any]) -> list[Any]:
 
 def varying_alike(slots: Any, *others: Any) -> Any:
     """Slots as varying over devices as what they will hold sums of, inside shard_map."""
-    axes = set().union(*(_varying(other) for other in others))
+    axes = set().union(*(varying_axes(other) for other in others))
 
     def vary(slot: Any) -> Any:
-        missing = tuple(sorted(axes - _varying(slot)))
+        missing = tuple(sorted(axes - varying_axes(slot)))
         if not missing:
             return slot
         if hasattr(lax, "pcast"):
@@ -574,7 +574,7 @@ def varying_alike(slots: Any, *others: Any) -> Any:
     return jax.tree.map(vary, slots) if axes else slots
 
 
-def _varying(x: Any) -> set[str]:
+def varying_axes(x: Any) -> set[str]:
     """The mesh axes over which a value differs between devices, inside shard_map."""
     kind: Any = jax.typeof(x) if hasattr(jax, "typeof") else None
     if hasattr(kind, "manual_axis_type"):  # jax 0.10

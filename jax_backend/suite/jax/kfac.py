@@ -6,20 +6,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from suite.core import kfac as core_kfac
 from suite.core import statistics as core_statistics
 from suite.core.checks import check_choice, check_flag, check_integer, check_number
 from suite.core.step_size import inner_product, kl_clip_coefficient
 from suite.jax.capture import AllBases
-from suite.jax.factors import Factors, FactorsState, any_rows, require_fit
+from suite.jax.factors import Factors, FactorsState, Shares, any_rows, require_fit
 from suite.jax.finite import all_finite, select, zero_unless
+from suite.jax.kept_factors import KeptFactors
 from suite.jax.layers import gradient_matrix, write_gradient
 from suite.jax.plan import Plan, Statistics
-from suite.jax.spread import Spread
+from suite.jax.spread import Spread, spread_of
+from suite.jax.spread_factors import SpreadFactors
 
 Schedule = Any  # a number, a 0-d array, or a function of the step count
 
@@ -66,7 +67,8 @@ def scale_by_kfac(
     loss_reduction: core_statistics.LossReduction = "mean",
     mesh: Mesh | None = None,
     axis_name: str | None = None,
-    gradient_worker_fraction: float | None = None,
+    gradient_worker_fraction: float | str | None = None,
+    assignment_strategy: str = "compute",
 ) -> optax.GradientTransformationExtraArgs:
     """Replace the gradients of the layers in `plan` by natural-gradient directions, for chains.
 
@@ -93,8 +95,12 @@ def scale_by_kfac(
         mesh: under `jit` with arrays sharded over it, share out the factorizations over its devices.
         axis_name: inside your own `shard_map`, share them out over this axis; average gradients and
             statistics over it first.
-        gradient_worker_fraction: with `mesh`, 1 (the default) hands all results to all devices;
-            1 / devices keeps each where it was computed, to save memory.
+        gradient_worker_fraction: the share of devices that hold a layer's inverses and compute its
+            direction, which the others receive: a number in [1 / devices, 1], or 'COMM_OPT' (1),
+            'HYBRID_OPT' (1/2) or 'MEM_OPT' (1 / devices). Default: 1. Below 1 running averages are with
+            the device that factorizes them, only. Inside your own `shard_map` that needs `mesh`, too,
+            and `state_specs` for the state. See `suite.core.placement`.
+        assignment_strategy: 'compute' or 'memory', what is balanced over devices: n³ or n².
 
     The first six and lr take a number or a function of the step count.
     """
@@ -114,7 +120,13 @@ def scale_by_kfac(
     check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
     check_flag("warm_start", warm_start)
     rule = core_kfac.KFAC(compute_method)
-    spread = _spread(mesh, axis_name, gradient_worker_fraction)
+    spread = spread_of(mesh, axis_name, gradient_worker_fraction, assignment_strategy)
+    if spread.keeps and rule.compute_method == "ekfac":
+        raise ValueError(
+            "gradient_worker_fraction must be 1 with compute_method='ekfac', whose second moments every "
+            f"device measures in all eigenbases, got {gradient_worker_fraction!r}"
+        )
+    kind = Factors if spread.alone else KeptFactors if spread.keeps else SpreadFactors
 
     def factors_of(tree: Any) -> tuple[list[Any], Factors]:
         leaves = _leaves(plan, tree)
@@ -127,7 +139,7 @@ def scale_by_kfac(
                 raise ValueError(
                     f"{plan.names[layer.leaf]} and its bias must be masked together, or both not"
                 )
-        factors = Factors(
+        factors = kind(
             plan,
             layers,
             rule,
@@ -216,7 +228,8 @@ def kfac(
     loss_reduction: core_statistics.LossReduction = "mean",
     mesh: Mesh | None = None,
     axis_name: str | None = None,
-    gradient_worker_fraction: float | None = None,
+    gradient_worker_fraction: float | str | None = None,
+    assignment_strategy: str = "compute",
 ) -> optax.GradientTransformationExtraArgs:
     """K-FAC with momentum: a complete optimizer.
 
@@ -256,6 +269,7 @@ def kfac(
         mesh=mesh,
         axis_name=axis_name,
         gradient_worker_fraction=gradient_worker_fraction,
+        assignment_strategy=assignment_strategy,
     )
     # A weight decay that is an array may be anything: it is traced, or changes between steps.
     decays = not isinstance(weight_decay, (int, float)) or weight_decay != 0
@@ -328,28 +342,26 @@ def eigenbases(state: Any, plan: Plan) -> AllBases:
     return factors.bases(own.factors)
 
 
+def state_specs(state: Any, axes: Any) -> Any:
+    """`PartitionSpec`s of an optax state, for `shard_map` or `jit`, where devices keep shares of it.
+
+    Args:
+        state: that holds one of `scale_by_kfac` with `gradient_worker_fraction` below 1.
+        axes: the axis, or axes of the mesh, over which they do.
+
+    Returns:
+        A pytree like `state`: PartitionSpec(axes) for averages and inverses, PartitionSpec() else.
+    """
+
+    def specs(x: Any) -> Any:
+        spec = PartitionSpec(axes) if isinstance(x, Shares) else PartitionSpec()
+        return jax.tree.map(lambda _: spec, x)
+
+    return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, Shares))
+
+
 def _is_state(x: Any) -> bool:
     return isinstance(x, ScaleByKFACState)
-
-
-def _spread(mesh: Any, axis_name: Any, gradient_worker_fraction: float | None) -> Spread:
-    if mesh is not None and axis_name is not None:
-        raise ValueError("give mesh (under jit) or axis_name (inside shard_map), not both")
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    if axis_name is not None and not isinstance(axis_name, str):
-        raise TypeError(f"axis_name must be the name of a mesh axis, got {axis_name!r}")
-    if gradient_worker_fraction is None:
-        return Spread(mesh, axis_name)
-    check_number("gradient_worker_fraction", gradient_worker_fraction, above=0, at_most=1)
-    if gradient_worker_fraction == 1:
-        return Spread(mesh, axis_name)
-    if mesh is None or not np.isclose(gradient_worker_fraction, 1 / mesh.size):
-        devices = "devices of mesh" if mesh is None else f"{mesh.size} devices"
-        raise ValueError(
-            f"gradient_worker_fraction must be 1, or 1 / {devices}, got {gradient_worker_fraction!r}"
-        )
-    return Spread(mesh, None, gathered=False)
 
 
 def _leaves(plan: Plan, tree: Any) -> list[Any]:
