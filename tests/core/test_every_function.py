@@ -235,6 +235,7 @@ CASES = {
         lambda x, y: linalg.solve_triangular(x, y, upper=False),
         (np.tril(normal(B, 4, 4)) + 3 * np.eye(4), normal(B, 4, 2)),
     ),
+    "linalg.largest_entry": (lambda x: linalg.largest_entry(x, (-2, -1)), (normal(B, 4, 3),)),
     "linalg.spectral_norm_bound": (linalg.spectral_norm_bound, (positive_definite(B, 4),)),
     "kronecker.apply": (
         lambda F, x: kronecker.apply(F, x),
@@ -243,6 +244,10 @@ CASES = {
     "kronecker.gram": (
         lambda x: tuple(kronecker.gram(x, i, 3, diagonal=i == 1) for i in range(3)),
         (normal(B, 4, 3, 2),),
+    ),
+    "step_size.rms_clip_scale": (
+        lambda x: x * step_size.rms_clip_scale(x, 0.9, 2),
+        (normal(B, 3, 4),),
     ),
     "step_size.rms_clip": (
         lambda x: step_size.rms_clip(x, 0.9, 2),

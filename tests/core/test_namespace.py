@@ -90,6 +90,11 @@ CALLS = {
     ),
     "maximum": lambda xp, x, y, m: (xp.maximum(x, y), xp.maximum(x / (x * m), y)),
     "mean": lambda xp, x, y, m: (xp.mean(x, axis=-1), xp.mean(x, axis=(0, 2), keepdims=True)),
+    "min": lambda xp, x, y, m: (
+        xp.min(x, axis=(-2, -1), keepdims=True),
+        xp.min(x, axis=-1),
+        xp.min(x, axis=(0, 1, 2)),
+    ),
     "minimum": lambda xp, x, y, m: (xp.minimum(x, y), xp.minimum(x / (x * m), y)),
     "moveaxis": lambda xp, x, y, m: xp.moveaxis(x, 2, 0),
     "ones": lambda xp, x, y, m: xp.ones((2, 3), dtype=xp.float32),

@@ -213,6 +213,32 @@ def test_weight_decay_is_decoupled():
 # ---- faults -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("geometry", ["Q0.5EQ1.5", "EQ"])
+@pytest.mark.parametrize("clip", [1.1, None, (1.1, 2.0)])
+def test_a_host_that_does_not_look_at_what_is_finite_takes_the_same_steps(monkeypatch, geometry, clip):
+    ends = []
+    for devices in (("cpu",), ()):  # with the second it goes as on an accelerator
+        monkeypatch.setattr("suite.torch.kron.HOST_DEVICES", devices)
+        model = network()
+        kron = Kron(model.parameters(), lr=0.05, geometry=geometry, clip=clip, weight_decay=0.1)
+        run(model, kron, range(5))
+        backward(model, 5)
+        for p in model.parameters():  # in every bucket
+            p.grad.view(-1)[0] = float("nan")
+        before = copy.deepcopy([kron.state_dict()["state"], model.state_dict()])
+        kron.step()
+        before[0][0]["skipped_steps"] += 1  # one tensor for all
+        assert same(before, [kron.state_dict()["state"], model.state_dict()])
+        model[0].weight.requires_grad_(False)  # from here on a bucket has blocks without gradients
+        kron.zero_grad()
+        for group in kron.param_groups:
+            group["steps"], group["updates"], group["update_clock"] = 5, 5, 0.0
+        run(model, kron, range(6, 9))
+        ends.append(model.state_dict())
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}, {"geometry": "EQ"}])
 def test_a_step_that_is_not_finite_changes_nothing(poison, settings):

@@ -69,6 +69,10 @@ def max(x: torch.Tensor, *, axis: Any, keepdims: Any = False) -> torch.Tensor:
     return torch.amax(x, dim=axis, keepdim=keepdims)
 
 
+def min(x: torch.Tensor, *, axis: Any, keepdims: Any = False) -> torch.Tensor:
+    return torch.amin(x, dim=axis, keepdim=keepdims)
+
+
 def maximum(x: Any, y: Any) -> torch.Tensor:
     if isinstance(y, (int, float)):
         return torch.clamp(x, min=y)

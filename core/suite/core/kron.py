@@ -137,14 +137,19 @@ class Kron:
         batch = g.ndim - ndim
         own_axes = tuple(range(batch, g.ndim))
         # An exactly zero gradient says nothing about curvature; fitting it would inflate Q.
-        evidence = xp.any(g != 0, axis=own_axes)
+        evidence = linalg.largest_entry(g, own_axes) > 0
         preconditioners = tuple(lift(p) for p in state.preconditioners)
         v = None if vector is None else xp.astype(vector, compute)
         if self.preconditioner_init_scale is None:
             gain = self._first_scale(g, v, state.lipschitz[0], own_axes)
             factors = _scaled(factors, gain * gain if self.fits_P else gain, batch)
             preconditioners = _scaled(preconditioners, gain * gain, batch)
-        g = g + (as_scalar(self.damping, g) + float(xp.finfo(compute).eps) * xp.abs(g)) * noise
+        dither = xp.abs(g)  # changed in place, as other fresh arrays here: new ones cost time on a CPU
+        dither *= float(xp.finfo(compute).eps)
+        dither += as_scalar(self.damping, g)
+        dither *= noise
+        dither += g
+        g = dither
         reference = v
         if self.geometry == "EQ":
             signal = kronecker.apply(factors, g)
@@ -153,12 +158,12 @@ class Kron:
             signal = kronecker.apply(preconditioners, g)
         # Everything below is in units of the signal's largest entry u (T / u², c / u², L / u²): the
         # update is a ratio, and squares of 1e20 do not fit in float32.
-        unit = xp.max(xp.abs(signal), axis=own_axes, keepdims=True)
+        unit = linalg.largest_entry(signal, own_axes, keepdims=True)
         if reference is not None:
-            unit = xp.maximum(unit, xp.max(xp.abs(reference), axis=own_axes, keepdims=True))
+            unit = xp.maximum(unit, linalg.largest_entry(reference, own_axes, keepdims=True))
             reference = reference / xp.maximum(unit, xp.zeros_like(unit) + 1)
         unit = xp.maximum(unit, xp.zeros_like(unit) + 1)
-        signal = signal / unit
+        signal /= unit
         u = xp.reshape(unit, g.shape[:batch])
 
         new_factors, new_lipschitz = [], []
@@ -190,9 +195,9 @@ class Kron:
             betaL = as_scalar(self.betaL, L)
             L = xp.maximum(betaL * L + (1 - betaL) * bound, bound)
             step = as_scalar(preconditioner_lr, L) / L
+            step = xp.where(evidence, step, xp.zeros_like(step))
             new_q = self._step(q, T, white, step, is_diagonal, scalar)
-            keep = xp.reshape(evidence, (*evidence.shape, *(1,) * (q.ndim - batch)))
-            new_factors.append(xp.astype(xp.where(keep, new_q, q), dtype))
+            new_factors.append(xp.astype(new_q, dtype))
             L = xp.minimum(L * u * u, xp.zeros_like(L) + _LARGEST_LIPSCHITZ)
             new_lipschitz.append(xp.where(evidence, xp.astype(L, old_L.dtype), old_L))
         return KronState(tuple(new_factors), tuple(new_lipschitz), state.preconditioners)
@@ -234,18 +239,20 @@ class Kron:
             return q - step * xp.matmul(T - white, q)
         number = white[..., None, None] if scalar else None
 
-        def left(x: Array) -> Array:
-            return xp.matmul(T - white, x) if number is None else xp.matmul(T, x) - number * x
+        def less(x: Array, first: Array, second: Array, step: Array) -> Array:
+            """x - step (T - white) x, or with the factors in the other order."""
+            product = xp.matmul(first, second)
+            product *= -step
+            product += x if number is None else x * (1 + step * number)
+            return product
 
-        def right(x: Array) -> Array:
-            return xp.matmul(x, T - white) if number is None else xp.matmul(x, T) - number * x
-
+        E = T - white if number is None else T
         if self.geometry == "QEQ":
-            return q - step * right(q)
+            return less(q, q, E, step)
         if self.geometry in ("Q0.5EQ1.5", "PRO4P"):
-            return linalg.rotate_towards_symmetry(q - step * left(q))
-        q = q - half * step * left(q)
-        return linalg.symmetrize(q - half * step * right(q))
+            return linalg.rotate_towards_symmetry(less(q, E, q, step), step[..., 0, 0] > 0)
+        q = less(q, E, q, half * step)
+        return linalg.symmetrize(less(q, q, E, half * step))
 
     def refresh(self, state: KronState) -> KronState:
         """Balance the factors (a gauge: Q's product stays) and cache the P_i."""

@@ -235,7 +235,7 @@ def inverse(x: Array) -> Array:
     return xp.where(finite & regular, solved, float("nan"))
 
 
-def rotate_towards_symmetry(q: Array) -> Array:
+def rotate_towards_symmetry(q: Array, chosen: Array | None = None) -> Array:
     """One step of the orthogonal Procrustes problem min ‖U Q - I‖ over rotations U.
 
     U = exp(a R) ≈ I + a R + ½ (a R)², R = (Qᵀ - Q) / ‖Qᵀ - Q‖, with the best a up to a bound. P = QᵀQ
@@ -243,13 +243,14 @@ def rotate_towards_symmetry(q: Array) -> Array:
 
     Args:
         q: (..., n, n).
+        chosen: (...) bool, the matrices to rotate; None: all. The others come back as they are.
     """
     xp = array_namespace(q)
     q = lift(q)
     R = transpose(q) - q
     bound = spectral_norm_bound(R)[..., None, None]
     one = xp.zeros_like(bound) + 1
-    R = R / xp.where(bound > 0, bound, one)
+    R /= xp.where(bound > 0, bound, one)
     RQ = xp.matmul(R, q)
     RRQ = xp.matmul(R, RQ)
     slope, curvature = trace(RQ)[..., None, None], trace(RRQ)[..., None, None]
@@ -257,7 +258,14 @@ def rotate_towards_symmetry(q: Array) -> Array:
     best = -slope / xp.where(concave, curvature, -one)
     limit = _PROCRUSTES_STEP * one
     a = xp.where(concave, xp.minimum(best, limit), limit)
-    return q + a * (RQ + 0.5 * a * RRQ)
+    if chosen is not None:
+        a = xp.where(chosen[..., None, None], a, xp.zeros_like(a))
+    # In place of fresh arrays: on a CPU a new one costs more than the arithmetic.
+    RRQ *= 0.5 * a
+    RRQ += RQ
+    RRQ *= a
+    RRQ += q
+    return RRQ
 
 
 def spectral_norm_bound(x: Array) -> Array:
@@ -276,15 +284,22 @@ def spectral_norm_bound(x: Array) -> Array:
     """
     xp = array_namespace(x)
     x = lift(x)
-    largest = xp.max(xp.abs(x), axis=(-2, -1), keepdims=True)
+    largest = largest_entry(x, (-2, -1), keepdims=True)
     x = x / _or_one(largest)
-    row = xp.argmax(xp.sum(x * x, axis=-1), axis=-1)
+    row = xp.argmax(xp.linalg.vector_norm(x, axis=-1), axis=-1)
     positions = xp.arange(x.shape[-1], device=device_of(x))
     start = xp.astype(positions == row[..., None], x.dtype)[..., None, :]
     once = xp.matmul(xp.matmul(start, x), x)
     norm = xp.sqrt(xp.sum(once * once, axis=-1, keepdims=True))
     twice = xp.matmul(once / _or_one(norm), x)
     return (largest * xp.sqrt(xp.sum(twice * twice, axis=-1, keepdims=True)))[..., 0, 0]
+
+
+def largest_entry(x: Array, axis: tuple[int, ...], *, keepdims: bool = False) -> Array:
+    """max |x| over axes, without an array of |x|."""
+    xp = array_namespace(x)
+    high = xp.max(x, axis=axis, keepdims=keepdims)
+    return xp.maximum(high, -xp.min(x, axis=axis, keepdims=keepdims))
 
 
 def _or_one(x: Array) -> Array:

@@ -17,12 +17,19 @@ _M2 = -1028477387  # 0xC2B2AE35
 
 
 def _mix(h: Array) -> Array:
-    # int32 has an arithmetic shift; the masks make it a logical one.
-    h = h ^ ((h >> 16) & 0xFFFF)
-    h = h * _M1
-    h = h ^ ((h >> 13) & 0x7FFFF)
-    h = h * _M2
-    return h ^ ((h >> 16) & 0xFFFF)
+    # int32 has an arithmetic shift; the masks make it a logical one. Fresh arrays are changed in place.
+    shifted = h >> 16
+    shifted &= 0xFFFF
+    shifted ^= h
+    h = shifted
+    h *= _M1
+    for shift, mask, factor in ((13, 0x7FFFF, _M2), (16, 0xFFFF, 1)):
+        shifted = h >> shift
+        shifted &= mask
+        h ^= shifted
+        if factor != 1:
+            h *= factor
+    return h
 
 
 def unit_noise(streams: Array, step: Scalar, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -48,7 +55,8 @@ def unit_noise(streams: Array, step: Scalar, shape: tuple[int, ...], dtype: Any)
     position = _mix(xp.arange(size, dtype=xp.int32, device=device_of(streams)) + 374761393)
     bits = _mix(keys[:, None] ^ position[None, :])
     wide = dtype if xp.finfo(dtype).bits >= 32 else xp.float32  # half precision cannot hold an int32
-    uniform = (xp.astype(bits, wide) + 0.5) * (2.0**-31 * 3.0**0.5)
+    uniform = xp.astype(bits, wide) + 0.5
+    uniform *= 2.0**-31 * 3.0**0.5
     return xp.reshape(xp.astype(uniform, dtype), (streams.shape[0], *shape))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, lift
 from suite.core.checks import check_number
+from suite.core.linalg import largest_entry
 
 
 def inner_product(x: Array, y: Array) -> Array:
@@ -46,17 +48,23 @@ def rms_clip(direction: Array, max_rms: Scalar, ndim: int) -> Array:
         max_rms: the largest root mean square allowed, > 0.
         ndim: how many trailing axes make up one block.
     """
+    scale = rms_clip_scale(direction, max_rms, ndim)
+    return array_namespace(direction).astype(lift(direction) * scale, direction.dtype)
+
+
+def rms_clip_scale(direction: Array, max_rms: Scalar, ndim: int) -> Array:
+    """What `rms_clip` multiplies blocks with, (..., 1, ...) in at least single precision."""
     xp = array_namespace(direction)
     axes = tuple(range(direction.ndim - ndim, direction.ndim))
     x = lift(direction)
     # Scaled by the largest entry first: squares of 1e30 overflow single precision.
-    largest = xp.max(xp.abs(x), axis=axes, keepdims=True)
+    largest = largest_entry(x, axes, keepdims=True)
     one = xp.zeros_like(largest) + 1
     unit = x / xp.where(largest > 0, largest, one)
-    rms = largest * xp.sqrt(xp.mean(unit * unit, axis=axes, keepdims=True))
+    count = math.prod(x.shape[a] for a in axes)
+    rms = largest * (xp.linalg.vector_norm(unit, axis=axes, keepdims=True) / count**0.5)
     max_rms = as_scalar(max_rms, x)
-    clipped = x * xp.where(rms > max_rms, max_rms / xp.where(rms > max_rms, rms, one), one)
-    return xp.astype(clipped, direction.dtype)
+    return xp.where(rms > max_rms, max_rms / xp.where(rms > max_rms, rms, one), one)
 
 
 Clip = Any  # None, a number or 0-d array, or a pair of these

@@ -24,6 +24,7 @@ from suite.torch.kron_engine import KronEngine, Pairs, StepSettings
 Schedule: TypeAlias = float | Callable[[int], float]
 Whiten: TypeAlias = Literal["momentum", "gradient"]
 
+HOST_DEVICES = ("cpu",)  # what can be read without waiting
 _STRUCTURE = (
     "max_size_triangular",
     "min_ndim_triangular",
@@ -268,13 +269,14 @@ class Kron(torch.optim.Optimizer):
         finite, absent = self._agree(parameters, [local(g) for g in gradients] + products)
         self._skipped += (~finite).to(self._skipped.device)
         # Alone on an accelerator reading `finite` would make the host wait; there a skipped step ticks.
-        ticks = (self._ranks.alone and finite.device.type != "cpu") or bool(finite)
+        known = not self._ranks.alone or finite.device.type in HOST_DEVICES
+        if known and not finite:
+            return loss
         together = zip(self.param_groups, self._engines, plans, pairs, strict=True)
         for group, engine, (rule, settings, counts), pair in together:
             engine.rule = rule
-            self._step_group(group, engine, finite, absent, settings, pair)
-            if ticks:
-                group.update(counts)
+            self._step_group(group, engine, None if known else finite, absent, settings, pair)
+            group.update(counts)
         return loss
 
     def _agree(
@@ -336,7 +338,7 @@ class Kron(torch.optim.Optimizer):
         self,
         group: dict[str, Any],
         engine: KronEngine,
-        finite: torch.Tensor,
+        finite: torch.Tensor | None,
         absent: set[int],
         settings: StepSettings,
         pairs: Pairs | None,
@@ -347,13 +349,15 @@ class Kron(torch.optim.Optimizer):
         if not any(g is not None for g in gradients):
             return
         device = next(p.device for p in engine.parameters)
-        directions = engine.step(gradients, finite.to(device), settings, pairs)
+        finite = None if finite is None else finite.to(device)
+        directions = engine.step(gradients, finite, settings, pairs)
         chosen = [(p, d) for p, d in zip(engine.parameters, directions, strict=True) if d is not None]
         parameters, updates = [local(p) for p, _ in chosen], [d.to(p.dtype) for p, d in chosen]
         if group["weight_decay"] != 0:
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
         # A product, not a branch on `finite`: the host does not wait. Directions are finite by now.
-        rate = -group["lr"] * finite.to(device=device, dtype=_widest(updates))
+        one = torch.ones((), dtype=_widest(updates), device=device)
+        rate = -group["lr"] * (one if finite is None else finite.to(one))
         torch._foreach_mul_(updates, rate)
         torch._foreach_add_(parameters, updates)
 

@@ -18,8 +18,9 @@ from suite.core import blocks, buckets, moments, noise
 from suite.core import kron as core_kron
 from suite.core._namespace import lift
 from suite.core.rounding import stochastic_round
-from suite.core.step_size import Clip, clipped, normalized
+from suite.core.step_size import Clip, clipped, normalized, rms_clip_scale
 from suite.torch.collectives import Ranks
+from suite.torch.inplace import average_in
 from suite.torch.kron_shares import Share, ShareExchange, plan_shares
 
 
@@ -112,11 +113,14 @@ class KronEngine:
     def step(
         self,
         gradients: list[torch.Tensor | None],
-        finite: torch.Tensor,
+        finite: torch.Tensor | None,
         settings: StepSettings,
         pairs: Pairs | None = None,
     ) -> list[torch.Tensor | None]:
-        """Absorb gradients and return directions; where not `finite`, zero directions and no change.
+        """Absorb gradients and return directions.
+
+        Where not `finite`, which the host does not look at, directions are zero and nothing changes.
+        None: the host knows that all is finite, which saves copies.
 
         With `pairs` the factors are fitted to them and not to the gradients.
         """
@@ -146,8 +150,10 @@ class KronEngine:
                 direction = self._precondition(i, state, signal, settings)
             if settings.update:
                 _write(self.packs[i].kron, state, keep)
-            condition = keep.reshape(-1, *(1,) * (signal.ndim - 1)) if keep.ndim else keep
-            buckets.scatter(bucket, torch.where(condition, direction, 0.0), stacks)
+            if keep is not None:
+                condition = keep.reshape(-1, *(1,) * (signal.ndim - 1)) if keep.ndim else keep
+                direction = torch.where(condition, direction, 0.0)
+            buckets.scatter(bucket, direction, stacks)
         return self.exchange.directions(present, stacks)
 
     def _split(self, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
@@ -165,13 +171,14 @@ class KronEngine:
                 stacks[i] = stack if whole else stack[share.start : share.stop]
         return stacks
 
-    def _keep(self, i: int, here: list[bool], finite: torch.Tensor) -> torch.Tensor:
-        """Whether blocks may change: () or (blocks,)."""
+    def _keep(self, i: int, here: list[bool], finite: torch.Tensor | None) -> torch.Tensor | None:
+        """Whether blocks may change: () or (blocks,); None: all do."""
         if all(here):
             return finite
         spans = [m.stop - m.start for m in self.buckets[i].members]
         flags = [flag for flag, n in zip(here, spans, strict=True) for _ in range(n)]
-        return finite & torch.tensor(flags, device=self.packs[i].momentum.device)
+        mask = torch.tensor(flags, device=self.packs[i].momentum.device)
+        return mask if finite is None else finite & mask
 
     def _gather(self, i: int, stacks: list[Any]) -> torch.Tensor:
         """The bucket's part of `stacks`, zeros for what is missing."""
@@ -189,11 +196,15 @@ class KronEngine:
         return noise.draw(self.packs[i].streams, settings.step, use, tuple(shape[1:]), torch.float32)
 
     def _absorb(
-        self, i: int, gradient: torch.Tensor, keep: torch.Tensor, settings: StepSettings
+        self, i: int, gradient: torch.Tensor, keep: torch.Tensor | None, settings: StepSettings
     ) -> torch.Tensor:
         """Momentum with this gradient in it, unbiased."""
         pack = self.packs[i]
         old = pack.momentum
+        if keep is None and not settings.stochastic_rounding:
+            average_in(old, gradient, settings.b1)
+            average_in(pack.weight, torch.ones_like(pack.weight), settings.b1)
+            return moments.unbiased(old, pack.weight)
         if settings.stochastic_rounding:
             wide = moments.update_average(lift(old), gradient, settings.b1)
             unit = self._noise(i, noise.MOMENTUM, old.shape, settings)
@@ -228,7 +239,10 @@ class KronEngine:
     def _precondition(
         self, i: int, state: core_kron.KronState, signal: torch.Tensor, settings: StepSettings
     ) -> torch.Tensor:
-        return clipped(self.rule.precondition(state, signal), settings.clip, signal.ndim - 1)
+        direction = self.rule.precondition(state, signal)
+        if settings.clip is None or isinstance(settings.clip, tuple):
+            return clipped(direction, settings.clip, signal.ndim - 1)
+        return direction.mul_(rms_clip_scale(direction, settings.clip, signal.ndim - 1))
 
     def vectors(self, step: int) -> list[torch.Tensor]:
         """Noise like the parameters, for pairs (v, H v); the same in every framework."""
@@ -324,13 +338,16 @@ def _named(pack: Pack) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _write(old: core_kron.KronState, new: core_kron.KronState, keep: torch.Tensor) -> None:
+def _write(old: core_kron.KronState, new: core_kron.KronState, keep: torch.Tensor | None) -> None:
     for olds, news in zip(old, new, strict=True):
         for a, b in zip(olds, news, strict=True):
             _select(a, b, keep)
 
 
-def _select(old: torch.Tensor, new: torch.Tensor, keep: torch.Tensor) -> None:
-    """old <- new where `keep` (one flag, or one a block), in place, the host not waiting."""
+def _select(old: torch.Tensor, new: torch.Tensor, keep: torch.Tensor | None) -> None:
+    """old <- new where `keep` (one flag, or one a block; None: all), in place, the host not waiting."""
+    if keep is None:
+        old.copy_(new)
+        return
     condition = keep.reshape(-1, *(1,) * (old.ndim - 1)) if keep.ndim else keep
     torch.where(condition, new, old, out=old)
