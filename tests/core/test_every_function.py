@@ -236,6 +236,7 @@ CASES = {
         (np.tril(normal(B, 4, 4)) + 3 * np.eye(4), normal(B, 4, 2)),
     ),
     "linalg.largest_entry": (lambda x: linalg.largest_entry(x, (-2, -1)), (normal(B, 4, 3),)),
+    "linalg.gram": (linalg.gram, (normal(B, 4, 3),)),
     "linalg.spectral_norm_bound": (linalg.spectral_norm_bound, (positive_definite(B, 4),)),
     "kronecker.apply": (
         lambda F, x: kronecker.apply(F, x),

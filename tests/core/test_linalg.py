@@ -397,6 +397,15 @@ def test_any_number_of_leading_axes(xp):
     )
 
 
+@pytest.mark.parametrize("shape", [(7, 3), (2, 5, 4), (400, 384), (2, 100, 387), (20, 500), (3, 1, 400)])
+def test_gram_is_the_product_and_symmetric(xp, shape):
+    x = np.random.default_rng(0).normal(size=shape)
+    for given in (x, np.swapaxes(np.ascontiguousarray(np.swapaxes(x, -1, -2)), -1, -2)):
+        got = xp.numpy(xp.run(linalg.gram, xp.asarray(given)))
+        np.testing.assert_allclose(got, np.swapaxes(x, -1, -2) @ x, rtol=1e-11, atol=1e-11)
+        np.testing.assert_allclose(got, np.swapaxes(got, -1, -2), rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize(
     "function",
     [

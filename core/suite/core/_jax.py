@@ -55,6 +55,11 @@ def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return values, vectors
 
 
+def gram(x: jax.Array) -> jax.Array:
+    """xᵀ x; the compiler decides how."""
+    return jnp.matmul(x.mT, x)
+
+
 @jax.jit
 def qr(x: jax.Array) -> jax.Array:
     """The orthonormal factor of finite square matrices, by Householder reflections."""

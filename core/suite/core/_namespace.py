@@ -27,10 +27,10 @@ def array_namespace(*arrays: Array) -> Namespace:
 
 
 def factorizations(xp: Namespace) -> Any:
-    """The module with `cholesky_inverse`, `eigh`, `qr` and `solve_triangular` for a namespace.
+    """The module with `cholesky_inverse`, `eigh`, `gram`, `qr` and `solve_triangular` for a namespace.
 
-    These four are all that the core needs beyond the standard: the standard's own raise on a bad
-    matrix, wait for the device to find out, or (solve_triangular) do not exist.
+    These are all that the core needs beyond the standard: the standard's own raise on a bad matrix,
+    wait for the device to find out, compute everything twice (`gram`), or do not exist.
     """
     name = xp.__name__
     if name == "suite.core._torch":

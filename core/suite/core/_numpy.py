@@ -52,6 +52,12 @@ def eigh(x: Array) -> tuple[Array, Array]:
     return values, vectors
 
 
+def gram(x: Array) -> Array:
+    """xᵀ x."""
+    xp = array_namespace(x)
+    return xp.matmul(xp.matrix_transpose(x), x)
+
+
 def qr(x: Array) -> Array:
     """The orthonormal factor of finite square matrices, by Householder reflections."""
     return _each(lambda m: (np.linalg.qr(m).Q,), x)[0]

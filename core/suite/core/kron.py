@@ -177,7 +177,7 @@ class Kron:
                 white = kronecker.gram(own, axis, ndim, diagonal=is_diagonal)
                 total = T + white
             elif self.geometry == "QEP":
-                square = q * q if is_diagonal else xp.matmul(q, linalg.transpose(q))
+                square = q * q if is_diagonal else linalg.gram(linalg.transpose(q))
                 c = math.prod(g.shape[batch:]) / g.shape[batch + axis] / u / u
                 white = square * xp.reshape(c, (*c.shape, *(1,) * (q.ndim - batch)))
                 total = T + white
@@ -323,7 +323,7 @@ def _squares(factors: tuple[Array, ...], batch: int) -> tuple[Array, ...]:
         if q.ndim == batch + 1:
             return q * q
         lifted = lift(q)
-        return xp.astype(xp.matmul(linalg.transpose(lifted), lifted), q.dtype)
+        return xp.astype(linalg.gram(lifted), q.dtype)
 
     return tuple(square(q) for q in factors)
 

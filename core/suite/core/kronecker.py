@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from suite.core import linalg
 from suite.core._namespace import Array, array_namespace
 
 
@@ -61,4 +62,4 @@ def gram(x: Array, axis: int, ndim: int, *, diagonal: bool) -> Array:
     rows = unfold(x, axis, ndim)
     if diagonal:
         return xp.sum(rows * rows, axis=-1)
-    return xp.matmul(rows, xp.matrix_transpose(rows))
+    return linalg.gram(xp.matrix_transpose(rows))

@@ -26,6 +26,12 @@ def transpose(x: Array) -> Array:
     return array_namespace(x).matrix_transpose(x)
 
 
+def gram(x: Array) -> Array:
+    """xᵀ x: (..., m, n) -> (..., n, n), symmetric."""
+    product: Array = factorizations(array_namespace(x)).gram(x)
+    return product
+
+
 def symmetrize(x: Array) -> Array:
     """(x + xᵀ) / 2."""
     return (x + transpose(x)) * 0.5

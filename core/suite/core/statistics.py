@@ -56,7 +56,7 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
     if bias and rows.shape[1] < rows.shape[2]:
         ones = xp.ones((*rows.shape[:2], 1), dtype=rows.dtype, device=device_of(rows))
         rows, bias = xp.concat([rows, ones], axis=-1), False
-    products = xp.matmul(xp.matrix_transpose(rows), rows)
+    products = linalg.gram(rows)
     if not bias:
         return products
     sums = xp.sum(rows, axis=1)
