@@ -47,6 +47,29 @@ def test_blocks_in_batches_are_the_same_blocks(size):
     assert_same(whole, directions(batched)[0])
 
 
+def test_settings_of_all_parameters_fit_those_that_are_not_masked():
+    """As in `optax.partition`, with another optimizer for the biases."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    specs = {"s": P(None, "x"), "w": P("x"), "b": P()}
+    labels = {"s": "kron", "w": "kron", "b": "sgd"}
+    with jax.set_mesh(mesh):
+        own = scale_by_kron(scanned_layers=SCANNED, params_partition_specs=specs)
+        whole, _ = directions(optax.partition({"kron": own, "sgd": optax.sgd(0.1)}, labels))
+    alone = {name: x for name, x in PARAMS.items() if name != "b"}
+    expected, _ = directions(scale_by_kron(scanned_layers={"s": True, "w": False}), alone)
+    assert_same({name: whole[name] for name in alone}, expected, rtol=1e-6)  # other noise streams
+    assert_same(whole["b"], -0.1 * normal(7, seed=13))
+
+
+def test_gradients_of_another_structure_or_shape_are_an_error():
+    tx = scale_by_kron()
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match="updates must have the structure"):
+        tx.update({"w": PARAMS["w"]}, state)
+    with pytest.raises(ValueError, match=r"updates must have the shapes .*'w': \(9, 7\)"):
+        tx.update(PARAMS | {"w": PARAMS["w"].T}, state)
+
+
 def test_batches_bound_the_memory_of_a_step():
     """XLA's own count of temporary bytes."""
     params = {"w": jnp.zeros((64, 96, 96), jnp.float32)}
