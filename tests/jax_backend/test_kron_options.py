@@ -245,6 +245,12 @@ def test_positions_and_names_are_distributed_krons():
         "preconditioner_partition_spec",
     ]
     assert list(inspect.signature(scale_by_kron).parameters)[:20] == [names[1], *names[4:23]]
+    defaults = [p.default for p in inspect.signature(kron).parameters.values()][:23]
+    # as in distributed_kron 2.0.0, but for the two schedules that None stands for (at 4 and 8)
+    assert defaults == [
+        *(0.0003, 0.9, 0.0, None, None, 8192, 2, None, None, 1.0, None, None),
+        *("tensorfloat32", None, None, False, 8, True, 4096, True, 256, None, None),
+    ]
     specs = inspect.signature(get_opt_state_partition_specs).parameters
     assert list(specs) == ["params", "scale_by_kron_only", "kwargs"]
 
@@ -263,6 +269,38 @@ def test_partition_specs_have_the_states_structure(only, weight_decay):
     assert inner.mu == {"s": P(None, "x"), "w": P("x", None), "b": P()}
     assert set(jax.tree.leaves(inner.buckets)) == {P(("x",))}
     assert inner.steps == P()
+
+
+@pytest.mark.filterwarnings("ignore:.*mesh.*context manager has been deprecated:DeprecationWarning")
+def test_a_train_state_with_shardings_of_its_own_under_an_old_mesh_context():
+    """The pattern of distributed_kron's example: shardings read off the state, buffers donated."""
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "pipeline"))
+    specs = {"s": P("pipeline", None, "fsdp"), "w": P("fsdp", None), "b": P(None)}
+    places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    settings = {"weight_decay": 0.01, "scanned_layers": SCANNED}
+    spread = {"params_partition_specs": specs, "preconditioner_partition_spec": P("fsdp", None)}
+    tx = kron(**settings, **spread)
+
+    @jax.jit
+    def start():
+        params = jax.lax.with_sharding_constraint(PARAMS, places)
+        return params, tx.init(params)
+
+    with mesh:
+        state = start()
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+
+    def step(grads, state):
+        updates, inner = tx.update(grads, state[1], state[0])
+        return updates, (optax.apply_updates(state[0], updates), inner)
+
+    whole = (places, shardings)
+    compiled = jax.jit(step, in_shardings=whole, out_shardings=whole, donate_argnums=(0, 1))
+    with mesh:
+        updates, _ = compiled(jax.device_put(jax.tree.map(jnp.ones_like, PARAMS), places), state)
+    plain = kron(**settings)
+    expected, _ = plain.update(jax.tree.map(jnp.ones_like, PARAMS), plain.init(PARAMS), PARAMS)
+    assert_same(updates, expected)
 
 
 def test_the_parameters_axes_are_used_where_no_spec_is_given():
