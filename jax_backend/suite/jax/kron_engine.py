@@ -124,7 +124,7 @@ def plan(
         scanned, given = jax.tree.flatten(scanned_layers)
         expected = jax.tree.structure(tree)
         if given != expected:  # type: ignore[operator]
-            if given != with_places(tree)[1]:  # type: ignore[operator]
+            if given != with_places(tree)[1]:
                 raise ValueError(f"scanned_layers must have the structure {expected}, got {given}")
             scanned = unmasked(scanned, tree)
     plans: list[blocks.BlockPlan | None] = []
@@ -256,7 +256,7 @@ def update(
 def _require_alike(updates: Any, mu: Any) -> None:
     """ValueError unless gradients have the structure and shapes of the parameters of `init`."""
     found, expected = jax.tree.structure(updates), jax.tree.structure(mu)
-    if found != expected:
+    if found != expected:  # type: ignore[operator]
         raise ValueError(f"updates must have the structure {expected}, got {found}")
     shapes = [jax.tree.map(jnp.shape, tree) for tree in (updates, mu)]
     if shapes[0] != shapes[1]:
