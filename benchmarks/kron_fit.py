@@ -1,6 +1,6 @@
 """How well PSGD Kron's factors fit a known covariance, and what an update costs.
 
-    OMP_NUM_THREADS=1 python benchmarks/kron_fit.py --output kron-fit
+    OMP_NUM_THREADS=1 python benchmarks/kron_fit.py --output kron-fit  # half an hour
 
 Gradients are G = A_1^½ ⊗ A_2^½ ⊗ ... z with z standard normal and A_i of given condition (eigenvalues
 log-spaced, geometric mean 1, random basis). The error is ‖P (A_1 ⊗ A_2 ⊗ ...) P - I‖_F / √N, exact in

@@ -233,10 +233,14 @@ def plot(results: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    columns = min(3, len(results))
+    rows = math.ceil(len(results) / columns)
     figure, axes = plt.subplots(
-        1, len(results), figsize=(4 * len(results), 3.5), layout="constrained", squeeze=False
+        rows, columns, figsize=(4 * columns, 3 * rows), layout="constrained", squeeze=False
     )
-    for axis, (problem, contenders) in zip(axes[0], results.items(), strict=True):
+    for axis in axes.flat[len(results) :]:
+        axis.set_visible(False)
+    for axis, (problem, contenders) in zip(axes.flat, results.items(), strict=False):
         for number, (name, found) in enumerate(contenders.items()):
             for i, losses in enumerate(found["losses"]):
                 width = max(1, len(losses) // 50)
@@ -245,8 +249,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
                 axis.semilogy(smooth, color=f"C{number}", alpha=0.7, linewidth=1, label=label)
         axis.set(title=problem, xlabel="step")
         axis.legend(fontsize=8)
-    axes[0][0].set_ylabel("loss")
-    figure.savefig(path, dpi=100)
+    for row in axes:
+        row[0].set_ylabel("loss")
+    figure.savefig(path, dpi=80)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -47,6 +47,29 @@ def test_blocks_in_batches_are_the_same_blocks(size):
     assert_same(whole, directions(batched)[0])
 
 
+def test_settings_of_all_parameters_fit_those_that_are_not_masked():
+    """As in `optax.partition`, with another optimizer for the biases."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    specs = {"s": P(None, "x"), "w": P("x"), "b": P()}
+    labels = {"s": "kron", "w": "kron", "b": "sgd"}
+    with jax.set_mesh(mesh):
+        own = scale_by_kron(scanned_layers=SCANNED, params_partition_specs=specs)
+        whole, _ = directions(optax.partition({"kron": own, "sgd": optax.sgd(0.1)}, labels))
+    alone = {name: x for name, x in PARAMS.items() if name != "b"}
+    expected, _ = directions(scale_by_kron(scanned_layers={"s": True, "w": False}), alone)
+    assert_same({name: whole[name] for name in alone}, expected, rtol=1e-6)  # other noise streams
+    assert_same(whole["b"], -0.1 * normal(7, seed=13))
+
+
+def test_gradients_of_another_structure_or_shape_are_an_error():
+    tx = scale_by_kron()
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match="updates must have the structure"):
+        tx.update({"w": PARAMS["w"]}, state)
+    with pytest.raises(ValueError, match=r"updates must have the shapes .*'w': \(9, 7\)"):
+        tx.update(PARAMS | {"w": PARAMS["w"].T}, state)
+
+
 def test_batches_bound_the_memory_of_a_step():
     """XLA's own count of temporary bytes."""
     params = {"w": jnp.zeros((64, 96, 96), jnp.float32)}
@@ -222,6 +245,12 @@ def test_positions_and_names_are_distributed_krons():
         "preconditioner_partition_spec",
     ]
     assert list(inspect.signature(scale_by_kron).parameters)[:20] == [names[1], *names[4:23]]
+    defaults = [p.default for p in inspect.signature(kron).parameters.values()][:23]
+    # as in distributed_kron 2.0.0, but for the two schedules that None stands for (at 4 and 8)
+    assert defaults == [
+        *(0.0003, 0.9, 0.0, None, None, 8192, 2, None, None, 1.0, None, None),
+        *("tensorfloat32", None, None, False, 8, True, 4096, True, 256, None, None),
+    ]
     specs = inspect.signature(get_opt_state_partition_specs).parameters
     assert list(specs) == ["params", "scale_by_kron_only", "kwargs"]
 
@@ -240,6 +269,38 @@ def test_partition_specs_have_the_states_structure(only, weight_decay):
     assert inner.mu == {"s": P(None, "x"), "w": P("x", None), "b": P()}
     assert set(jax.tree.leaves(inner.buckets)) == {P(("x",))}
     assert inner.steps == P()
+
+
+@pytest.mark.filterwarnings("ignore:.*mesh.*context manager has been deprecated:DeprecationWarning")
+def test_a_train_state_with_shardings_of_its_own_under_an_old_mesh_context():
+    """The pattern of distributed_kron's example: shardings read off the state, buffers donated."""
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "pipeline"))
+    specs = {"s": P("pipeline", None, "fsdp"), "w": P("fsdp", None), "b": P(None)}
+    places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    settings = {"weight_decay": 0.01, "scanned_layers": SCANNED}
+    spread = {"params_partition_specs": specs, "preconditioner_partition_spec": P("fsdp", None)}
+    tx = kron(**settings, **spread)
+
+    @jax.jit
+    def start():
+        params = jax.lax.with_sharding_constraint(PARAMS, places)
+        return params, tx.init(params)
+
+    with mesh:
+        state = start()
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+
+    def step(grads, state):
+        updates, inner = tx.update(grads, state[1], state[0])
+        return updates, (optax.apply_updates(state[0], updates), inner)
+
+    whole = (places, shardings)
+    compiled = jax.jit(step, in_shardings=whole, out_shardings=whole, donate_argnums=(0, 1))
+    with mesh:
+        updates, _ = compiled(jax.device_put(jax.tree.map(jnp.ones_like, PARAMS), places), state)
+    plain = kron(**settings)
+    expected, _ = plain.update(jax.tree.map(jnp.ones_like, PARAMS), plain.init(PARAMS), PARAMS)
+    assert_same(updates, expected)
 
 
 def test_the_parameters_axes_are_used_where_no_spec_is_given():

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from suite.jax import kfac, value_and_grad, verify
+from suite.jax import kfac, kron, value_and_grad, verify
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import jax_library_models
@@ -47,6 +47,25 @@ def test_models_are_covered_and_nothing_is_missed(library, name):
     plain = {r.parameter: r.reason for r in routing if not r.preconditioned}
     assert plain == UNCOVERED.get((library, name), {})
     assert max(verify(loss_fn, params, *batch, rtol=1e-3).values()) < 1e-4
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx", "equinox"])
+def test_kron_trains_their_models(library):
+    pytest.importorskip("equinox" if library == "equinox" else "flax")
+    loss_fn, params, batch = jax_library_models.LIBRARIES[library]()["mlp"]()
+    tx = kron(0.003)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state, losses = tx.init(params), []
+    for _ in range(30):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_nnx_optimizers_pass_statistics_on():

@@ -152,3 +152,41 @@ def test_a_compiled_model_is_the_same_model(make):
         optimizer.step()
     for a, b in zip(plain, other.parameters(), strict=True):
         torch.testing.assert_close(a, b.detach(), rtol=1e-3, atol=1e-5)
+
+
+@every_optimizer
+def test_a_grad_scaler_changes_no_number_and_its_overflow_changes_nothing(make):
+    model, loss_fn = problem()
+    plain = run(model, make(model.parameters()), loss_fn)
+    other, _ = problem()
+    optimizer, scaler = make(other.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_fn(other)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert same(plain, [p.detach() for p in other.parameters()])
+    before = copy.deepcopy((other.state_dict(), optimizer.state_dict()))
+    scaler.scale(loss_fn(other)).backward()
+    other[0].weight.grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert same(before, (other.state_dict(), optimizer.state_dict()))
+
+
+@pytest.mark.slow
+@every_optimizer
+def test_a_thousand_zero_gradients_do_not_stop_what_comes_after(make):
+    model, loss_fn = problem()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = make(model.parameters())
+    for _ in range(1000):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert same(before, [p.detach() for p in model.parameters()])
+    start = loss_fn().item()
+    after = run(model, optimizer, loss_fn, steps=100)
+    assert all(bool(p.isfinite().all()) for p in after)
+    assert loss_fn().item() < 0.9 * start

@@ -192,7 +192,7 @@ def scale_by_kron(
         if value_fn is not None and params is None:
             raise ValueError("params must be given to update(...) with value_fn")
         pair = None if vector is None else (unbox(vector), unbox(hvp))
-        plain, loss = unbox(updates), value_fn
+        plain, loss = jax.tree.map(jnp.asarray, unbox(updates)), value_fn
         if value_fn is not None:  # which may want its parameters in their boxes
 
             def loss(values: Any) -> jax.Array:

@@ -18,6 +18,7 @@ from suite.core.schedules import advance_clock
 from suite.core.step_size import Clip, clipped, normalized
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
+from suite.jax.masks import unmasked, with_places
 from suite.jax.sharding import Layout, constrain, in_batches, pad
 
 Schedule = Any  # a number, a 0-d array, or a function of a count
@@ -115,14 +116,17 @@ def plan(
     Raises:
         ValueError: complex leaves; `scanned_layers` of another structure.
     """
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves = jax.tree.leaves(tree)
     if any(jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating) for leaf in leaves):
         raise ValueError("Kron does not cover complex parameters: give it real and imaginary parts")
     scanned = [False] * len(leaves)
     if scanned_layers is not None:
-        scanned, scanned_treedef = jax.tree.flatten(scanned_layers)
-        if scanned_treedef != treedef:  # type: ignore[operator]
-            raise ValueError(f"scanned_layers must have the structure {treedef}, got {scanned_treedef}")
+        scanned, given = jax.tree.flatten(scanned_layers)
+        expected = jax.tree.structure(tree)
+        if given != expected:  # type: ignore[operator]
+            if given != with_places(tree)[1]:
+                raise ValueError(f"scanned_layers must have the structure {expected}, got {given}")
+            scanned = unmasked(scanned, tree)
     plans: list[blocks.BlockPlan | None] = []
     stacks, owner = [], []
     for number, (leaf, is_scanned) in enumerate(zip(leaves, scanned, strict=True)):
@@ -184,6 +188,7 @@ def update(
     """
     static, layout = _plan(settings, updates), settings.layout_on(updates)
     leaves, treedef = jax.tree.flatten(updates)
+    _require_alike(updates, state.mu)
     finite = all_finite((updates, pair))
     step = state.steps + 1
     probability = at(settings.preconditioner_update_probability, step)
@@ -246,6 +251,16 @@ def update(
         states,
         state.skipped_steps + (~finite).astype(jnp.int32),
     )
+
+
+def _require_alike(updates: Any, mu: Any) -> None:
+    """ValueError unless gradients have the structure and shapes of the parameters of `init`."""
+    found, expected = jax.tree.structure(updates), jax.tree.structure(mu)
+    if found != expected:  # type: ignore[operator]
+        raise ValueError(f"updates must have the structure {expected}, got {found}")
+    shapes = [jax.tree.map(jnp.shape, tree) for tree in (updates, mu)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"updates must have the shapes {shapes[1]}, got {shapes[0]}")
 
 
 def _absorb(

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from suite.jax.masks import unmasked, with_places
+
 T = Any
 
 
@@ -132,6 +134,8 @@ def specs_like(tree: Any, params_partition_specs: Any) -> Any:
     """
     leaves, treedef = jax.tree.flatten(tree)
     specs = jax.tree.leaves(params_partition_specs, is_leaf=_is_spec)
+    if len(specs) == len(with_places(tree)[0]):
+        specs = unmasked(specs, tree)
     if len(specs) != len(leaves):
         raise ValueError(
             f"params_partition_specs must have a spec for each of {len(leaves)} parameters, "

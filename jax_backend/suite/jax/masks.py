@@ -1,0 +1,27 @@
+"""Settings that are given for all parameters, where some of those are masked.
+
+`optax.masked` and `optax.partition` put a MaskedNode, which has no leaves, where a parameter is another
+transformation's; what the user says about all parameters keeps its leaf there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+
+def with_places(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure of a tree whose masked parameters count as leaves."""
+    return jax.tree.flatten(tree, is_leaf=_is_masked)
+
+
+def unmasked(settings: list[Any], tree: Any) -> list[Any]:
+    """`settings`, one for each of `with_places(tree)`, without those of masked parameters."""
+    places = with_places(tree)[0]
+    return [x for x, place in zip(settings, places, strict=True) if not _is_masked(place)]
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
