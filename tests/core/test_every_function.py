@@ -169,6 +169,12 @@ CASES = {
         lambda g, x: statistics.elementwise_second_moment_sum(g, x, "right", (g.shape[0], 4, 2)),
         (normal(B, 5, 2), normal(B, 5, 4)),
     ),
+    "kfac.rows_make_gradient": (
+        lambda a, g: kfac.rows_make_gradient(
+            a, g, linalg.transpose(g) @ a, array_namespace(g).sum(g, axis=-2)
+        ),
+        (normal(B, 6, 4), normal(B, 6, 3, seed=1)),
+    ),
     "statistics.normalize": (
         lambda A, G: statistics.normalize(
             statistics.LayerStatistics(A, G, five(A)), five(A) + 1, "mean"
