@@ -242,6 +242,7 @@ CASES = {
         (np.tril(normal(B, 4, 4)) + 3 * np.eye(4), normal(B, 4, 2)),
     ),
     "linalg.largest_entry": (lambda x: linalg.largest_entry(x, (-2, -1)), (normal(B, 4, 3),)),
+    "linalg.usually": (lambda x: linalg.usually(x > 0, x, lambda: -2 * x), (normal(B, 4, 3),)),
     "linalg.gram": (linalg.gram, (normal(B, 4, 3),)),
     "linalg.spectral_norm_bound": (linalg.spectral_norm_bound, (positive_definite(B, 4),)),
     "kronecker.apply": (
@@ -445,7 +446,7 @@ def test_half_precision_goes_in_and_comes_out(name):
 # Parts of `apply` and `gram`, which are cases; functions of no stack.
 OTHERS = {
     *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
-    *("linalg.norm", "linalg.bilinear"),
+    *("linalg.norm", "linalg.bilinear", "kfac.is_cheaper_by_rows"),
     *("linalg.eye_like", "step_size.inner_product", "step_size.kl_clip_coefficient"),
     "step_size.check_clip",
 }

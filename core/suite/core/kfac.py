@@ -295,7 +295,7 @@ class KFAC:
             batch = gradient.ndim - 2
             x = G[..., :, None] * x if G.ndim == batch + 1 else xp.matmul(G, x)
             x = x * A[..., None, :] if A.ndim == batch + 1 else xp.matmul(x, A)
-        return xp.where(ready[..., None, None], xp.astype(x, gradient.dtype), gradient)
+        return linalg.usually(ready[..., None, None], xp.astype(x, gradient.dtype), lambda: gradient)
 
     def apply_to_rows(
         self, A: Array, G: Array, inputs: Array, outputs: Array, *, bias: bool = False
@@ -337,7 +337,7 @@ def is_cheaper_by_rows(rows: int, d_in: int, d_out: int) -> bool:
 
 
 def rows_make_gradient(inputs: Array, outputs: Array, weight: Array, bias: Array | None) -> Array:
-    """(): whether Σ g aᵀ is `weight` and Σ g is `bias`, up to rounding, asked by one random vector.
+    """(...): whether Σ g aᵀ is `weight` and Σ g is `bias`, up to rounding, asked by one random vector.
 
     Source: Freivalds 1979 (Fast probabilistic algorithms), section 2: two different matrices agree on a
     random vector with probability 0.
@@ -356,7 +356,8 @@ def rows_make_gradient(inputs: Array, outputs: Array, weight: Array, bias: Array
     if bias is not None:
         seen, found = seen + shift, found + shift * bias
     expected = xp.matmul(linalg.transpose(outputs), seen)[..., 0]
-    return linalg.norm(found - expected) <= 1e-4 * linalg.norm(expected)
+    norm = xp.linalg.vector_norm
+    return norm(found - expected, axis=-1) <= 1e-4 * norm(expected, axis=-1)
 
 
 def mean_eigenvalue(factor: Factor) -> Array:
@@ -404,7 +405,7 @@ def _eigen(average: Array, old: Any, batch: int, extra: Scalar, warm: bool) -> E
 def _finite(inverse: Eigen | Array, batch: int) -> Array:
     arrays = [x for x in inverse if x is not None] if isinstance(inverse, Eigen) else [inverse]
     xp = array_namespace(arrays[0])
-    finite = [xp.all(xp.isfinite(x), axis=tuple(range(batch, x.ndim))) for x in arrays]
+    finite = [xp.isfinite(linalg.largest_entry(x, tuple(range(batch, x.ndim)))) for x in arrays]
     return finite[0] if len(finite) == 1 else finite[0] & finite[1]
 
 
@@ -415,4 +416,4 @@ def where(condition: Array, new: Any, old: Any) -> Any:
         return Eigen(vectors, where(condition, new.values, old.values))
     xp = array_namespace(condition)
     condition = xp.reshape(condition, (*condition.shape, *(1,) * (new.ndim - condition.ndim)))
-    return xp.where(condition, xp.astype(new, old.dtype), old)
+    return linalg.usually(condition, xp.astype(new, old.dtype), lambda: old)

@@ -97,7 +97,9 @@ class KeptRows:
         weight, bias = (None if p is None else p.grad() for p in (self.layer.weight, self.layer.bias))
         assert weight is not None
         made_of = rows_make_gradient(inputs, outputs, weight[None], None if bias is None else bias[None])
-        return (inputs, outputs) if bool(made_of) else None  # else the weight is used elsewhere, too
+        return (
+            (inputs, outputs) if bool(made_of.all()) else None
+        )  # else the weight is used elsewhere, too
 
 
 def can_be_thin(layer: Layer) -> bool:
