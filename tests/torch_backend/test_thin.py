@@ -17,6 +17,11 @@ from suite.torch.factors import LayerFactors
 ROWS = 6
 
 
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch):
+    monkeypatch.setattr("suite.torch.thin.SMALLEST", 0)
+
+
 class Model(nn.Module):
     """Wide layers, one of them used twice, one without bias."""
 
@@ -180,8 +185,12 @@ def test_rows_of_passes_that_no_step_uses_do_not_pile_up(monkeypatch):
     assert all(not k.pairs and not k.made for k in kfac._engine.kept.values())
 
 
-def test_rows_are_kept_only_where_inverses_are():
+def test_rows_are_kept_only_where_inverses_are_and_layers_are_large(monkeypatch):
     assert not KFAC(Model(), compute_method="eigen")._engine.kept
+    with monkeypatch.context() as patch:
+        patch.setattr("suite.torch.thin.SMALLEST", 32 * 32 * 64)
+        kept = KFAC(Model(), compute_method="inverse")._engine.kept.values()
+        assert [k.layer.name for k in kept] == ["again"]
     kfac = KFAC(Model(), compute_method="inverse")
     assert len(kfac._engine.kept) == 4
     model = kfac._engine.model

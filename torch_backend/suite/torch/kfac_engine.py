@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -520,12 +521,15 @@ class KFACEngine:
             if kl_clip is None:
                 return None
             products = self._of_all_blocks(products)
-            total: Any = 0.0
             device = next(iter(products.values())).device
-            for i, product in products.items():
-                lr = lr_of(self.layers[i].weight.parameter)
-                total = total + (lr * lr * product).to(device)
-            coefficient: torch.Tensor = kl_clip_coefficient(total, kl_clip)
+            lrs = [lr_of(self.layers[i].weight.parameter) for i in products]
+            dtype = functools.reduce(torch.promote_types, (x.dtype for x in products.values()))
+            terms = torch.stack([x.to(device, dtype) for x in products.values()])
+            if any(isinstance(lr, torch.Tensor) for lr in lrs):
+                rates = torch.stack([torch.as_tensor(lr, dtype=dtype, device=device) for lr in lrs])
+            else:
+                rates = torch.tensor(lrs, dtype=dtype, device=device)
+            coefficient: torch.Tensor = kl_clip_coefficient((rates * rates * terms).sum(), kl_clip)
             return coefficient
 
         self.clip_coefficient = self.gradients.deliver(

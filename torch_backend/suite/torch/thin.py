@@ -15,6 +15,7 @@ import torch
 from suite.core.kfac import is_cheaper_by_rows, rows_make_gradient
 from suite.torch.layers import Layer
 
+SMALLEST = 128 * 128 * 256  # multiplications of a direction for which it is worth the hooks
 HOST_DEVICES = ("cpu",)  # elsewhere the host would have to wait to see whether rows fit the gradient
 
 
@@ -103,9 +104,11 @@ class KeptRows:
 
 
 def can_be_thin(layer: Layer) -> bool:
-    """Whether all of a layer's gradient comes from rows that its hooks see."""
+    """Whether a layer is large, and all of its gradient comes from rows that its hooks see."""
+    d_in, d_out = layer.sizes
     return (
         layer.spec.kind == "dense"
+        and d_in * d_out * (d_in + d_out) >= SMALLEST
         and layer.layout == "matrix"
         and layer.blocks == 1
         and layer.diagonal == (False, False)
