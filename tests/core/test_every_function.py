@@ -169,6 +169,12 @@ CASES = {
         lambda g, x: statistics.elementwise_second_moment_sum(g, x, "right", (g.shape[0], 4, 2)),
         (normal(B, 5, 2), normal(B, 5, 4)),
     ),
+    "kfac.rows_make_gradient": (
+        lambda a, g: kfac.rows_make_gradient(
+            a, g, linalg.transpose(g) @ a, array_namespace(g).sum(g, axis=-2)
+        ),
+        (normal(B, 6, 4), normal(B, 6, 3, seed=1)),
+    ),
     "statistics.normalize": (
         lambda A, G: statistics.normalize(
             statistics.LayerStatistics(A, G, five(A)), five(A) + 1, "mean"
@@ -236,6 +242,7 @@ CASES = {
         (np.tril(normal(B, 4, 4)) + 3 * np.eye(4), normal(B, 4, 2)),
     ),
     "linalg.largest_entry": (lambda x: linalg.largest_entry(x, (-2, -1)), (normal(B, 4, 3),)),
+    "linalg.usually": (lambda x: linalg.usually(x > 0, x, lambda: -2 * x), (normal(B, 4, 3),)),
     "linalg.gram": (linalg.gram, (normal(B, 4, 3),)),
     "linalg.spectral_norm_bound": (linalg.spectral_norm_bound, (positive_definite(B, 4),)),
     "kronecker.apply": (
@@ -439,7 +446,7 @@ def test_half_precision_goes_in_and_comes_out(name):
 # Parts of `apply` and `gram`, which are cases; functions of no stack.
 OTHERS = {
     *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
-    *("linalg.norm", "linalg.bilinear"),
+    *("linalg.norm", "linalg.bilinear", "kfac.is_cheaper_by_rows"),
     *("linalg.eye_like", "step_size.inner_product", "step_size.kl_clip_coefficient"),
     "step_size.check_clip",
 }

@@ -36,6 +36,7 @@ def _cholesky_inverse(x: jax.Array) -> jax.Array:
     eye = jnp.eye(x.shape[-1], dtype=x.dtype)
     half = lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
     inverse = half.T @ half
+    inverse = 0.5 * (inverse + inverse.T)
     return jnp.where(jnp.all(jnp.isfinite(inverse)), inverse, jnp.nan)
 
 
@@ -44,7 +45,7 @@ def _cholesky_inverse(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def cholesky_inverse(x: jax.Array) -> jax.Array:
-    """Inverse of positive definite matrices; NaN throughout a matrix that is not."""
+    """Inverse of positive definite matrices, symmetric; NaN throughout a matrix that is not."""
     return _over_stack(_cholesky_inverse, x)
 
 
@@ -53,6 +54,21 @@ def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Eigenvalues and eigenvectors of finite symmetric matrices; NaN where the solver gave up."""
     vectors, values = _over_stack(lambda m: tuple(lax.linalg.eigh(m, symmetrize_input=False)), x)
     return values, vectors
+
+
+def trace(x: jax.Array) -> jax.Array:
+    """The sum of each diagonal."""
+    return jnp.sum(x * jnp.eye(x.shape[-1], dtype=x.dtype), axis=(-2, -1))
+
+
+def add_diagonal(x: jax.Array, value: Any) -> jax.Array:
+    """x + value I."""
+    return x + value * jnp.eye(x.shape[-1], dtype=x.dtype)
+
+
+def usually(condition: jax.Array, x: jax.Array, other: Callable[[], Any]) -> jax.Array:
+    """`x` where the condition holds, else `other()`."""
+    return jnp.where(condition, x, other())
 
 
 def gram(x: jax.Array) -> jax.Array:

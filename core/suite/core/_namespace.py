@@ -27,10 +27,11 @@ def array_namespace(*arrays: Array) -> Namespace:
 
 
 def factorizations(xp: Namespace) -> Any:
-    """The module with `cholesky_inverse`, `eigh`, `gram`, `qr` and `solve_triangular` for a namespace.
+    """What the core needs beyond the standard, for a namespace: a module of functions on matrices.
 
-    These are all that the core needs beyond the standard: the standard's own raise on a bad matrix,
-    wait for the device to find out, compute everything twice (`gram`), or do not exist.
+    `cholesky_inverse`, `eigh`, `qr` and `solve_triangular`, for the standard's own raise on a bad
+    matrix, wait for the device to find out, or do not exist; `gram`, `trace` and `add_diagonal`, which
+    in the standard's words compute or copy more than they need to; `usually`, a `where` that may look.
     """
     name = xp.__name__
     if name == "suite.core._torch":

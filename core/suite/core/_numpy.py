@@ -30,7 +30,7 @@ def _cholesky_inverse(x: np.ndarray) -> tuple[np.ndarray]:
         half = np.linalg.inv(np.linalg.cholesky(x))
     except np.linalg.LinAlgError:
         return (np.full_like(x, np.nan),)
-    return (half.T @ half,)
+    return (0.5 * (half.T @ half + (half.T @ half).T),)
 
 
 def _eigh(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -42,7 +42,7 @@ def _eigh(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cholesky_inverse(x: Array) -> Array:
-    """Inverse of positive definite matrices; NaN throughout a matrix that is not."""
+    """Inverse of positive definite matrices, symmetric; NaN throughout a matrix that is not."""
     return _each(_cholesky_inverse, x)[0]
 
 
@@ -50,6 +50,23 @@ def eigh(x: Array) -> tuple[Array, Array]:
     """Eigenvalues and eigenvectors of finite symmetric matrices; NaN where the solver gave up."""
     values, vectors = _each(_eigh, x)
     return values, vectors
+
+
+def trace(x: Array) -> Array:
+    """The sum of each diagonal."""
+    xp = array_namespace(x)
+    return xp.sum(xp.linalg.diagonal(x), axis=-1)
+
+
+def add_diagonal(x: Array, value: Any) -> Array:
+    """x + value I."""
+    xp = array_namespace(x)
+    return x + value * xp.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+
+
+def usually(condition: Array, x: Array, other: Callable[[], Array]) -> Array:
+    """`x` where the condition holds, else `other()`."""
+    return array_namespace(x).where(condition, x, other())
 
 
 def gram(x: Array) -> Array:

@@ -7,6 +7,7 @@ Only names that the core uses are here, each a plain alias or a one-line functio
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,13 +102,14 @@ def take_along_axis(x: torch.Tensor, indices: torch.Tensor, *, axis: int) -> tor
 
 
 def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
-    """Inverse of positive definite matrices; NaN throughout a matrix that is not."""
+    """Inverse of positive definite matrices, symmetric; NaN throughout a matrix that is not."""
     factor, info = torch.linalg.cholesky_ex(x)
-    failed = (info != 0)[..., None, None]
-    factor = torch.where(failed, torch.eye(x.shape[-1], dtype=x.dtype, device=x.device), factor)
-    inverse = torch.where(failed, torch.nan, torch.cholesky_inverse(factor))
+    fine = (info == 0)[..., None, None]
+    factor = usually(fine, factor, lambda: torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
+    inverse = torch.cholesky_inverse(factor)
     # LAPACK's column order would survive until a checkpoint, and products round differently after it.
-    return inverse.contiguous()
+    inverse = inverse.mT.contiguous()  # it is symmetric
+    return usually(fine, inverse, lambda: torch.full_like(inverse, torch.nan))
 
 
 def eigh(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,6 +123,25 @@ def eigh(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = [eigh(matrix) for matrix in x]  # spare the rest of the stack
         values, vectors = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     return values, vectors.contiguous()  # as in `cholesky_inverse`
+
+
+def trace(x: torch.Tensor) -> torch.Tensor:
+    """The sum of each diagonal."""
+    return torch.sum(torch.linalg.diagonal(x), dim=-1)
+
+
+def add_diagonal(x: torch.Tensor, value: Any) -> torch.Tensor:
+    """x + value I; `value` a number or (..., 1, 1)."""
+    y = x.clone(memory_format=torch.contiguous_format)
+    torch.linalg.diagonal(y).add_(value if isinstance(value, float) else value[..., 0])
+    return y
+
+
+def usually(condition: torch.Tensor, x: torch.Tensor, other: Callable[[], Any]) -> torch.Tensor:
+    """`x` where the condition holds, else `other()`; on a CPU `x` itself if it holds everywhere."""
+    if condition.device.type == "cpu" and not torch.compiler.is_compiling() and condition.all():
+        return x
+    return torch.where(condition, x, other())
 
 
 def gram(x: torch.Tensor) -> torch.Tensor:

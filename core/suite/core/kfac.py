@@ -19,6 +19,7 @@ from suite.core import linalg, moments
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
 from suite.core.checks import check_choice, check_integer
 from suite.core.damping import split_damping, tikhonov
+from suite.core.noise import unit_noise
 
 ComputeMethod = Literal["eigen", "inverse", "newton_schulz", "ekfac"]
 
@@ -294,7 +295,29 @@ class KFAC:
             batch = gradient.ndim - 2
             x = G[..., :, None] * x if G.ndim == batch + 1 else xp.matmul(G, x)
             x = x * A[..., None, :] if A.ndim == batch + 1 else xp.matmul(x, A)
-        return xp.where(ready[..., None, None], xp.astype(x, gradient.dtype), gradient)
+        return linalg.usually(ready[..., None, None], xp.astype(x, gradient.dtype), lambda: gradient)
+
+    def apply_to_rows(
+        self, A: Array, G: Array, inputs: Array, outputs: Array, *, bias: bool = False
+    ) -> Array:
+        """`apply` to the gradient Σ g aᵀ with inverses, from its rows: Σ (G⁻¹ g) (A⁻¹ a)ᵀ.
+
+        Args:
+            A, G: (..., d_in, d_in) and (..., d_out, d_out), inverses.
+            inputs: (..., n, d_in - bias), rows a.
+            outputs: (..., n, d_out), rows g.
+            bias: append the coordinate 1 to every a.
+
+        Returns:
+            (..., d_out, d_in).
+        """
+        xp = array_namespace(inputs)
+        A, G = lift(A), lift(G)
+        a, g = xp.astype(inputs, A.dtype), xp.astype(outputs, G.dtype)
+        if bias:
+            ones = xp.ones((*a.shape[:-1], 1), dtype=a.dtype, device=device_of(a))
+            a = xp.concat([a, ones], axis=-1)
+        return xp.matmul(linalg.transpose(xp.matmul(g, G)), xp.matmul(a, A))
 
     def _inverse(self, average: Array, old: Array, batch: int, damping: Scalar) -> Array:
         if average.ndim == batch + 1:
@@ -306,6 +329,35 @@ class KFAC:
         if self.compute_method == "newton_schulz":
             return linalg.newton_schulz_inverse(average, damping, lift(old), self.iterations)
         return linalg.damped_inverse(average, damping)
+
+
+def is_cheaper_by_rows(rows: int, d_in: int, d_out: int) -> bool:
+    """Whether `apply_to_rows` takes clearly fewer multiplications than `apply`."""
+    return rows * (d_in**2 + d_out**2 + d_in * d_out) < 0.8 * d_in * d_out * (d_in + d_out)
+
+
+def rows_make_gradient(inputs: Array, outputs: Array, weight: Array, bias: Array | None) -> Array:
+    """(...): whether Σ g aᵀ is `weight` and Σ g is `bias`, up to rounding, asked by one random vector.
+
+    Source: Freivalds 1979 (Fast probabilistic algorithms), section 2: two different matrices agree on a
+    random vector with probability 0.
+
+    Args:
+        inputs: (..., n, d_in), rows a.
+        outputs: (..., n, d_out), rows g.
+        weight: (..., d_out, d_in).
+        bias: (..., d_out).
+    """
+    xp = array_namespace(inputs)
+    stream = xp.zeros((1,), dtype=xp.int32, device=device_of(inputs))
+    probe = xp.astype(unit_noise(stream, 0, (inputs.shape[-1] + 1,), xp.float32), inputs.dtype)[0, ...]
+    vector, shift = probe[:-1][..., None], probe[-1]
+    seen, found = xp.matmul(inputs, vector), xp.matmul(weight, vector)[..., 0]
+    if bias is not None:
+        seen, found = seen + shift, found + shift * bias
+    expected = xp.matmul(linalg.transpose(outputs), seen)[..., 0]
+    norm = xp.linalg.vector_norm
+    return norm(found - expected, axis=-1) <= 1e-4 * norm(expected, axis=-1)
 
 
 def mean_eigenvalue(factor: Factor) -> Array:
@@ -353,7 +405,7 @@ def _eigen(average: Array, old: Any, batch: int, extra: Scalar, warm: bool) -> E
 def _finite(inverse: Eigen | Array, batch: int) -> Array:
     arrays = [x for x in inverse if x is not None] if isinstance(inverse, Eigen) else [inverse]
     xp = array_namespace(arrays[0])
-    finite = [xp.all(xp.isfinite(x), axis=tuple(range(batch, x.ndim))) for x in arrays]
+    finite = [xp.isfinite(linalg.largest_entry(x, tuple(range(batch, x.ndim)))) for x in arrays]
     return finite[0] if len(finite) == 1 else finite[0] & finite[1]
 
 
@@ -364,4 +416,4 @@ def where(condition: Array, new: Any, old: Any) -> Any:
         return Eigen(vectors, where(condition, new.values, old.values))
     xp = array_namespace(condition)
     condition = xp.reshape(condition, (*condition.shape, *(1,) * (new.ndim - condition.ndim)))
-    return xp.where(condition, xp.astype(new, old.dtype), old)
+    return linalg.usually(condition, xp.astype(new, old.dtype), lambda: old)

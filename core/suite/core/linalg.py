@@ -7,6 +7,8 @@ Half precision is lifted to float32 inside and the result comes back in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from suite.core._namespace import (
     Array,
     Scalar,
@@ -45,7 +47,8 @@ def eye_like(x: Array) -> Array:
 
 def trace(x: Array) -> Array:
     """(..., n, n) -> (...): the sum of each diagonal."""
-    return array_namespace(x).sum(x * eye_like(x), axis=(-2, -1))
+    total: Array = factorizations(array_namespace(x)).trace(x)
+    return total
 
 
 def norm(x: Array) -> Array:
@@ -84,15 +87,26 @@ def add_diagonal(x: Array, value: Scalar) -> Array:
     value = as_scalar(value, x)
     if not isinstance(value, float):
         value = xp.reshape(value, (*value.shape, 1, 1))
-    return x + value * eye_like(x)
+    return factorizations(xp).add_diagonal(x, value)
 
 
 def _guard(x: Array) -> tuple[Array, Array]:
     """Finite matrices to work on, and which (..., 1, 1) were finite to begin with."""
     xp = array_namespace(x)
     x = lift(x)
-    finite = xp.all(xp.isfinite(x), axis=(-2, -1))[..., None, None]
-    return xp.where(finite, x, eye_like(x)), finite
+    finite = xp.isfinite(largest_entry(x, (-2, -1), keepdims=True))
+    return usually(finite, x, lambda: eye_like(x)), finite
+
+
+def usually(condition: Array, x: Array, other: Callable[[], Array]) -> Array:
+    """`x` where `condition`, else `other()`; where the host can see that it always holds, `x` itself.
+
+    Args:
+        condition: broadcasts to `x`.
+        other: of a shape and dtype that do not change those of `x`.
+    """
+    chosen: Array = factorizations(array_namespace(x)).usually(condition, x, other)
+    return chosen
 
 
 def damped_inverse(x: Array, damping: Scalar) -> Array:
@@ -107,8 +121,8 @@ def damped_inverse(x: Array, damping: Scalar) -> Array:
     """
     xp = array_namespace(x)
     safe, finite = _guard(add_diagonal(lift(x), damping))
-    inverse = symmetrize(factorizations(xp).cholesky_inverse(safe))
-    return xp.where(finite, inverse, float("nan"))
+    inverse = factorizations(xp).cholesky_inverse(safe)
+    return usually(finite, inverse, lambda: xp.zeros_like(inverse) + float("nan"))
 
 
 def newton_schulz_inverse(x: Array, damping: Scalar, start: Array, iterations: int) -> Array:

@@ -23,6 +23,7 @@ from suite.torch.free import FreeParameters, Watched
 from suite.torch.hooks import Hook, ModeAround, in_backward
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import Bases, LayerSpec, bag_second_moments, output_positions, sums
+from suite.torch.thin import KeptRows
 
 
 class Captured(NamedTuple):
@@ -104,6 +105,7 @@ class LayerCapture:
         self.sampled: dict[int, torch.Tensor] = {}  # by slot: of passes of our own
         self.terms = 0.0  # of the losses that those are about
         self.handles = []
+        self.kept: KeptRows | None = None  # set to keep rows of the passes
         if layer.spec.kind != "free":
             for i, site in enumerate(layer.sites):
                 hook = Hook(self, site.module, i)
@@ -134,8 +136,15 @@ class LayerCapture:
         """The slots that grow with every backward pass, whatever its gradients."""
         return [self.A, self.counts, *self.transposed[::2]]
 
+    def _keeps(self, site: Site, x: Any, y: Any) -> bool:
+        usable = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and y.requires_grad
+        return usable and self._training(site) and not torch.compiler.is_compiling()
+
     def wanted(self, site: Site) -> bool:
-        if not self.clock.wanted or not site.owner.training or not torch.is_grad_enabled():
+        return self.clock.wanted and self._training(site)
+
+    def _training(self, site: Site) -> bool:
+        if not site.owner.training or not torch.is_grad_enabled():
             return False
         # Under torch.func's transforms tensors are wrapped, and hooks cannot tell what is summed.
         return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
@@ -146,8 +155,10 @@ class LayerCapture:
         x = args[0] if args else kwargs.get("input")
         if self.clock.discovering and not torch.compiler.is_compiling():
             self.calls += 1
+        if self.kept is not None and self._keeps(site, x, y):
+            y = self.kept.probe(x, y)
         if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.requires_grad:
-            return None
+            return y
         if is_sharded(y):  # of a tensor-parallel layer: what is here is a block
             probed = self._probed(site, local(x), local(y), args, kwargs)
             return like(y, probed)

@@ -240,6 +240,13 @@ class LayerFactors(FactorStore):
         direction: torch.Tensor = self.rule.apply(A, G, ready_A & ready_G, gradient, damping, products)
         return direction
 
+    def direction_of_rows(self, index: int, inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+        """(1, d_out, d_in) of a layer with inverses, from the rows that its gradient is the sum of."""
+        A, G = (self._inverse_of(index, side)[0] for side in ("A", "G"))
+        bias = self.layers[index].bias is not None
+        direction: torch.Tensor = self.rule.apply_to_rows(A, G, inputs, outputs, bias=bias)
+        return direction
+
     def _gathered(self, number: int, side: str) -> tuple[Any, torch.Tensor]:
         """(inverses, ready) of one side of a bucket's layers: a view if they are neighbours."""
         known = self._cache.get((number, side))

@@ -108,14 +108,21 @@ class GradientExchange:
         )
         products = self._products(present, {i: inner_of(i) for i in here}) if clipped else {}
         coefficient = coefficient_of(products)
+        places: list[tuple[torch.Tensor, torch.Tensor]] = []  # (part of a gradient, what goes there)
         for number, s in enumerate(shipments):
             if number in found:
-                self._write(s.layer, s.piece, s.box, found[number], coefficient)
+                places += self._place(s.layer, s.piece, s.box, found[number])
         for i in here:
             for j, part in enumerate(parts_of(i)):
                 box = self._box(rank, i, j)
                 if size_of(box):
-                    self._write(i, j, box, part[slices(box)], coefficient)
+                    places += self._place(i, j, box, part[slices(box)])
+        for device in dict.fromkeys(target.device for target, _ in places):
+            own = [(target, part) for target, part in places if target.device == device]
+            targets = [target for target, _ in own]
+            torch._foreach_copy_(targets, [part for _, part in own])
+            if coefficient is not None:
+                torch._foreach_mul_(targets, coefficient.to(device))
         return coefficient
 
     def _products(
@@ -133,22 +140,20 @@ class GradientExchange:
         total = ranks.total(wide, "K-FAC's sum for kl_clip")
         return {i: total[i].to(self.layers[i].device) for i in present}
 
-    def _write(
-        self, i: int, j: int, box: Box, part: torch.Tensor, coefficient: torch.Tensor | None
-    ) -> None:
+    def _place(
+        self, i: int, j: int, box: Box, part: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where in a gradient `part` goes, and `part`; nothing for a bias that nothing used."""
         piece = _pieces(self.layers[i])[j]
-        if coefficient is not None:
-            part = part * coefficient.to(device=part.device, dtype=part.dtype)
         gradient = piece.parameter.grad
-        if gradient is None:  # a bias that nothing used
-            return
+        if gradient is None:
+            return []
         if not is_sharded(gradient):
             own_rows = piece.grad()
             assert own_rows is not None
-            own_rows.copy_(part)
-            return
+            return [(own_rows, part)]
         own = _offset(piece, _box_of(piece), box)
-        local(gradient)[slices(own)].copy_(part)
+        return [(local(gradient)[slices(own)], part)]
 
     # ---- who has and who needs what ------------------------------------------------------------
 

@@ -464,6 +464,7 @@ class KFAC(torch.optim.Optimizer):
             self._steps += int(counts)
         else:
             self._skipped_steps += 1
+            self._engine.forget_rows()
             for parameter in parameters:
                 parameter.grad = None
             where = "" if self._engine.ranks.alone else f" on ranks {list(agreed.unusable)}"
@@ -525,10 +526,12 @@ class KFAC(torch.optim.Optimizer):
         """Clear gradients, and statistics of backward passes that no step has used."""
         super().zero_grad(set_to_none)
         self._engine.take_statistics(1.0)
+        self._engine.forget_rows()
 
     def reset_batch(self) -> None:
         """Forget statistics, and forward passes, that no step has used."""
         self._engine.take_statistics(1.0)
+        self._engine.forget_rows()
         if self._sampler is not None:
             self._sampler.forget()
 

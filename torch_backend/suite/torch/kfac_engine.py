@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,6 +35,8 @@ from suite.torch.hooks import Hook, ModeAround
 from suite.torch.inplace import all_finite
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer
 from suite.torch.summing import Scaling, summed_factors, summed_products
+from suite.torch.thin import KeptRows, can_be_thin
+from suite.torch.thin import taken as taken_rows
 from suite.torch.uses import UseCounter
 
 Taken = list[Captured | None]
@@ -170,6 +173,12 @@ class KFACEngine:
             capture = LayerCapture(layer, at_least_single(layer.dtype), self.clock, stream)
             self.captures.append(capture)
             self._attached.append(capture)
+        self.kept: dict[int, KeptRows] = {}
+        if self.ranks.alone and self.tensor_ranks.alone and not self.rule.keeps_eigenbases:
+            for i, capture in enumerate(self.captures):
+                if can_be_thin(capture.layer):
+                    self.kept[i] = capture.kept = KeptRows(capture.layer, self.clock)
+                    self._attached.append(capture.kept)
         self._uses = UseCounter(model, self.captures)
         self._attached.append(self._uses)
         capture_of = {id(c.layer): c for c in self.captures}
@@ -207,6 +216,11 @@ class KFACEngine:
         """What every layer saw since the last call; its gradients were `loss_scale` times too large."""
         taken = [capture.take() for capture in self.captures]
         return self._all_unscaled(taken, loss_scale)
+
+    def forget_rows(self) -> None:
+        """Drop what passes left for directions."""
+        for kept in self.kept.values():
+            kept.forget()
 
     def _all_unscaled(self, taken: Taken, scale: Any) -> Taken:
         return [
@@ -488,29 +502,41 @@ class KFACEngine:
         self.factors.allocate()
         if not agreed.present:
             return
-        gradients = {
-            i: self.layers[i].gradient_matrix(*parts)
-            for i, parts in self.gradients.whole(agreed.present).items()
-        }
-        directions = _Directions(self.factors, gradients, damping)
+        whole = self.gradients.whole(agreed.present)
+        ready = [i for i in self.kept if i in whole and self.factors.is_ready(i)]
+        rows = taken_rows({i: self.kept[i] for i in ready})
+        self.forget_rows()
+        known = {i: self.factors.direction_of_rows(i, *pair) for i, pair in rows.items()}
+        gradients = {i: self.layers[i].gradient_matrix(*p) for i, p in whole.items() if i not in known}
+        directions = _Directions(self.factors, gradients, known, damping)
+
+        def inner_of(i: int) -> torch.Tensor:
+            if i in gradients:
+                return inner_product(directions.of(i), gradients[i])
+            parts = zip(self.layers[i].split(directions.of(i)), whole[i], strict=True)
+            total: torch.Tensor = sum(inner_product(d, g) for d, g in parts)  # type: ignore[assignment]
+            return total
 
         def coefficient_of(products: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
             if kl_clip is None:
                 return None
             products = self._of_all_blocks(products)
-            total: Any = 0.0
             device = next(iter(products.values())).device
-            for i, product in products.items():
-                lr = lr_of(self.layers[i].weight.parameter)
-                total = total + (lr * lr * product).to(device)
-            coefficient: torch.Tensor = kl_clip_coefficient(total, kl_clip)
+            lrs = [lr_of(self.layers[i].weight.parameter) for i in products]
+            dtype = functools.reduce(torch.promote_types, (x.dtype for x in products.values()))
+            terms = torch.stack([x.to(device, dtype) for x in products.values()])
+            if any(isinstance(lr, torch.Tensor) for lr in lrs):
+                rates = torch.stack([torch.as_tensor(lr, dtype=dtype, device=device) for lr in lrs])
+            else:
+                rates = torch.tensor(lrs, dtype=dtype, device=device)
+            coefficient: torch.Tensor = kl_clip_coefficient((rates * rates * terms).sum(), kl_clip)
             return coefficient
 
         self.clip_coefficient = self.gradients.deliver(
             agreed.present,
-            list(gradients),
+            list(whole),
             directions.of,
-            lambda i: inner_product(directions.of(i), gradients[i]),
+            inner_of,
             kl_clip is not None,
             coefficient_of,
         )
@@ -627,11 +653,15 @@ class _Directions:
     """Directions, computed a bucket of layers at a time, when one of them is asked for."""
 
     def __init__(
-        self, factors: LayerFactors, gradients: Mapping[int, torch.Tensor], damping: float
+        self,
+        factors: LayerFactors,
+        gradients: Mapping[int, torch.Tensor],
+        known: Mapping[int, torch.Tensor],
+        damping: float,
     ) -> None:
         self._factors, self._gradients, self._damping = factors, gradients, damping
         self._number_of = {m.index: n for n, b in enumerate(factors.buckets) for m in b.members}
-        self._found: list[Any] = [None] * len(factors.layers)
+        self._found: list[Any] = [known.get(i) for i in range(len(factors.layers))]
 
     def of(self, index: int) -> torch.Tensor:
         """(blocks, d_out, d_in) of a layer with a gradient."""
@@ -650,8 +680,11 @@ class _Directions:
             for m in bucket.members
         ]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        directions = self._factors.directions(number, joined, self._damping)
-        buckets.scatter(bucket, directions, self._found)
+        found: list[Any] = [None] * len(self._found)
+        buckets.scatter(bucket, self._factors.directions(number, joined, self._damping), found)
+        for member in bucket.members:
+            if member.index in gradients:
+                self._found[member.index] = found[member.index]
 
 
 RANK_STRIDE = 1_000_003  # between the seeds of ranks: each draws noise for rows of its own

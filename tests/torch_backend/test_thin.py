@@ -1,0 +1,198 @@
+"""Directions from rows equal those from gradients, and are used only where rows make the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from suite.torch import KFAC
+from suite.torch.factors import LayerFactors
+
+ROWS = 6
+
+
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch):
+    monkeypatch.setattr("suite.torch.thin.SMALLEST", 0)
+
+
+class Model(nn.Module):
+    """Wide layers, one of them used twice, one without bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.again = nn.Linear(24, 32), nn.Linear(32, 32)
+        self.bare, self.head = nn.Linear(32, 28, bias=False), nn.Linear(28, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.again(torch.tanh(self.again(torch.tanh(self.first(x))))))
+        return self.head(torch.relu_(self.bare(h)))
+
+
+class Elsewhere(Model):
+    """Uses a weight outside of its layer, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(F.linear(torch.tanh(self.first(x)), self.again.weight))
+        return self.head(torch.relu(self.bare(torch.tanh(self.again(h)))))
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+
+
+def decay(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.add_(p.detach(), alpha=1e-9)  # far too small to be seen in a sum
+
+
+def replace(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = p.grad * 1.0
+
+
+class Run:
+    def __init__(self, monkeypatch: Any, thin: bool, make: Callable[[], nn.Module] = Model) -> None:
+        self.uses = 0
+        self.model = make()
+        self.inputs = torch.Generator().manual_seed(1)
+        original = LayerFactors.direction_of_rows
+
+        def counted(factors: Any, *args: Any) -> Any:
+            self.uses += 1
+            return original(factors, *args)
+
+        monkeypatch.setattr(LayerFactors, "direction_of_rows", counted)
+        if not thin:
+            monkeypatch.setattr("suite.torch.thin.HOST_DEVICES", ())
+
+    def train(
+        self,
+        settings: dict[str, Any],
+        change: Callable[[nn.Module], None] = nothing,
+        micro: int = 1,
+        steps: int = 6,
+        forward: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda m, x: m(x),
+    ) -> list[torch.Tensor]:
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        settings = {"compute_method": "inverse", "damping": 0.1, **settings}
+        kfac = KFAC(self.model, sgd, **settings)
+        for _ in range(steps):
+            for _ in range(micro):
+                x = torch.randn(ROWS, 24, generator=self.inputs, dtype=torch.float64)
+                F.mse_loss(forward(self.model, x), x[:, :3].sin()).backward()
+            change(self.model)
+            kfac.step()
+            kfac.zero_grad()
+        return [p.detach().clone() for p in self.model.parameters()]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"kl_clip": None},
+    "kl_clip": {"kl_clip": 1e-4},
+    "newton_schulz": {"compute_method": "newton_schulz"},
+    "seldom": {"factor_update_steps": 3, "inv_update_steps": 3},
+    "type-2": {"fisher": "type-2", "likelihood": "gaussian"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:statistics miss some uses:RuntimeWarning")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_trajectory_is_the_same(monkeypatch, name):
+    thin = Run(monkeypatch, True)
+    found = thin.train(SETTINGS[name])
+    assert thin.uses == 6 * 3  # the head has fewer outputs than there are rows
+    dense = Run(monkeypatch, False)
+    expected = dense.train(SETTINGS[name])
+    assert dense.uses == 0
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("change", [clip, decay, replace])
+def test_a_gradient_that_was_changed_is_used_itself(monkeypatch, change):
+    thin = Run(monkeypatch, True)
+    found = thin.train({}, change)
+    assert thin.uses == 0
+    expected = Run(monkeypatch, False).train({}, change)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_accumulated_gradients_are_used_themselves(monkeypatch):
+    thin = Run(monkeypatch, True)
+    found = thin.train({}, micro=2)
+    assert thin.uses == 0
+    expected = Run(monkeypatch, False).train({}, micro=2)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:statistics miss some uses:RuntimeWarning")
+def test_a_weight_with_uses_that_hooks_do_not_see_is_not_taken_for_its_rows(monkeypatch):
+    thin = Run(monkeypatch, True, Elsewhere)
+    found = thin.train({})
+    assert thin.uses == 6 * 2  # not `again`
+    expected = Run(monkeypatch, False, Elsewhere).train({})
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_checkpointing_keeps_its_rows_to_itself_until_the_backward_pass(monkeypatch):
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(model, x, use_reentrant=False)
+
+    thin = Run(monkeypatch, True)
+    found = thin.train({}, forward=forward)
+    assert thin.uses == 6 * 3
+    expected = Run(monkeypatch, False).train({})
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_an_input_that_was_changed_after_the_pass_is_not_used(monkeypatch):
+    thin = Run(monkeypatch, True, lambda: nn.Linear(24, 32).double())
+    kfac = KFAC(thin.model, compute_method="inverse", damping=0.1)
+    buffer = torch.zeros(ROWS, 24, dtype=torch.float64)
+    for seed in range(3):
+        buffer.copy_(torch.randn(ROWS, 24, generator=torch.Generator().manual_seed(seed)))
+        thin.model(buffer).square().mean().backward()
+        buffer.zero_()
+        gradient = thin.model.weight.grad.clone()
+        kfac.step()
+        assert thin.uses == 0
+        assert not torch.equal(gradient, thin.model.weight.grad)
+        kfac.zero_grad()
+
+
+def test_rows_of_passes_that_no_step_uses_do_not_pile_up(monkeypatch):
+    model = Model()
+    kfac = KFAC(model, compute_method="inverse")
+    for _ in range(20):
+        model(torch.randn(ROWS, 24, dtype=torch.float64)).square().mean().backward()
+        assert all(sum(p.x.shape[0] for p in k.pairs) <= 2 * ROWS for k in kfac._engine.kept.values())
+    kfac.zero_grad()
+    assert all(not k.pairs and not k.made for k in kfac._engine.kept.values())
+
+
+def test_rows_are_kept_only_where_inverses_are_and_layers_are_large(monkeypatch):
+    assert not KFAC(Model(), compute_method="eigen")._engine.kept
+    with monkeypatch.context() as patch:
+        patch.setattr("suite.torch.thin.SMALLEST", 32 * 32 * 64)
+        kept = KFAC(Model(), compute_method="inverse")._engine.kept.values()
+        assert [k.layer.name for k in kept] == ["again"]
+    kfac = KFAC(Model(), compute_method="inverse")
+    assert len(kfac._engine.kept) == 4
+    model = kfac._engine.model
+    kfac.detach()
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
