@@ -32,6 +32,7 @@ from suite.core import (
     linalg,
     lra,
     moments,
+    padding,
     statistics,
     step_size,
 )
@@ -142,6 +143,10 @@ CASES = {
     "moments.update_average": (
         lambda s, x: moments.update_average(s, x, 0.9),
         (normal(B, 4, 2), normal(B, 4, 2, seed=1)),
+    ),
+    "padding.fill": (
+        lambda x, w: padding.fill(x, w, [3] * x.shape[0], below=True),
+        (positive_definite(B, 4), np.array([0.5, 1.0, 0.1])),
     ),
     "moments.unbiased": (moments.unbiased, (normal(B, 4, 2), np.array([0.5, 1.0, 0.1]))),
     "statistics.second_moment_sum": (statistics.second_moment_sum, (normal(B, 5, 3),)),
@@ -433,7 +438,7 @@ def test_half_precision_goes_in_and_comes_out(name):
 # Parts of `apply` and `gram`, which are cases; functions of no stack.
 OTHERS = {
     *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
-    *("linalg.norm", "linalg.bilinear"),
+    *("linalg.norm", "linalg.bilinear", "padding.size_classes"),
     *("linalg.eye_like", "step_size.inner_product", "step_size.kl_clip_coefficient"),
     "step_size.check_clip",
 }
@@ -441,7 +446,7 @@ OTHERS = {
 
 @pytest.mark.parametrize(
     "module",
-    [damping, dense, ekfac, kfac, kron, kronecker, linalg, lra, moments, statistics, step_size],
+    [damping, dense, ekfac, kfac, kron, kronecker, linalg, lra, moments, padding, statistics, step_size],
 )
 def test_every_public_function_is_a_case(module):
     short = module.__name__.rpartition(".")[2]

@@ -181,11 +181,9 @@ def scale_by_kfac(
             require_fit(plan, statistics, factors.keeps_products)
             seen = any_rows(statistics)
             missed = due & ~seen
-            new = jax.lax.cond(
-                due & seen, factors.update, lambda old, *_: old, new, statistics, at["factor_decay"]
-            )
+            new = factors.update_if(due & seen, new, statistics, at["factor_decay"])
         due = finite & (state.steps % at["inv_update_steps"] == 0)
-        new = jax.lax.cond(due, factors.refresh, lambda old, _: old, new, at["damping"])
+        new = factors.refresh_if(due, new, at["damping"])
         gradients = [gradient_matrix(leaves, layer) for layer in factors.layers]
         directions = factors.precondition(new, gradients, at["damping"])
         if at["kl_clip"] is not None and directions:
