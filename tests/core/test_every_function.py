@@ -144,6 +144,7 @@ CASES = {
         lambda s, x: moments.update_average(s, x, 0.9),
         (normal(B, 4, 2), normal(B, 4, 2, seed=1)),
     ),
+    "linalg.finite_marks": (linalg.finite_marks, (normal(B, 4, 2),)),
     "padding.fill": (
         lambda x, w: padding.fill(x, w, [3] * x.shape[0], below=True),
         (positive_definite(B, 4), np.array([0.5, 1.0, 0.1])),

@@ -219,6 +219,8 @@ class Factors:
 
     def refresh(self, state: FactorsState, damping: Any) -> FactorsState:
         """Recompute all inverses or eigenbases, those of one size together."""
+        if not self.stacks:
+            return state
         new = self._refresh_factors(state, damping)
         if not self.keeps_products:
             return new

@@ -139,7 +139,7 @@ def scale_by_kfac(
                 raise ValueError(
                     f"{plan.names[layer.leaf]} and its bias must be masked together, or both not"
                 )
-        factors = kind(
+        factors = (kind if layers else Factors)(
             plan,
             layers,
             rule,
