@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conftest import assert_close, positive_definite, to_numpy
+from conftest import assert_close, library, positive_definite, to_numpy
 from suite.core import linalg, padding
 
 SIDES = (2, 3, 5)
@@ -76,3 +76,13 @@ def test_classes_are_few_and_cost_what_is_allowed():
     assert set(padding.size_classes(counts, 10.0).values()) == {1001}
     with pytest.raises(ValueError, match="allowance must be >= 0"):
         padding.size_classes(counts, -1.0)
+
+
+def test_sides_that_half_precision_cannot_count():
+    torch = library("torch")
+    sums = torch.convert(
+        np.stack([np.diag([1.0] * n + [0.0] * (515 - n)) for n in (513, 515)]), "bfloat16"
+    )
+    average, means = padding.fill(sums, torch.convert(np.ones(2)), (513, 515), below=False)
+    assert_close(to_numpy(average), np.stack([np.eye(515)] * 2))
+    np.testing.assert_allclose(to_numpy(means), 1.0, rtol=1e-6)

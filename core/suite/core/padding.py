@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from suite.core._namespace import Array, array_namespace, device_of
+from suite.core._namespace import Array, array_namespace, device_of, lift
 from suite.core.checks import check_number
 from suite.core.linalg import eye_like
 
@@ -51,20 +51,22 @@ def fill(average: Array, weight: Array, sides: Sequence[int], *, below: bool) ->
             its largest entry), so that an ascending order starts with it; else it is 1, times `weight`.
 
     Returns:
-        average (k, m, m) and tr / n, (k,), of sums divided by their weights; 0 without evidence.
+        average (k, m, m), and in at least single precision the means tr / n, (k,), of sums divided by
+        their weights; 0 without evidence.
     """
     xp = array_namespace(average)
-    eye, device = eye_like(average), device_of(average)
-    real = xp.asarray(sides, dtype=average.dtype, device=device)
-    places = xp.arange(average.shape[-1], dtype=average.dtype, device=device)
-    diagonal = xp.sum(average * eye, axis=-1)
-    weight = xp.astype(weight, average.dtype)
+    wide, device = lift(average), device_of(average)
+    eye = eye_like(wide)
+    own = xp.asarray(sides, device=device)
+    diagonal = xp.sum(wide * eye, axis=-1)
+    weight = xp.astype(weight, wide.dtype)
     usable = weight > 0
     one = xp.zeros_like(weight) + 1
-    means = xp.sum(diagonal, axis=-1) / (xp.where(usable, weight, one) * real)
+    means = xp.sum(diagonal, axis=-1) / (xp.where(usable, weight, one) * xp.astype(own, wide.dtype))
     behind = xp.where(usable, weight, one)
     if below:
         largest = xp.max(diagonal, axis=-1)
         behind = -xp.where(largest > 0, largest, behind)
-    added = xp.where(places >= real[:, None], behind[:, None], xp.zeros_like(diagonal))
-    return average + added[:, :, None] * eye, xp.where(usable, means, xp.zeros_like(means))
+    outside = xp.arange(average.shape[-1], device=device) >= own[:, None]
+    added = xp.where(outside, behind[:, None], xp.zeros_like(diagonal))[:, :, None] * eye
+    return average + xp.astype(added, average.dtype), xp.where(usable, means, xp.zeros_like(means))
