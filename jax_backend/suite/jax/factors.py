@@ -12,27 +12,19 @@ import numpy as np
 
 from suite.core import buckets, ekfac, padding, statistics
 from suite.core import kfac as core_kfac
+from suite.jax.factors_state import (
+    FactorsState,
+    averages_of,
+    inverses_of,
+    with_averages,
+    with_inverses,
+)
 from suite.jax.layers import Layer, LayerSums, Sums
 from suite.jax.plan import Plan, Statistics
 from suite.jax.spread import Spread
 
 # Above this side a stack of layers costs a copy of every gradient and saves nothing.
 _STACKED_UP_TO = 128
-
-
-class FactorsState(NamedTuple):
-    """Arrays of all factors."""
-
-    factors: tuple[core_kfac.Factor, ...]  # one stack for each bucket of layers and side
-    products: tuple[tuple[jax.Array, jax.Array], ...]  # EKFAC: (second moments, weight), a bucket each
-    shares: Shares | None = None  # averages and inverses, where devices keep some of them each
-
-
-class Shares(NamedTuple):
-    """By dtype, a row for each device (see `suite.jax.shares`); `Factor`s then have () for theirs."""
-
-    averages: dict[str, jax.Array]
-    inverses: dict[str, jax.Array]
 
 
 class _Place(NamedTuple):
@@ -136,19 +128,19 @@ class Factors:
         """`update` where due, by a branch that has nothing but what `update` changes."""
         new = jax.lax.cond(
             due,
-            lambda: _averages_of(self.update(state, given, factor_decay)),
-            lambda: _averages_of(state),
+            lambda: averages_of(self.update(state, given, factor_decay)),
+            lambda: averages_of(state),
         )
-        return _with_averages(state, new)
+        return with_averages(state, new)
 
     def refresh_if(self, due: jax.Array, state: FactorsState, damping: Any) -> FactorsState:
         """`refresh` where due, by a branch that has nothing but what `refresh` changes."""
         new = jax.lax.cond(
             due,
-            lambda: _inverses_of(self.refresh(state, damping)),
-            lambda: _inverses_of(state),
+            lambda: inverses_of(self.refresh(state, damping)),
+            lambda: inverses_of(state),
         )
-        return _with_inverses(state, new)
+        return with_inverses(state, new)
 
     # ---- update --------------------------------------------------------------------------------
 
@@ -418,37 +410,6 @@ class Factors:
             parts.append(jax.tree.map(lambda x, p=place: x[p.start : p.stop], pair))
         inverse, ready = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
         return inverse, ready
-
-
-def _averages_of(state: FactorsState) -> Any:
-    rows = None if state.shares is None else state.shares.averages
-    return [(factor.average, factor.weight) for factor in state.factors], state.products, rows
-
-
-def _with_averages(state: FactorsState, new: Any) -> FactorsState:
-    pairs, products, rows = new
-    factors = [
-        factor._replace(average=average, weight=weight)
-        for factor, (average, weight) in zip(state.factors, pairs, strict=True)
-    ]
-    shares = None if state.shares is None else state.shares._replace(averages=rows)
-    return FactorsState(tuple(factors), products, shares)
-
-
-def _inverses_of(state: FactorsState) -> Any:
-    rows = None if state.shares is None else state.shares.inverses
-    parts = [(factor.inverse, factor.ready, factor.failures) for factor in state.factors]
-    return parts, state.products, rows
-
-
-def _with_inverses(state: FactorsState, new: Any) -> FactorsState:
-    parts, products, rows = new
-    factors = [
-        factor._replace(inverse=inverse, ready=ready, failures=failures)
-        for factor, (inverse, ready, failures) in zip(state.factors, parts, strict=True)
-    ]
-    shares = None if state.shares is None else state.shares._replace(inverses=rows)
-    return FactorsState(tuple(factors), products, shares)
 
 
 def _behind(average: jax.Array, side: int) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 from suite.core import buckets, moments
 from suite.core import kfac as core_kfac
 from suite.jax import shares
-from suite.jax.factors import FactorsState, Shares
+from suite.jax.factors_state import FactorsState, Shares
 from suite.jax.plan import Statistics
 from suite.jax.spread_factors import Rows, SpreadFactors, small_arrays
 

@@ -14,7 +14,8 @@ from suite.core import statistics as core_statistics
 from suite.core.checks import check_choice, check_flag, check_integer, check_number
 from suite.core.step_size import inner_product, kl_clip_coefficient
 from suite.jax.capture import AllBases
-from suite.jax.factors import Factors, FactorsState, Shares, any_rows, require_fit
+from suite.jax.factors import Factors, any_rows, require_fit
+from suite.jax.factors_state import FactorsState, Shares
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.kept_factors import KeptFactors
 from suite.jax.layers import gradient_matrix, write_gradient

@@ -14,7 +14,8 @@ from jax import lax
 from suite.core import kfac as core_kfac
 from suite.core.placement import LayerShape, Placement
 from suite.jax import shares
-from suite.jax.factors import Factors, FactorsState
+from suite.jax.factors import Factors
+from suite.jax.factors_state import FactorsState
 
 Rows = dict[str, jax.Array]  # by dtype, (rows, 128) of a device
 
