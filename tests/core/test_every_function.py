@@ -32,6 +32,7 @@ from suite.core import (
     linalg,
     lra,
     moments,
+    padding,
     statistics,
     step_size,
 )
@@ -142,6 +143,11 @@ CASES = {
     "moments.update_average": (
         lambda s, x: moments.update_average(s, x, 0.9),
         (normal(B, 4, 2), normal(B, 4, 2, seed=1)),
+    ),
+    "linalg.finite_marks": (linalg.finite_marks, (normal(B, 4, 2),)),
+    "padding.fill": (
+        lambda x, w: padding.fill(x, w, [3] * x.shape[0], below=True),
+        (positive_definite(B, 4), np.array([0.5, 1.0, 0.1])),
     ),
     "moments.unbiased": (moments.unbiased, (normal(B, 4, 2), np.array([0.5, 1.0, 0.1]))),
     "statistics.second_moment_sum": (statistics.second_moment_sum, (normal(B, 5, 3),)),
@@ -446,7 +452,7 @@ def test_half_precision_goes_in_and_comes_out(name):
 # Parts of `apply` and `gram`, which are cases; functions of no stack.
 OTHERS = {
     *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
-    *("linalg.norm", "linalg.bilinear", "kfac.is_cheaper_by_rows"),
+    *("linalg.norm", "linalg.bilinear", "kfac.is_cheaper_by_rows", "padding.size_classes"),
     *("linalg.eye_like", "step_size.inner_product", "step_size.kl_clip_coefficient"),
     "step_size.check_clip",
 }
@@ -454,7 +460,7 @@ OTHERS = {
 
 @pytest.mark.parametrize(
     "module",
-    [damping, dense, ekfac, kfac, kron, kronecker, linalg, lra, moments, statistics, step_size],
+    [damping, dense, ekfac, kfac, kron, kronecker, linalg, lra, moments, padding, statistics, step_size],
 )
 def test_every_public_function_is_a_case(module):
     short = module.__name__.rpartition(".")[2]

@@ -436,3 +436,15 @@ def test_half_precision_is_lifted_to_single(xp, function):
     for result in leaves(xp.run(function, x)):
         assert dtype_name(result) == "float32"
         assert np.all(np.isfinite(to_numpy(result)))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_finite_marks_tell_which_rows_are_not(xp, value):
+    x = normal(3, 4, 5)
+    x[1, 2, 3] = value
+    x[0, 0, 0] = 1e300
+    marks = to_numpy(xp.run(linalg.finite_marks, xp.convert(x)))
+    expected = np.zeros((3, 4))
+    expected[1, 2] = np.nan
+    np.testing.assert_array_equal(marks, expected)

@@ -51,6 +51,15 @@ def trace(x: Array) -> Array:
     return total
 
 
+def finite_marks(x: Array) -> Array:
+    """(..., n) -> (...): 0 where all n numbers are finite, else NaN.
+
+    A product with zeros, which compilers have ready; a comparison they compile for each shape.
+    """
+    xp = array_namespace(x)
+    return xp.matmul(x, xp.zeros(x.shape[-1:], dtype=x.dtype, device=device_of(x)))
+
+
 def norm(x: Array) -> Array:
     """√Σ x², over all axes; in units of the largest entry, so that no square overflows."""
     xp = array_namespace(x)

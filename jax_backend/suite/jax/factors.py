@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from suite.core import buckets, ekfac, statistics
+from suite.core import buckets, ekfac, padding, statistics
 from suite.core import kfac as core_kfac
+from suite.jax.factors_state import (
+    FactorsState,
+    averages_of,
+    inverses_of,
+    with_averages,
+    with_inverses,
+)
 from suite.jax.layers import Layer, LayerSums, Sums
 from suite.jax.plan import Plan, Statistics
 from suite.jax.spread import Spread
 
 # Above this side a stack of layers costs a copy of every gradient and saves nothing.
 _STACKED_UP_TO = 128
-
-
-class FactorsState(NamedTuple):
-    """Arrays of all factors."""
-
-    factors: tuple[core_kfac.Factor, ...]  # one stack for each bucket of layers and side
-    products: tuple[tuple[jax.Array, jax.Array], ...]  # EKFAC: (second moments, weight), a bucket each
-    shares: Shares | None = None  # averages and inverses, where devices keep some of them each
-
-
-class Shares(NamedTuple):
-    """By dtype, a row for each device (see `suite.jax.shares`); `Factor`s then have () for theirs."""
-
-    averages: dict[str, jax.Array]
-    inverses: dict[str, jax.Array]
 
 
 class _Place(NamedTuple):
@@ -94,6 +88,21 @@ class Factors:
         for i, leader in enumerate(self.leader):
             self.places[i, 0] = self.places[leader, 0]
 
+    @functools.cached_property
+    def first(self) -> list[int]:
+        """The number of each stack's first factor, counting through all, and one behind the last."""
+        counts = [sum(self.layers[i].groups for i in owners) for _, _, _, owners, _ in self.stacks]
+        return [int(x) for x in np.cumsum([0, *counts])]
+
+    def numbers(self, stack: int) -> range:
+        """Of its factors."""
+        return range(self.first[stack], self.first[stack + 1])
+
+    def number(self, layer: int, side: int, group: int) -> int:
+        """Of one factor."""
+        place = self.places[layer, side]
+        return self.first[place.stack] + place.start + group
+
     # ---- init ----------------------------------------------------------------------------------
 
     def init(self) -> FactorsState:
@@ -110,6 +119,28 @@ class Factors:
                 shape = (bucket.blocks, sizes[1], sizes[0])
                 products.append((jnp.zeros(shape, wide), jnp.ones(bucket.blocks, wide)))
         return FactorsState(tuple(factors), tuple(products))
+
+    # ---- now and then --------------------------------------------------------------------------
+
+    def update_if(
+        self, due: jax.Array, state: FactorsState, given: Statistics, factor_decay: Any
+    ) -> FactorsState:
+        """`update` where due, by a branch that has nothing but what `update` changes."""
+        new = jax.lax.cond(
+            due,
+            lambda: averages_of(self.update(state, given, factor_decay)),
+            lambda: averages_of(state),
+        )
+        return with_averages(state, new)
+
+    def refresh_if(self, due: jax.Array, state: FactorsState, damping: Any) -> FactorsState:
+        """`refresh` where due, by a branch that has nothing but what `refresh` changes."""
+        new = jax.lax.cond(
+            due,
+            lambda: inverses_of(self.refresh(state, damping)),
+            lambda: inverses_of(state),
+        )
+        return with_inverses(state, new)
 
     # ---- update --------------------------------------------------------------------------------
 
@@ -180,6 +211,8 @@ class Factors:
 
     def refresh(self, state: FactorsState, damping: Any) -> FactorsState:
         """Recompute all inverses or eigenbases, those of one size together."""
+        if not self.stacks:
+            return state
         new = self._refresh_factors(state, damping)
         if not self.keeps_products:
             return new
@@ -198,12 +231,75 @@ class Factors:
         return new._replace(products=tuple(products))
 
     def _refresh_factors(self, state: FactorsState, damping: Any) -> FactorsState:
-        dampings = self._dampings(state, damping)
+        """Sizes that are near each other are factorized together, which is compiled once."""
+        if not self.pads:
+            return self._refresh_by_size(state, damping)
+        prepared: list[Any] = []
+        means: list[Any] = [None] * len(self.stacks)
+        for (m, diagonal, *_), numbers in self._classes().items():
+            parts = [state.factors[number] for number in numbers]
+            counts = [part.weight.shape[0] for part in parts]
+            weight = jnp.concatenate([part.weight for part in parts])
+            average = jnp.concatenate([_behind(part.average, m) for part in parts])
+            sides = np.repeat([self.stacks[n][0] for n in numbers], counts).tolist()
+            if diagonal:
+                found = core_kfac.mean_eigenvalue(core_kfac.Factor(average, weight, None, None, None))
+            else:
+                average, found = padding.fill(average, weight, sides, below=self.rule.keeps_eigenbases)
+            for number, mean in zip(numbers, _split(found, counts), strict=True):
+                means[number] = mean
+            prepared.append((numbers, counts, average, weight, m, diagonal))
+        dampings = self._dampings(jnp.concatenate(means), damping)
+        factors = list(state.factors)
+        for numbers, counts, average, weight, m, diagonal in prepared:
+            entries = np.concatenate([np.asarray(self.numbers(n)) for n in numbers])
+            inverse_like = jnp.zeros((), self.dtypes(numbers[0])[1])
+            blank = self.rule.init_factor(
+                jnp.zeros((), average.dtype), weight.shape, m, diagonal, inverse_like
+            )
+            given = blank._replace(average=average, weight=weight)
+            found = self.rule.refresh_factor(given, dampings[entries].astype(weight.dtype))
+            start = 0
+            for number, count in zip(numbers, counts, strict=True):
+                own = slice(start, start + count)
+                start += count
+                old = factors[number]
+                new = _in_front(found.inverse, own, self.stacks[number][0])
+                factors[number] = old._replace(
+                    inverse=core_kfac.where(found.ready[own], new, old.inverse),
+                    ready=old.ready | found.ready[own],
+                    failures=old.failures + found.failures[own],
+                )
+        return state._replace(factors=tuple(factors))
+
+    @property
+    def pads(self) -> bool:
+        """Whether inverses are computed without those before, which are not padded."""
+        return self.rule.compute_method != "newton_schulz" and not self.warm_start
+
+    def _classes(self) -> dict[Any, list[int]]:
+        """Stacks by padded side, whether diagonal, and dtypes."""
+        counts: dict[Any, dict[int, int]] = {}
+        for number, (n, diagonal, *_) in enumerate(self.stacks):
+            if not diagonal:
+                own = counts.setdefault(self.dtypes(number), {})
+                own[n] = own.get(n, 0) + len(self.numbers(number))
+        classes = {dtypes: padding.size_classes(own) for dtypes, own in counts.items()}
+        groups: dict[Any, list[int]] = {}
+        for number, (n, diagonal, *_) in enumerate(self.stacks):
+            dtypes = self.dtypes(number)
+            side = n if diagonal else classes[dtypes][n]
+            groups.setdefault((side, diagonal, *dtypes), []).append(number)
+        return groups
+
+    def _refresh_by_size(self, state: FactorsState, damping: Any) -> FactorsState:
+        dampings = self._dampings(self._means(state), damping)
         factors = list(state.factors)
         for numbers in self.sizes().values():
             parts = [factors[number] for number in numbers]
             joined = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
-            refreshed = self._refreshed(joined, jnp.concatenate([dampings[n] for n in numbers]))
+            entries = np.concatenate([np.asarray(self.numbers(n)) for n in numbers])
+            refreshed = self._refreshed(joined, dampings[entries].astype(joined.weight.dtype))
             start = 0
             for number, part in zip(numbers, parts, strict=True):
                 stop = start + part.weight.shape[0]
@@ -232,33 +328,37 @@ class Factors:
             lambda: self.rule.refresh_factor(factor, damping),
         )
 
-    def _dampings(self, state: FactorsState, damping: Any) -> list[jax.Array]:
-        """What goes onto the diagonals of each stack of factors."""
+    def _dampings(self, means: jax.Array, damping: Any) -> jax.Array:
+        """What goes onto the diagonal of each factor, from the mean eigenvalues of all."""
         if self.rule.keeps_eigenbases:
-            return [jnp.zeros_like(factor.weight) for factor in state.factors]
-        means = self._means(state)
-
-        def mean(i: int, side: int) -> jax.Array:
-            place = self.places[i, side]
-            return means[place.stack][place.start : place.stop]
-
-        parts: dict[tuple[int, int], jax.Array] = {}
+            return jnp.zeros_like(means)
         groups: dict[int, list[int]] = {}
         for i, leader in enumerate(self.leader):
             groups.setdefault(leader, []).append(i)
+        alike: dict[Any, list[tuple[int, int, list[int]]]] = {}
         for leader, members in groups.items():
+            numbers = [tuple(side == 1 for side in self.layers[i].sizes) for i in members]
+            for b in range(self.layers[leader].groups):
+                alike.setdefault(tuple(numbers), []).append((leader, b, members))
+        order, parts = [], []
+        for kinds, blocks in alike.items():
+            mean_A = means[np.asarray([self.number(i, 0, b) for i, b, _ in blocks])]
+            sides = np.asarray([[self.number(i, 1, b) for i in members] for _, b, members in blocks])
             # One A, so one π for all that share it: from the mean of their G's.
-            mean_G = jnp.mean(jnp.stack([mean(i, 1) for i in members]), axis=0)
-            for i in members:
-                split = self.rule.split_damping(mean(leader, 0), mean_G, damping, self.layers[i].sizes)
-                parts[leader, 0], parts[i, 1] = split
-        return [
-            jnp.concatenate([parts[i, side] for i in owners]) for _, _, _, owners, side in self.stacks
-        ]
+            mean_G = jnp.mean(means[sides], axis=1)
+            for place, kind in enumerate(kinds):
+                sizes = 1 if kind[0] else 2, 1 if kind[1] else 2
+                split = self.rule.split_damping(mean_A, mean_G, damping, sizes)
+                if place == len(kinds) - 1:
+                    order += [self.number(i, 0, b) for i, b, _ in blocks]
+                    parts.append(split[0])
+                order += [int(f) for f in sides[:, place]]
+                parts.append(split[1])
+        return jnp.concatenate(parts)[np.argsort(order)]
 
-    def _means(self, state: FactorsState) -> list[jax.Array]:
-        """Mean eigenvalues of each stack."""
-        return [core_kfac.mean_eigenvalue(factor) for factor in state.factors]
+    def _means(self, state: FactorsState) -> jax.Array:
+        """Mean eigenvalues of all factors."""
+        return jnp.concatenate([core_kfac.mean_eigenvalue(factor) for factor in state.factors])
 
     # ---- directions ----------------------------------------------------------------------------
 
@@ -310,6 +410,28 @@ class Factors:
             parts.append(jax.tree.map(lambda x, p=place: x[p.start : p.stop], pair))
         inverse, ready = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
         return inverse, ready
+
+
+def _behind(average: jax.Array, side: int) -> jax.Array:
+    """Zeros behind a stack of factors."""
+    missing = side - average.shape[-1]
+    return jnp.pad(average, ((0, 0), *(((0, missing),) * (average.ndim - 1)))) if missing else average
+
+
+def _in_front(inverse: Any, own: slice, side: int) -> Any:
+    """What is not padding, of some of a stack; in an eigenbasis padding comes first."""
+    if isinstance(inverse, core_kfac.Eigen):
+        values = inverse.values[own, inverse.values.shape[-1] - side :]
+        if inverse.vectors is None:
+            return core_kfac.Eigen(None, values)
+        padded = inverse.vectors.shape[-1] - side
+        return core_kfac.Eigen(inverse.vectors[own, :side, padded:], values)
+    return inverse[own, :side] if inverse.ndim == 2 else inverse[own, :side, :side]
+
+
+def _split(x: jax.Array, counts: Sequence[int]) -> list[jax.Array]:
+    stops = np.cumsum(counts)
+    return [x[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
 
 
 def any_rows(given: Statistics) -> jax.Array:

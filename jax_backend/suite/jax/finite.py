@@ -7,14 +7,17 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from suite.core.linalg import finite_marks
+
 T = TypeVar("T")
 
 
 def all_finite(tree: Any) -> jax.Array:
     """Whether every number in a pytree is finite, ()."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    finite = [jnp.all(jnp.isfinite(x)) for x in leaves]
-    return jnp.all(jnp.stack(finite)) if finite else jnp.asarray(True)
+    marks = [finite_marks(x) if jnp.ndim(x) > 1 else x * 0 for x in leaves]
+    flat = [jnp.ravel(mark).astype(jnp.float32) for mark in marks]
+    return jnp.all(jnp.isfinite(jnp.concatenate(flat))) if flat else jnp.asarray(True)
 
 
 def select(condition: jax.Array, new: T, old: T) -> T:

@@ -12,7 +12,7 @@ import numpy as np
 from suite.core import buckets, moments
 from suite.core import kfac as core_kfac
 from suite.jax import shares
-from suite.jax.factors import FactorsState, Shares
+from suite.jax.factors_state import FactorsState, Shares
 from suite.jax.plan import Statistics
 from suite.jax.spread_factors import Rows, SpreadFactors, small_arrays
 
@@ -90,7 +90,7 @@ class KeptFactors(SpreadFactors):
         names = tuple(dtype.name for dtype in self.dtypes(stack))
         return (*self.stacks[stack][:2], names) == (size.n, size.diagonal, size.dtypes)
 
-    def _means(self, state: FactorsState) -> list[jax.Array]:
+    def _means(self, state: FactorsState) -> jax.Array:
         weight, _, _ = small_arrays(state)
 
         def local(own: Shares, weight: jax.Array) -> Any:
@@ -101,7 +101,7 @@ class KeptFactors(SpreadFactors):
             return (), self.spread.total(total)
 
         _, means = self.spread.run(local, _shares(state), weight)
-        return [means[jnp.asarray(self.numbers(stack))] for stack in range(len(self.stacks))]
+        return means
 
     def _mean_one(self, size: Any, averages: Rows, weight: jax.Array) -> Callable[..., Any]:
         read = self.reader(size, averages)
@@ -119,7 +119,7 @@ class KeptFactors(SpreadFactors):
             rows, *counts = self.refresh_own(_row(own.averages), _row(own.inverses), small, damping)
             return own._replace(inverses=_as_row(rows)), counts
 
-        common = small_arrays(state), jnp.concatenate(self._dampings(state, damping))
+        common = small_arrays(state), self._dampings(self._means(state), damping)
         kept, (ready, failures) = self.spread.run(local, _shares(state), common)
         factors = []
         for stack, factor in enumerate(state.factors):

@@ -14,7 +14,8 @@ from suite.core import statistics as core_statistics
 from suite.core.checks import check_choice, check_flag, check_integer, check_number
 from suite.core.step_size import inner_product, kl_clip_coefficient
 from suite.jax.capture import AllBases
-from suite.jax.factors import Factors, FactorsState, Shares, any_rows, require_fit
+from suite.jax.factors import Factors, any_rows, require_fit
+from suite.jax.factors_state import FactorsState, Shares
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.kept_factors import KeptFactors
 from suite.jax.layers import gradient_matrix, write_gradient
@@ -139,7 +140,7 @@ def scale_by_kfac(
                 raise ValueError(
                     f"{plan.names[layer.leaf]} and its bias must be masked together, or both not"
                 )
-        factors = kind(
+        factors = (kind if layers else Factors)(
             plan,
             layers,
             rule,
@@ -181,11 +182,9 @@ def scale_by_kfac(
             require_fit(plan, statistics, factors.keeps_products)
             seen = any_rows(statistics)
             missed = due & ~seen
-            new = jax.lax.cond(
-                due & seen, factors.update, lambda old, *_: old, new, statistics, at["factor_decay"]
-            )
+            new = factors.update_if(due & seen, new, statistics, at["factor_decay"])
         due = finite & (state.steps % at["inv_update_steps"] == 0)
-        new = jax.lax.cond(due, factors.refresh, lambda old, _: old, new, at["damping"])
+        new = factors.refresh_if(due, new, at["damping"])
         gradients = [gradient_matrix(leaves, layer) for layer in factors.layers]
         directions = factors.precondition(new, gradients, at["damping"])
         if at["kl_clip"] is not None and directions:

@@ -14,7 +14,8 @@ from jax import lax
 from suite.core import kfac as core_kfac
 from suite.core.placement import LayerShape, Placement
 from suite.jax import shares
-from suite.jax.factors import Factors, FactorsState
+from suite.jax.factors import Factors
+from suite.jax.factors_state import FactorsState
 
 Rows = dict[str, jax.Array]  # by dtype, (rows, 128) of a device
 
@@ -65,20 +66,6 @@ class SpreadFactors(Factors):
     def block(self, layer: int, group: int) -> int:
         """A block's number in the placement."""
         return self._blocks[layer] + group
-
-    @functools.cached_property
-    def _first(self) -> list[int]:
-        """The number of each stack's first factor, and one behind the last."""
-        counts = [sum(self.layers[i].groups for i in owners) for _, _, _, owners, _ in self.stacks]
-        return [int(x) for x in np.cumsum([0, *counts])]
-
-    def numbers(self, stack: int) -> range:
-        return range(self._first[stack], self._first[stack + 1])
-
-    def number(self, layer: int, side: int, group: int) -> int:
-        """Of a factor."""
-        place = self.places[layer, side]
-        return self._first[place.stack] + place.start + group
 
     @functools.cached_property
     def homes(self) -> dict[int, tuple[int, int]]:
@@ -136,7 +123,7 @@ class SpreadFactors(Factors):
 
     def _refresh_factors(self, state: FactorsState, damping: Any) -> FactorsState:
         """Averages and inverses are packed, inverses computed and unpacked; diagonal ones everywhere."""
-        dampings = self._dampings(state, damping)
+        dampings = self._dampings(self._means(state), damping)
         factors, shared = list(state.factors), self.shared()
         averages = self._packed(0, {s: _in_one(factors[s].average) for s in shared})
         inverses = self._packed(1, {s: _in_one(factors[s].inverse) for s in shared})
@@ -144,17 +131,18 @@ class SpreadFactors(Factors):
         def local(_: Any, common: Any) -> Any:
             return (), self.refresh_own(*common)
 
-        common = averages, inverses, small_arrays(state), jnp.concatenate(dampings)
+        common = averages, inverses, small_arrays(state), dampings
         _, (rows, ready, failures) = self.spread.run(local, (), common)
         found = self._unpacked(rows, {s: factors[s].inverse for s in shared})
         for stack, factor in enumerate(factors):
             if stack in found:
-                own = slice(self._first[stack], self._first[stack + 1])
+                own = slice(self.first[stack], self.first[stack + 1])
                 factors[stack] = factor._replace(
                     inverse=found[stack], ready=ready[own], failures=failures[own]
                 )
             else:
-                factors[stack] = self._refreshed(factor, dampings[stack])
+                own = slice(self.first[stack], self.first[stack + 1])
+                factors[stack] = self._refreshed(factor, dampings[own].astype(factor.weight.dtype))
         return state._replace(factors=tuple(factors))
 
     def refresh_own(self, averages: Rows, inverses: Rows, small: Any, damping: jax.Array) -> Any:

@@ -1,0 +1,72 @@
+"""Factors of different sizes in one stack: those smaller than the stack's get something harmless behind.
+
+A factor of side n in the corner of an m × m matrix that is diagonal behind it is inverted, or taken to
+its eigenbasis, by itself: the two parts never meet. So one factorization serves several sizes, and is
+compiled once instead of once for each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from suite.core._namespace import Array, array_namespace, device_of, lift
+from suite.core.checks import check_number
+from suite.core.linalg import eye_like
+
+
+def size_classes(counts: Mapping[int, int], allowance: float = 0.05) -> dict[int, int]:
+    """For each side the one that it is padded to, at a cost of at most `allowance` more factorization.
+
+    The cost of a side is n³. The step up to the next size that costs least is taken first.
+
+    Args:
+        counts: side -> how many factors have it.
+        allowance: >= 0, in units of the cost without padding.
+    """
+    check_number("allowance", allowance, at_least=0)
+    left = allowance * sum(count * n**3 for n, count in counts.items())
+    members = {n: [n] for n in sorted(counts)}
+    number = dict(counts)
+    while len(members) > 1:
+        sides = sorted(members)
+        steps = [(number[n] * (m**3 - n**3), n, m) for n, m in itertools.pairwise(sides)]
+        cost, n, m = min(steps)
+        if cost > left:
+            break
+        left -= cost
+        members[m] += members.pop(n)
+        number[m] += number.pop(n)
+    return {n: m for m, own in members.items() for n in own}
+
+
+def fill(average: Array, weight: Array, sides: Sequence[int], *, below: bool) -> tuple[Array, Array]:
+    """A diagonal behind each factor, and the mean eigenvalues.
+
+    Args:
+        average: (k, m, m), zero behind the first n rows and columns of each factor.
+        weight: (k,), how much evidence the sums hold.
+        sides: n of each, k numbers.
+        below: whether what is behind is below all eigenvalues of a positive semi-definite factor (minus
+            its largest entry), so that an ascending order starts with it; else it is 1, times `weight`.
+
+    Returns:
+        average (k, m, m), and in at least single precision the means tr / n, (k,), of sums divided by
+        their weights; 0 without evidence.
+    """
+    xp = array_namespace(average)
+    wide, device = lift(average), device_of(average)
+    eye = eye_like(wide)
+    own = xp.asarray(sides, device=device)
+    diagonal = xp.sum(wide * eye, axis=-1)
+    weight = xp.astype(weight, wide.dtype)
+    usable = weight > 0
+    one = xp.zeros_like(weight) + 1
+    means = xp.sum(diagonal, axis=-1) / (xp.where(usable, weight, one) * xp.astype(own, wide.dtype))
+    behind = xp.where(usable, weight, one)
+    if below:
+        largest = xp.max(diagonal, axis=-1)
+        behind = -xp.where(largest > 0, largest, behind)
+    outside = xp.arange(average.shape[-1], device=device) >= own[:, None]
+    added = xp.where(outside, behind[:, None], xp.zeros_like(diagonal))[:, :, None] * eye
+    return average + xp.astype(added, average.dtype), xp.where(usable, means, xp.zeros_like(means))
