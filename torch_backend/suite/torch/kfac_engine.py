@@ -514,8 +514,7 @@ class KFACEngine:
             if i in gradients:
                 return inner_product(directions.of(i), gradients[i])
             parts = zip(self.layers[i].split(directions.of(i)), whole[i], strict=True)
-            total: torch.Tensor = sum(inner_product(d, g) for d, g in parts)  # type: ignore[assignment]
-            return total
+            return torch.stack([inner_product(d, g) for d, g in parts]).sum()
 
         def coefficient_of(products: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
             if kl_clip is None:
