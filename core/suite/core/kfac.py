@@ -357,7 +357,8 @@ def rows_make_gradient(inputs: Array, outputs: Array, weight: Array, bias: Array
         seen, found = seen + shift, found + shift * bias
     expected = xp.matmul(linalg.transpose(outputs), seen)[..., 0]
     norm = xp.linalg.vector_norm
-    return norm(found - expected, axis=-1) <= 1e-4 * norm(expected, axis=-1)
+    rounding = 100 * float(xp.finfo(inputs.dtype).eps)
+    return norm(found - expected, axis=-1) <= rounding * norm(expected, axis=-1)
 
 
 def mean_eigenvalue(factor: Factor) -> Array:
