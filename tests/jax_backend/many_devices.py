@@ -14,7 +14,11 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# Many programs, each run a few times: compiling them is what takes time.
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true"
+)
 
 import jax
 
