@@ -175,11 +175,9 @@ CASES = {
         lambda g, x: statistics.elementwise_second_moment_sum(g, x, "right", (g.shape[0], 4, 2)),
         (normal(B, 5, 2), normal(B, 5, 4)),
     ),
-    "kfac.rows_make_gradient": (
-        lambda a, g: kfac.rows_make_gradient(
-            a, g, linalg.transpose(g) @ a, array_namespace(g).sum(g, axis=-2)
-        ),
-        (normal(B, 6, 4), normal(B, 6, 3, seed=1)),
+    "kfac.direction_fits": (
+        lambda A, G, g: kfac.direction_fits(A, G, g[..., :-1], g[..., -1], G @ g @ A),
+        (positive_definite(B, 4), positive_definite(B, 3), normal(B, 3, 4)),
     ),
     "statistics.normalize": (
         lambda A, G: statistics.normalize(

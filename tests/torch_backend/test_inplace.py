@@ -30,5 +30,13 @@ def test_any_number_that_is_not_finite_is_found(dtype, bad, where):
     assert not bool(all_finite(tensors))
 
 
+def test_complex_numbers_have_two_parts():
+    x = torch.ones(3, dtype=torch.complex64)
+    assert bool(all_finite([x, x.conj()]))
+    x[1] = complex(0.0, float("inf"))
+    assert not bool(all_finite([x]))
+    assert not bool(all_finite([x.conj()]))
+
+
 def test_nothing_is_finite():
     assert bool(all_finite([]))

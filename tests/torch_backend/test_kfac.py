@@ -240,6 +240,26 @@ def test_hooks_of_steps_and_states_run():
     assert calls == ["before", "after", "save", 1, "loaded"]
 
 
+@pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
+def test_a_state_dict_is_not_changed_by_later_steps(method):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    kfac = KFAC(model, compute_method=method, inv_update_steps=2)
+
+    def step() -> None:
+        kfac.zero_grad()
+        model(torch.randn(20, 4, dtype=torch.float64)).square().sum().backward()
+        kfac.step()
+
+    for _ in range(3):
+        step()
+    state = kfac.state_dict()
+    kept = copy.deepcopy(state)
+    for _ in range(3):
+        step()
+    assert same(kept["kfac"]["layers"], state["kfac"]["layers"])
+
+
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
 def test_factors_and_inverses_may_be_kept_in_half_precision(method):
     losses = []

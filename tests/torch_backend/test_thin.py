@@ -66,13 +66,15 @@ def replace(model: nn.Module) -> None:
 class Run:
     def __init__(self, monkeypatch: Any, thin: bool, make: Callable[[], nn.Module] = Model) -> None:
         self.uses = 0
+        torch.manual_seed(0)
         self.model = make()
         self.inputs = torch.Generator().manual_seed(1)
         original = LayerFactors.direction_of_rows
 
         def counted(factors: Any, *args: Any) -> Any:
-            self.uses += 1
-            return original(factors, *args)
+            found = original(factors, *args)
+            self.uses += found is not None
+            return found
 
         monkeypatch.setattr(LayerFactors, "direction_of_rows", counted)
         if not thin:
@@ -128,6 +130,88 @@ def test_a_gradient_that_was_changed_is_used_itself(monkeypatch, change):
     assert thin.uses == 0
     expected = Run(monkeypatch, False).train({}, change)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def penalty(weight: float) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """A forward pass whose output contains a multiple of Σ W², as a loss with that term has it."""
+
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        squares = sum(p.square().sum() for p in model.parameters())
+        y = model(x)
+        return y + weight * (squares - squares.detach())
+
+    return forward
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e-3, 1e-5])
+def test_a_penalty_in_the_loss_is_not_lost(monkeypatch, weight):
+    """It may be tiny in the gradient and, where A or G are small, all of the direction."""
+    ends = []
+    for thin in (True, False):
+        run = Run(monkeypatch, thin)
+        ends.append(run.train({"damping": 1e-4}, forward=penalty(weight)))
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-6])
+@pytest.mark.parametrize("how", ["leftover", "data", "hook"])
+def test_what_else_is_in_the_gradient_is_not_lost(monkeypatch, how, size):
+    directions = []
+    for thin in (True, False):
+        run = Run(monkeypatch, thin, lambda: nn.Linear(24, 32).double())
+        weight = run.model.weight
+        extra = size * torch.randn(32, 24, generator=torch.Generator().manual_seed(3)).double()
+        if how == "hook":
+            weight.register_hook(lambda g, extra=extra: g + extra)
+        kfac = KFAC(run.model, compute_method="inverse", damping=1e-3)
+        for seed in range(3):
+            x = torch.randn(ROWS, 24, generator=torch.Generator().manual_seed(seed)).double()
+            weight.grad = extra.clone() if how == "leftover" else None
+            run.model(x).square().mean().backward()
+            if how == "data":
+                weight.grad.data.add_(extra)
+            kfac.step()
+            kfac.reset_batch()
+        directions.append(weight.grad.clone())
+    torch.testing.assert_close(*directions, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_batched_and_forward_derivatives_pass_through(monkeypatch):
+    run = Run(monkeypatch, True, lambda: nn.Linear(24, 32).double())
+    kfac = KFAC(run.model, compute_method="inverse", factor_update_steps=3)
+    for _ in range(2):  # with statistics and without
+        x = torch.randn(ROWS, 24, dtype=torch.float64, requires_grad=True)
+        y = run.model(x)
+        (g,) = torch.autograd.grad(
+            y,
+            x,
+            torch.eye(32).double()[:, None].expand(32, ROWS, 32),
+            is_grads_batched=True,
+            retain_graph=True,
+        )
+        torch.testing.assert_close(g[:, 0], run.model.weight.detach())
+        y.square().mean().backward()
+        kfac.step()
+        kfac.zero_grad()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(run.model(dual)).tangent
+    torch.testing.assert_close(tangent[0], run.model.weight.detach().sum(1))
+
+
+def test_a_gradient_that_an_earlier_hook_uses_up_is_none(monkeypatch):
+    run = Run(monkeypatch, True, lambda: nn.Linear(24, 32).double())
+
+    def use_up(p: torch.Tensor) -> None:
+        p.grad = None
+
+    run.model.weight.register_post_accumulate_grad_hook(use_up)
+    kfac = KFAC(run.model, compute_method="inverse")
+    run.model(torch.randn(ROWS, 24, dtype=torch.float64)).square().mean().backward()
+    assert run.model.weight.grad is None
+    kfac.zero_grad()
 
 
 def test_accumulated_gradients_are_used_themselves(monkeypatch):

@@ -132,6 +132,8 @@ def trace(x: torch.Tensor) -> torch.Tensor:
 
 def add_diagonal(x: torch.Tensor, value: Any) -> torch.Tensor:
     """x + value I; `value` a number or (..., 1, 1)."""
+    if not isinstance(value, float):
+        x = x.expand(torch.broadcast_shapes(x.shape, value.shape))
     y = x.clone(memory_format=torch.contiguous_format)
     torch.linalg.diagonal(y).add_(value if isinstance(value, float) else value[..., 0])
     return y
@@ -139,15 +141,26 @@ def add_diagonal(x: torch.Tensor, value: Any) -> torch.Tensor:
 
 def usually(condition: torch.Tensor, x: torch.Tensor, other: Callable[[], Any]) -> torch.Tensor:
     """`x` where the condition holds, else `other()`; on a CPU `x` itself if it holds everywhere."""
-    if condition.device.type == "cpu" and not torch.compiler.is_compiling() and condition.all():
+    if _is_at_hand(condition) and condition.all():
         return x
     return torch.where(condition, x, other())
+
+
+def _is_at_hand(x: torch.Tensor) -> Any:
+    """Whether the host has the numbers: nothing is traced, mapped, or on another device."""
+    return (
+        type(x) is torch.Tensor
+        and x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
 
 
 def gram(x: torch.Tensor) -> torch.Tensor:
     """xᵀ x. On a CPU, of large matrices, 5/8 of it are computed and the rest is mirrored."""
     n = x.shape[-1]
-    if x.device.type != "cpu" or n < _SMALLEST_HALVED or x.shape[-2] < n // 16:
+    if n < _SMALLEST_HALVED or x.shape[-2] < n // 16 or not _is_at_hand(x):
         return torch.matmul(x.mT, x)
     product = torch.empty((*x.shape[:-2], n, n), dtype=x.dtype, device=x.device)
     edges = [n * i // 4 for i in range(5)]

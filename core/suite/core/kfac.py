@@ -336,29 +336,39 @@ def is_cheaper_by_rows(rows: int, d_in: int, d_out: int) -> bool:
     return rows * (d_in**2 + d_out**2 + d_in * d_out) < 0.8 * d_in * d_out * (d_in + d_out)
 
 
-def rows_make_gradient(inputs: Array, outputs: Array, weight: Array, bias: Array | None) -> Array:
-    """(...): whether Σ g aᵀ is `weight` and Σ g is `bias`, up to rounding, asked by one random vector.
+def direction_fits(A: Array, G: Array, weight: Array, bias: Array | None, direction: Array) -> Array:
+    """(...): whether a direction is G⁻¹ ∇ A⁻¹ up to rounding, asked by a few random vectors.
 
-    Source: Freivalds 1979 (Fast probabilistic algorithms), section 2: two different matrices agree on a
-    random vector with probability 0.
+    Asked of the direction and not of the gradient: what is small in ∇ may be all of G⁻¹ ∇ A⁻¹. Matrices
+    that differ by a share ε of their norm differ by about that on random vectors. Source: Freivalds 1979
+    (Fast probabilistic algorithms), section 2.
 
     Args:
-        inputs: (..., n, d_in), rows a.
-        outputs: (..., n, d_out), rows g.
-        weight: (..., d_out, d_in).
-        bias: (..., d_out).
+        A, G: (..., d_in, d_in) and (..., d_out, d_out), inverses.
+        weight: (..., d_out, d_in - 1) or, without bias, (..., d_out, d_in): ∇.
+        bias: (..., d_out), its last column.
+        direction: (..., d_out, d_in).
     """
-    xp = array_namespace(inputs)
-    stream = xp.zeros((1,), dtype=xp.int32, device=device_of(inputs))
-    probe = xp.astype(unit_noise(stream, 0, (inputs.shape[-1] + 1,), xp.float32), inputs.dtype)[0, ...]
-    vector, shift = probe[:-1][..., None], probe[-1]
-    seen, found = xp.matmul(inputs, vector), xp.matmul(weight, vector)[..., 0]
+    xp = array_namespace(weight)
+    A, G = lift(A), lift(G)
+    streams = xp.arange(_PROBES, dtype=xp.int32, device=device_of(weight))
+    probes = xp.matrix_transpose(unit_noise(streams, 0, (A.shape[-1],), A.dtype))
+    seen = xp.matmul(A, probes)
+    width = weight.shape[-1]
+    made = xp.matmul(xp.astype(weight, A.dtype), seen[..., :width, :])
     if bias is not None:
-        seen, found = seen + shift, found + shift * bias
-    expected = xp.matmul(linalg.transpose(outputs), seen)[..., 0]
-    norm = xp.linalg.vector_norm
-    rounding = 100 * float(xp.finfo(inputs.dtype).eps)
-    return norm(found - expected, axis=-1) <= rounding * norm(expected, axis=-1)
+        made = made + xp.astype(bias, A.dtype)[..., None] * seen[..., width:, :]
+    expected = xp.matmul(G, made)
+    found = xp.matmul(xp.astype(direction, A.dtype), probes)
+    difference, size = (_root_of_squares(x) for x in (found - expected, expected))
+    return difference <= float(xp.finfo(A.dtype).eps) ** 0.5 * size
+
+
+_PROBES = 4
+
+
+def _root_of_squares(x: Array) -> Array:
+    return array_namespace(x).linalg.vector_norm(x, axis=(-2, -1))
 
 
 def mean_eigenvalue(factor: Factor) -> Array:

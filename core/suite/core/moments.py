@@ -35,4 +35,4 @@ def unbiased(average: Array, weight: Array) -> Array:
     weight = xp.astype(weight, average.dtype)
     weight = xp.reshape(weight, tuple(weight.shape) + (1,) * (average.ndim - weight.ndim))
     seen = weight > 0
-    return average * xp.where(seen, 1 / xp.where(seen, weight, xp.zeros_like(weight) + 1), 0 * weight)
+    return average / xp.where(seen, weight, xp.zeros_like(weight) + float("inf"))

@@ -246,7 +246,8 @@ class FactorStore:
     ) -> dict[str, dict[str, torch.Tensor]]:
         """Tensors by layer name, as far as this rank has them; nothing before the first step.
 
-        A shared A is in the record of each layer that has it.
+        A shared A is in the record of each layer that has it. Averages, which later steps change in
+        place, are copied.
         """
         layers: dict[str, dict[str, torch.Tensor]] = {layer.name: {} for layer in self.layers}
         if not self.allocated or not include_factors:
@@ -257,7 +258,11 @@ class FactorStore:
                 if place is not None:
                     at = slice(place.start, place.stop)
                     tensors = _tensors(self.factors[place.bucket], side)
-                    layers[layer.name] |= {name: tensor[at] for name, tensor in tensors.items()}
+                    changing = (side, f"{side}_weight")
+                    layers[layer.name] |= {
+                        name: tensor[at].clone() if name in changing else tensor[at]
+                        for name, tensor in tensors.items()
+                    }
                 elif self._key(i, side) in self.received:
                     inverse, ready = self.received[self._key(i, side)]
                     layers[layer.name] |= _inverse_tensors(inverse, ready, side)
@@ -267,7 +272,10 @@ class FactorStore:
                     name = self.layers[member.index].name
                     at = slice(member.start, member.stop)
                     average, weight = self.products[number]
-                    layers[name] |= {"products": average[at], "products_weight": weight[at]}
+                    layers[name] |= {
+                        "products": average[at].clone(),
+                        "products_weight": weight[at].clone(),
+                    }
         if not include_inverses:
             kept = ("A", "G", "A_weight", "G_weight")
             layers = {n: {k: x for k, x in r.items() if k in kept} for n, r in layers.items()}

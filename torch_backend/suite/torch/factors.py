@@ -240,12 +240,20 @@ class LayerFactors(FactorStore):
         direction: torch.Tensor = self.rule.apply(A, G, ready_A & ready_G, gradient, damping, products)
         return direction
 
-    def direction_of_rows(self, index: int, inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-        """(1, d_out, d_in) of a layer with inverses, from the rows that its gradient is the sum of."""
+    def direction_of_rows(
+        self, index: int, rows: tuple[torch.Tensor, torch.Tensor], gradient: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """(1, d_out, d_in) of a layer with inverses, from rows; None if they do not make its gradient.
+
+        Args:
+            rows: (1, n, d_in without bias) inputs and (1, n, d_out) gradients of outputs.
+            gradient: the weight's, and the bias's if there is one.
+        """
         A, G = (self._inverse_of(index, side)[0] for side in ("A", "G"))
-        bias = self.layers[index].bias is not None
-        direction: torch.Tensor = self.rule.apply_to_rows(A, G, inputs, outputs, bias=bias)
-        return direction
+        weight, bias = gradient[0][None], gradient[1][None] if len(gradient) > 1 else None
+        direction: torch.Tensor = self.rule.apply_to_rows(A, G, *rows, bias=bias is not None)
+        fits = core_kfac.direction_fits(A, G, weight, bias, direction)
+        return direction if bool(fits.all()) else None
 
     def _gathered(self, number: int, side: str) -> tuple[Any, torch.Tensor]:
         """(inverses, ready) of one side of a bucket's layers: a view if they are neighbours."""

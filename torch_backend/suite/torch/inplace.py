@@ -15,6 +15,7 @@ def average_in(average: torch.Tensor, new: torch.Tensor, decay: float) -> None:
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """(): whether all numbers in tensors that are not empty are finite; the host does not wait."""
+    tensors = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors]
     here = [x for x in tensors if x.device.type == "cpu"]
     elsewhere = [x for x in tensors if x.device.type != "cpu"]
     # Both pass a NaN on. Of torch's ways this is by far the fastest on a CPU, and the other on a GPU.

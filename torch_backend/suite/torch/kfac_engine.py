@@ -36,7 +36,6 @@ from suite.torch.inplace import all_finite
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer
 from suite.torch.summing import Scaling, summed_factors, summed_products
 from suite.torch.thin import KeptRows, can_be_thin
-from suite.torch.thin import taken as taken_rows
 from suite.torch.uses import UseCounter
 
 Taken = list[Captured | None]
@@ -94,6 +93,7 @@ class KFACEngine:
         self.routing.require_preconditioned("K-FAC")
         self.clock = CaptureClock()
         self.captures: list[LayerCapture] = []
+        self.kept: dict[int, KeptRows] = {}  # by layer
         self._attached: list[Any] = []  # everything with hooks
         self._attentions = found.attentions
         self._name_of = found.name_of
@@ -173,7 +173,6 @@ class KFACEngine:
             capture = LayerCapture(layer, at_least_single(layer.dtype), self.clock, stream)
             self.captures.append(capture)
             self._attached.append(capture)
-        self.kept: dict[int, KeptRows] = {}
         if self.ranks.alone and self.tensor_ranks.alone and not self.rule.keeps_eigenbases:
             for i, capture in enumerate(self.captures):
                 if can_be_thin(capture.layer):
@@ -197,6 +196,7 @@ class KFACEngine:
     def detach(self) -> None:
         """Take all hooks off the model."""
         self.unwind()
+        self.forget_rows()
         _take_off(self._attached, self._attentions)
         self._attached.clear()
 
@@ -501,12 +501,10 @@ class KFACEngine:
         self._report_torn(agreed.torn)
         self.factors.allocate()
         if not agreed.present:
+            self.forget_rows()
             return
         whole = self.gradients.whole(agreed.present)
-        ready = [i for i in self.kept if i in whole and self.factors.is_ready(i)]
-        rows = taken_rows({i: self.kept[i] for i in ready})
-        self.forget_rows()
-        known = {i: self.factors.direction_of_rows(i, *pair) for i, pair in rows.items()}
+        known = self._directions_of_rows(whole)
         gradients = {i: self.layers[i].gradient_matrix(*p) for i, p in whole.items() if i not in known}
         directions = _Directions(self.factors, gradients, known, damping)
 
@@ -539,6 +537,22 @@ class KFACEngine:
             kl_clip is not None,
             coefficient_of,
         )
+
+    def _directions_of_rows(
+        self, whole: Mapping[int, Sequence[torch.Tensor]]
+    ) -> dict[int, torch.Tensor]:
+        """Of layers whose gradients are those of the few rows that were kept."""
+        known = {}
+        for i, kept in self.kept.items():
+            rows = kept.take()
+            if rows is None or i not in whole or not self.factors.is_ready(i):
+                continue
+            direction = self.factors.direction_of_rows(i, rows, whole[i])
+            if direction is None:
+                kept.refuse()
+            else:
+                known[i] = direction
+        return known
 
     def _of_all_blocks(self, products: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
         """Sums over the ranks that have other blocks of a layer."""

@@ -2,21 +2,24 @@
 
 Of a linear layer ∇ = Σ g aᵀ, so that G⁻¹ ∇ A⁻¹ = Σ (G⁻¹ g) (A⁻¹ a)ᵀ: for n rows n (d_out² + d_in² +
 d_out d_in) multiplications in place of d_out d_in (d_out + d_in). The rows stand for the gradient only
-while it is what one backward pass made of them; whatever else is done to it, it is used itself.
+while it is what one backward pass made, and the direction must be that of the gradient on random vectors
+(`suite.core.kfac.direction_fits`); else the gradient itself is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from suite.core.kfac import is_cheaper_by_rows, rows_make_gradient
+from suite.core.kfac import is_cheaper_by_rows
+from suite.torch.dtensors import is_sharded
 from suite.torch.layers import Layer
 
 SMALLEST = 128 * 128 * 256  # multiplications of a direction for which it is worth the hooks
 HOST_DEVICES = ("cpu",)  # elsewhere the host would have to wait to see whether rows fit the gradient
+_REFUSALS = 3  # directions that did not fit, after which a layer's rows are not kept any more
 
 
 class _Keep(torch.autograd.Function):
@@ -32,6 +35,10 @@ class _Keep(torch.autograd.Function):
         ctx.kept.add(x, gradient)
         return gradient, None, None
 
+    @staticmethod
+    def jvp(ctx: Any, y: torch.Tensor, x: Any, kept: Any) -> torch.Tensor:
+        return y.view_as(y)
+
 
 class _Pair(NamedTuple):
     x: torch.Tensor
@@ -45,17 +52,24 @@ class KeptRows:
 
     def __init__(self, layer: Layer, clock: Any) -> None:
         self.layer, self.clock = layer, clock
-        self.pairs: list[_Pair] = []
-        self.made: dict[int, tuple[torch.Tensor, int]] = {}  # by parameter: gradient and its version
-        self.passes = 0  # that reached the weight
-        self.rows = 0
+        self.refusals = 0
+        self.forget()
         self.handles = [
             parameter.register_post_accumulate_grad_hook(self._accumulated)
             for parameter in layer.parameters()
         ]
 
+    def forget(self) -> None:
+        self.pairs: list[_Pair] = []
+        self.made: dict[int, tuple[int, int]] = {}  # by parameter: where its gradient is, its version
+        self.passes = 0  # that reached the weight
+        self.rows = 0
+        self.usable = True
+
     def probe(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """`y`, whose gradient will be kept with `x`, if that may pay."""
+        if y.dtype != self.layer.dtype or self.refusals >= _REFUSALS or torch.jit.is_tracing():
+            return y
         if not is_cheaper_by_rows(_rows(x), *self.layer.sizes):
             return y
         kept: torch.Tensor = _Keep.apply(y, x, self)
@@ -67,40 +81,38 @@ class KeptRows:
             return
         self.rows += _rows(x)
         if self.passes or not is_cheaper_by_rows(self.rows, *self.layer.sizes):
+            self.usable = False
+        try:
+            if self.usable:
+                pair = _Pair(x.detach(), gradient.detach(), x._version, gradient._version)
+                self.pairs.append(pair)
+        except RuntimeError:  # a batch of gradients (`is_grads_batched`) cannot be kept
+            self.usable = False
+        if not self.usable:
             self.pairs.clear()
-        else:
-            self.pairs.append(_Pair(x.detach(), gradient.detach(), x._version, gradient._version))
-
-    def forget(self) -> None:
-        self.pairs, self.made, self.passes, self.rows = [], {}, 0, 0
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        self.made[id(parameter)] = gradient, gradient._version
         self.passes += parameter is self.layer.weight.parameter
+        if parameter.grad is not None:  # a hook before this one may have used it up
+            self.made[id(parameter)] = parameter.grad.data_ptr(), parameter.grad._version
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(1, n, d_in without bias) inputs and (1, n, d_out) gradients, if they can stand for ∇."""
-        pairs, made, passes, rows = self.pairs, self.made, self.passes, self.rows
+        """(1, n, d_in without bias) inputs and (1, n, d_out) gradients, if they may stand for ∇."""
+        pairs, made, passes, usable = self.pairs, self.made, self.passes, self.usable
         self.forget()
-        if not pairs or passes != 1 or sum(_rows(pair.x) for pair in pairs) != rows:
+        if not pairs or passes != 1 or not usable:
             return None
         for parameter in self.layer.parameters():
-            gradient, version = made.get(id(parameter), (None, 0))
-            if gradient is None or parameter.grad is not gradient or gradient._version != version:
+            gradient = parameter.grad
+            if gradient is None or made.get(id(parameter)) != (gradient.data_ptr(), gradient._version):
                 return None
         if any((p.x._version, p.g._version) != (p.x_version, p.g_version) for p in pairs):
             return None
-        inputs, outputs = (
-            _joined(parts, self.layer.dtype) for parts in ([p.x for p in pairs], [p.g for p in pairs])
-        )
-        weight, bias = (None if p is None else p.grad() for p in (self.layer.weight, self.layer.bias))
-        assert weight is not None
-        made_of = rows_make_gradient(inputs, outputs, weight[None], None if bias is None else bias[None])
-        return (
-            (inputs, outputs) if bool(made_of.all()) else None
-        )  # else the weight is used elsewhere, too
+        return _joined([p.x for p in pairs]), _joined([p.g for p in pairs])
+
+    def refuse(self) -> None:
+        """The rows were not those of the gradient: the weight is used elsewhere, too, or regularized."""
+        self.refusals += 1
 
 
 def can_be_thin(layer: Layer) -> bool:
@@ -113,6 +125,8 @@ def can_be_thin(layer: Layer) -> bool:
         and layer.blocks == 1
         and layer.diagonal == (False, False)
         and layer.device.type in HOST_DEVICES
+        and layer.dtype in (torch.float32, torch.float64)
+        and not any(is_sharded(parameter) for parameter in layer.parameters())
         and not layer.tensor_split
         and len(layer.sites) == 1
         and not layer.sites[0].scaling
@@ -122,16 +136,10 @@ def can_be_thin(layer: Layer) -> bool:
     )
 
 
-def taken(kept: Mapping[int, KeptRows]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """`KeptRows.take` of layers, where there is something."""
-    found = {i: rows.take() for i, rows in kept.items()}
-    return {i: rows for i, rows in found.items() if rows is not None}
-
-
 def _rows(x: torch.Tensor) -> int:
     return x.numel() // max(x.shape[-1], 1)
 
 
-def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    flat = [x.reshape(1, -1, x.shape[-1]).to(dtype) for x in parts]
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    flat = [x.reshape(1, -1, x.shape[-1]) for x in parts]
     return flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
