@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/kron_drift.py
 
 Covariances are those of `kron_fit.py`, 64x32, condition 100, float64, geometry Q0.5EQ1.5. Three rules:
-`default`; `excess`, whose step is at least 0.4 times the running mean of tr(E²) / n above what white noise
-gives, E = h hᵀ / m - I of the preconditioned gradient h (n, m); `agreement`, with the running mean of
-⟨E, E before⟩ / n in its place, which is 0 for independent errors. Both have effect after 100 updates and
-give at most 0.1. Gradients stand still, drift, vary in size (times exp(s - ¼), s normal of variance ¼), or
-are correlated as momentum of b1 = 0.9 is. Prints the error after 300, 1,000 and 3,000 updates.
+`default`; `excess`, whose step is at least 0.4 times the running mean of tr(E²) / n above what white
+noise gives, E = h hᵀ / m - I of the preconditioned gradient h (n, m); `agreement`, with the running mean
+of ⟨E, E before⟩ / n in its place, which is 0 for independent errors. Both have effect after 100 updates
+and give at most 0.1. Gradients stand still, drift, vary in size (times exp(s - ¼), s normal of variance
+¼), or are correlated as momentum of b1 = 0.9 is. Prints errors after 300, 1,000 and 3,000 updates.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from kron_fit import CENTRE, DEFAULT_RATE, Covariance
 
+from kron_fit import CENTRE, DEFAULT_RATE, Covariance
 from suite.core.kron import Kron
 
 RULES = ("default", "excess", "agreement")
