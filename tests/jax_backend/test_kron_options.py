@@ -342,3 +342,43 @@ def test_sharding_needs_a_mesh_with_its_axes():
         pytest.raises(ValueError, match="a spec for each of 3 parameters, got 1"),
     ):
         scale_by_kron(params_partition_specs={"w": P()}).init(PARAMS)
+
+
+def equations(jaxpr):
+    """How many there are, in branches and calls as well."""
+    found = 0
+    for equation in jaxpr.eqns:
+        found += 1
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                found += equations(inner) if hasattr(inner, "eqns") else 0
+    return found
+
+
+def test_a_program_hardly_grows_with_the_number_of_equal_layers():
+    def size(layers):
+        params = [{"w": normal(8, 6), "b": normal(6)} for _ in range(layers)]
+        tx = kron()
+        traced = jax.jit(tx.update).trace(params, tx.init(params), params)
+        return equations(traced.jaxpr.jaxpr)
+
+    parameters = 2 * 20
+    assert size(40) - size(20) <= 8 * parameters
+
+
+def test_blocks_keep_the_order_of_the_parameters():
+    """Equal leaves are joined, but another's blocks come between theirs; scanned leaves stay apart."""
+    params = {"a": normal(4, 4), "b": normal(8, 4, seed=1), "c": normal(4, 4, seed=2)}
+    alone = {name: x[None] for name, x in params.items()}
+    together = scale_by_kron(block_size=4)
+    apart = scale_by_kron(block_size=4, scanned_layers=dict.fromkeys(params, True))
+    state, other = together.init(params), apart.init(alone)
+    for step in range(3):
+        grads = {name: (step + 1) * jnp.sin((3 + step) * x) for name, x in params.items()}
+        moved, state = jax.jit(together.update)(grads, state)
+        grads = {name: x[None] for name, x in grads.items()}
+        expected, other = jax.jit(apart.update)(grads, other)
+    assert [bucket.lipschitz[0].shape for bucket in state.buckets] == [(4,)]
+    assert_same(moved, {name: x[0] for name, x in expected.items()})
+    assert_same(state.buckets, other.buckets)

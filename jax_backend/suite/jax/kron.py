@@ -18,7 +18,7 @@ from suite.core.checks import check_choice, check_flag, check_integer, check_num
 from suite.core.routing import Route, Routing, describe_factors
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip
-from suite.jax import kron_engine
+from suite.jax import kron_blocks, kron_engine
 from suite.jax.boxes import rebox, unbox
 from suite.jax.finite import zero_unless
 from suite.jax.kron_engine import ScaleByKronState, Schedule, Settings, at
@@ -313,11 +313,15 @@ def with_learning_rate(
         if params is None and decays:
             raise ValueError("params must be given to update(...) when weight_decay is not 0")
         whitened, inner = preconditioner.update(updates, state.preconditioner, params, **extra)
-        finite = inner.skipped_steps == state.preconditioner.skipped_steps
         decayed, rest = decay.update(unbox(whitened), state.rest, unbox(params))
         rate = at(learning_rate, state.preconditioner.steps)
-        moved = jax.tree.map(lambda d: -jnp.asarray(rate, d.dtype) * d, decayed)
-        return rebox(zero_unless(finite, moved), updates), KronOptState(inner, rest)
+        dtypes = {d.dtype for d in jax.tree.leaves(decayed)}
+        rates = {dtype: -jnp.asarray(rate, dtype) for dtype in dtypes}
+        moved = jax.tree.map(lambda d: rates[d.dtype] * d, decayed)
+        if decays:  # else a skipped step's directions are zeros already
+            finite = inner.skipped_steps == state.preconditioner.skipped_steps
+            moved = zero_unless(finite, moved)
+        return rebox(moved, updates), KronOptState(inner, rest)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -363,7 +367,7 @@ def routing(params: Any, scanned_layers: Any = None, **structure: Any) -> Routin
         structure: of `suite.core.blocks.Structure`.
     """
     params = unbox(params)
-    static = kron_engine.plan(
+    static = kron_blocks.plan(
         params, blocks.Structure(**structure), scanned_layers, 0, lambda dtype: dtype
     )
     paths = jax.tree_util.tree_flatten_with_path(params)[0]

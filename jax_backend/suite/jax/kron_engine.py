@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from suite.core import blocks, buckets, moments, noise
+from suite.core import blocks, moments, noise
 from suite.core import kron as core_kron
 from suite.core._namespace import lift
 from suite.core.rounding import stochastic_round
@@ -18,8 +18,8 @@ from suite.core.schedules import advance_clock
 from suite.core.step_size import Clip, clipped, normalized
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
-from suite.jax.masks import unmasked, with_places
-from suite.jax.sharding import Layout, constrain, in_batches, pad
+from suite.jax.kron_blocks import Blocks, plan
+from suite.jax.sharding import Layout, constrain, in_batches, is_spec, pad, specs_like
 
 Schedule = Any  # a number, a 0-d array, or a function of a count
 
@@ -69,98 +69,26 @@ class Settings:
         return self.layout.on(tree) if sharded else self.layout
 
 
-class Blocks(NamedTuple):
-    """The static side of the state: blocks of every leaf and their buckets."""
-
-    plans: list[blocks.BlockPlan | None]  # None: an empty leaf
-    buckets: tuple[buckets.Bucket, ...]
-    streams: list[list[int]]  # noise streams of every bucket's blocks
-
-    def split(self, leaves: list[Any]) -> list[Any]:
-        """Leaves like the parameters as one array (blocks, ...) per bucket."""
-        stacks: list[Any] = []
-        for plan, x in zip(self.plans, leaves, strict=True):
-            if plan is not None:
-                stacks += blocks.split(plan, x)
-        return [buckets.gather(bucket, stacks) for bucket in self.buckets]
-
-    def merge(self, joined: list[Any], leaves: list[Any]) -> list[Any]:
-        """Undo `split`; what is empty is taken from `leaves`."""
-        stacks: list[Any] = [None] * sum(len(bucket.members) for bucket in self.buckets)
-        for bucket, x in zip(self.buckets, joined, strict=True):
-            buckets.scatter(bucket, x, stacks)
-        rest = iter(stacks)
-        return [
-            x if plan is None else blocks.merge(plan, [next(rest) for _ in plan.tiles]).astype(x.dtype)
-            for plan, x in zip(self.plans, leaves, strict=True)
-        ]
-
-    def noise(self, step: jax.Array, use: int, leaves: list[Any], dtype: Any) -> list[Any]:
-        """Noise like the leaves."""
-        joined = [
-            noise.draw(jnp.asarray(streams, jnp.int32), step, use, bucket.key[0], dtype)
-            for bucket, streams in zip(self.buckets, self.streams, strict=True)
-        ]
-        return self.merge(joined, [x.astype(dtype) for x in leaves])
-
-
-def plan(
-    tree: Any,
-    structure: blocks.Structure,
-    scanned_layers: Any,
-    seed: int,
-    factor_dtype: Callable[[Any], Any],
-) -> Blocks:
-    """Blocks and buckets of a pytree.
-
-    Raises:
-        ValueError: complex leaves; `scanned_layers` of another structure.
-    """
-    leaves = jax.tree.leaves(tree)
-    if any(jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating) for leaf in leaves):
-        raise ValueError("Kron does not cover complex parameters: give it real and imaginary parts")
-    scanned = [False] * len(leaves)
-    if scanned_layers is not None:
-        scanned, given = jax.tree.flatten(scanned_layers)
-        expected = jax.tree.structure(tree)
-        if given != expected:  # type: ignore[operator]
-            if given != with_places(tree)[1]:
-                raise ValueError(f"scanned_layers must have the structure {expected}, got {given}")
-            scanned = unmasked(scanned, tree)
-    plans: list[blocks.BlockPlan | None] = []
-    stacks, owner = [], []
-    for number, (leaf, is_scanned) in enumerate(zip(leaves, scanned, strict=True)):
-        if leaf.size == 0:
-            plans.append(None)
-            continue
-        of_leaf = blocks.plan_blocks(leaf.shape, structure, scanned=is_scanned)
-        plans.append(of_leaf)
-        streams = iter(noise.stream_numbers(number, of_leaf.blocks, seed))
-        # By the factors' dtype: gradients may come in a wider one than their parameters.
-        dtype = jnp.dtype(factor_dtype(jnp.result_type(leaf)))
-        for tile in of_leaf.tiles:
-            stacks.append(((tile.sizes, of_leaf.diagonal, dtype), of_leaf.tile_blocks(tile)))
-            owner.append([next(streams) for _ in range(of_leaf.tile_blocks(tile))])
-    planned = buckets.plan_buckets(stacks)
-    return Blocks(plans, planned, [[s for m in b.members for s in owner[m.index]] for b in planned])
-
-
-def _plan(settings: Settings, tree: Any) -> Blocks:
+def _plan(settings: Settings, tree: Any, mu: Any) -> Blocks:
+    kinds: list[Any] = [jnp.result_type(m) for m in jax.tree.leaves(mu)]
+    if settings.params_partition_specs is not None:
+        specs = jax.tree.leaves(specs_like(tree, settings.params_partition_specs), is_leaf=is_spec)
+        kinds = list(zip(kinds, specs, strict=True))
     structure, scanned = settings.structure, settings.scanned_layers
-    return plan(tree, structure, scanned, settings.seed, settings.factor_dtype)
+    return plan(tree, structure, scanned, settings.seed, settings.factor_dtype, kinds)
 
 
 def init(settings: Settings, params: Any) -> ScaleByKronState:
     """The state before the first step."""
-    static = _plan(settings, params)
+    mu = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=settings.mu_dtype), params)
+    static = _plan(settings, params, mu)
     layout = settings.layout_on(params)
     states = []
     for bucket in static.buckets:
-        sizes, diagonal, dtype = bucket.key
         blocks_of_all = layout.padded(bucket.blocks) if layout.axes else bucket.blocks
-        state = settings.rule.init(jnp.zeros((), dtype), (blocks_of_all, *sizes), diagonal)
+        like = jnp.zeros((), bucket.dtype)
+        state = settings.rule.init(like, (blocks_of_all, *bucket.sizes), bucket.diagonal)
         states.append(layout.place(state))
-    mu = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=settings.mu_dtype), params)
     return ScaleByKronState(
         jnp.zeros((), jnp.int32),
         jnp.zeros((), jnp.int32),
@@ -186,28 +114,24 @@ def update(
         pair: (v, H v) like the parameters, or None.
         value_fn: the loss as a function of the parameters, from which pairs are made when due, or None.
     """
-    static, layout = _plan(settings, updates), settings.layout_on(updates)
-    leaves, treedef = jax.tree.flatten(updates)
     _require_alike(updates, state.mu)
-    finite = all_finite((updates, pair))
+    static, layout = _plan(settings, updates, state.mu), settings.layout_on(updates)
+    leaves, treedef = jax.tree.flatten(updates)
+    gradients = static.join(leaves)
+    finite = all_finite((gradients, pair))
     step = state.steps + 1
     probability = at(settings.preconditioner_update_probability, step)
     due, clock = advance_clock(state.update_clock, probability)
     if settings.normalize_grads:
-        leaves = [
-            g if of_leaf is None else normalized(g, g.ndim - of_leaf.scanned)
-            for g, of_leaf in zip(leaves, static.plans, strict=True)
-        ]
-    mu = _absorb(settings, static, step, jax.tree.leaves(state.mu), leaves)
-    mu = jax.tree.leaves(
-        constrain(jax.tree.unflatten(treedef, mu), settings.params_partition_specs, layout)
-    )
+        gradients = [normalized(g, g.ndim - 1) for g in gradients]
+    old_mu = static.join(jax.tree.leaves(state.mu))
+    mu = _absorb(settings, static, step, old_mu, gradients)
     weight = moments.update_average(state.weight, jnp.ones_like(state.weight), settings.b1)
     rows = [old.lipschitz[0].shape[0] for old in state.buckets]
 
-    def stacked(tree: list[Any]) -> list[Any]:
+    def stacked(joined: list[Any]) -> list[Any]:
         # Whole before they are divided anew: XLA finds no direct way from one sharding to the other.
-        found = [pad(x, n) for x, n in zip(static.split(tree), rows, strict=True)]
+        found = [pad(x, n) for x, n in zip(static.split(joined), rows, strict=True)]
         whole = layout.constrain(found, PartitionSpec()) if layout.axes else found
         return layout.place(whole)
 
@@ -216,15 +140,17 @@ def update(
     def fit(olds: tuple[core_kron.KronState, ...]) -> Any:
         evidence, vectors, ok = signals, [None] * len(signals), jnp.asarray(True)
         if settings.whiten == "gradient":
-            evidence = stacked(leaves)
+            evidence = stacked(gradients)
         if pair is not None or value_fn is not None:
             vector, product = pair or _make_pair(settings, static, step, params, value_fn)
             ok = all_finite(product)
-            vectors, evidence = stacked(jax.tree.leaves(vector)), stacked(jax.tree.leaves(product))
+            vectors, evidence = (
+                stacked(static.join(jax.tree.leaves(tree))) for tree in (vector, product)
+            )
         rate = at(settings.preconditioner_lr, state.updates)
         new = []
-        for old, x, v, streams in zip(olds, evidence, vectors, static.streams, strict=True):
-            numbers = layout.place(pad(jnp.asarray(streams, jnp.int32), x.shape[0]))
+        for old, x, v, bucket in zip(olds, evidence, vectors, static.buckets, strict=True):
+            numbers = layout.place(pad(jnp.asarray(bucket.streams, jnp.int32), x.shape[0]))
             arguments = (old, x, numbers) if v is None else (old, x, numbers, v)
             new.append(layout.each(_fitting(settings, step, rate), *arguments))
         return select(ok, tuple(new), olds), ok
@@ -240,13 +166,19 @@ def update(
         for bucket, of_bucket, signal in zip(static.buckets, used, signals, strict=True):
             moved = layout.gathered(_preconditioning(settings), of_bucket, signal)
             directions.append(moved[: bucket.blocks])
-    moved = jax.tree.unflatten(treedef, static.merge(directions, leaves))
-    moved = constrain(zero_unless(finite, moved), settings.params_partition_specs, layout)
-    return moved, ScaleByKronState(
+    merged = [x.astype(g.dtype) for x, g in zip(static.merge(directions), gradients, strict=True)]
+
+    places = static.places(step > 0)
+
+    def parted(joined: list[Any], like: Any) -> Any:
+        tree = jax.tree.unflatten(treedef, static.part(joined, jax.tree.leaves(like), places))
+        return constrain(tree, settings.params_partition_specs, layout)
+
+    return parted(zero_unless(finite, merged), updates), ScaleByKronState(
         jnp.where(finite, step, state.steps),
         jnp.where(finite & due, state.updates + 1, state.updates),
         jnp.where(finite, clock, state.update_clock),
-        select(finite, jax.tree.unflatten(treedef, mu), state.mu),
+        parted(select(finite, mu, old_mu), state.mu),
         jnp.where(finite, weight, state.weight),
         states,
         state.skipped_steps + (~finite).astype(jnp.int32),
@@ -266,10 +198,10 @@ def _require_alike(updates: Any, mu: Any) -> None:
 def _absorb(
     settings: Settings, static: Blocks, step: jax.Array, mu: list[Any], gradients: list[Any]
 ) -> list[Any]:
-    """Momentum with these gradients in it."""
+    """Joined momentum with these joined gradients in it."""
     if not settings.stochastic_rounding:
         return [moments.update_average(m, g, settings.b1) for m, g in zip(mu, gradients, strict=True)]
-    units = static.noise(step, noise.MOMENTUM, gradients, jnp.float32)
+    units = static.noise(step, noise.MOMENTUM, jnp.float32)
     return [
         stochastic_round(moments.update_average(lift(m), g, settings.b1), unit, m.dtype)
         for m, g, unit in zip(mu, gradients, units, strict=True)
@@ -281,7 +213,7 @@ def _make_pair(
 ) -> tuple[Any, Any]:
     leaves, treedef = jax.tree.flatten(params)
     wide = jnp.result_type(jnp.float32, *leaves)
-    units = static.noise(step, noise.PAIR, leaves, wide)
+    units = static.part(static.noise(step, noise.PAIR, wide), leaves, static.places(step > 0))
     vector = jax.tree.unflatten(treedef, [v.astype(p.dtype) for v, p in zip(units, leaves, strict=True)])
     return vector, hessian_vector_product(value_fn, params, vector, method=settings.hvp_method)
 

@@ -102,7 +102,7 @@ def layout_of(params_partition_specs: Any, preconditioner_partition_spec: Any) -
             given = repr(preconditioner_partition_spec)
             raise TypeError(f"preconditioner_partition_spec must be a PartitionSpec, got {given}")
     else:
-        specs = jax.tree.leaves(params_partition_specs, is_leaf=_is_spec)
+        specs = jax.tree.leaves(params_partition_specs, is_leaf=is_spec)
     axes: list[str] = []
     for spec in specs:
         for entry in spec or ():
@@ -123,7 +123,7 @@ def constrain(tree: T, params_partition_specs: Any, layout: Layout) -> T:
     if params_partition_specs is None:
         return tree
     specs = specs_like(tree, params_partition_specs)
-    return jax.tree.map(lambda spec, x: layout.constrain(x, spec), specs, tree, is_leaf=_is_spec)
+    return jax.tree.map(lambda spec, x: layout.constrain(x, spec), specs, tree, is_leaf=is_spec)
 
 
 def specs_like(tree: Any, params_partition_specs: Any) -> Any:
@@ -133,7 +133,7 @@ def specs_like(tree: Any, params_partition_specs: Any) -> Any:
         ValueError: another number of specs than leaves.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    specs = jax.tree.leaves(params_partition_specs, is_leaf=_is_spec)
+    specs = jax.tree.leaves(params_partition_specs, is_leaf=is_spec)
     if len(specs) == len(with_places(tree)[0]):
         specs = unmasked(specs, tree)
     if len(specs) != len(leaves):
@@ -164,7 +164,8 @@ def _mesh_of(x: Any) -> Any:
     return None if mesh is None or mesh.empty else mesh
 
 
-def _is_spec(x: Any) -> bool:
+def is_spec(x: Any) -> bool:
+    """Whether a node of a pytree of specs is one."""
     return x is None or isinstance(x, PartitionSpec)
 
 

@@ -1,0 +1,210 @@
+"""The static side of PSGD Kron over a pytree: equal leaves are joined, cut and put into buckets.
+
+Equal leaves become one array before anything is computed, so that the program has one reshape and one
+slice per parameter and all mathematics once per kind of parameter: it compiles fast at any depth.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from suite.core import blocks, buckets, noise
+from suite.jax.masks import unmasked, with_places
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves of equal shape, dtype and treatment; joined, they are one scanned parameter."""
+
+    members: tuple[int, ...]  # places of the leaves
+    plan: blocks.BlockPlan  # of the joined array (leaves, *shape), or of one leaf that is scanned itself
+    stacked: bool  # whether joining adds the leading axis
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Blocks of one kind, of all parameters, in the order of the parameters."""
+
+    sizes: tuple[int, ...]
+    diagonal: tuple[bool, ...]
+    dtype: Any  # of the factors
+    streams: list[int]  # noise streams of the blocks
+    parts: tuple[tuple[int, int, int], ...]  # group, tile and number of blocks of what is joined
+    order: np.ndarray | None  # which of the joined blocks comes at each place; None: as joined
+
+    @property
+    def blocks(self) -> int:
+        return len(self.streams)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Groups of leaves, and the buckets of their blocks."""
+
+    plans: list[blocks.BlockPlan | None]  # of every leaf; None: it is empty
+    groups: tuple[Group, ...]
+    buckets: tuple[Bucket, ...]
+
+    def join(self, leaves: list[Any]) -> list[Any]:
+        """Leaves like the parameters as one array (leaves, *shape) per group."""
+        joined = []
+        for group in self.groups:
+            own = [leaves[i] for i in group.members]
+            if group.stacked:
+                own = [x.reshape(1, *x.shape) for x in own]
+            joined.append(own[0] if len(own) == 1 else jax.lax.concatenate(own, 0))
+        return joined
+
+    def part(self, joined: list[Any], leaves: list[Any], places: Sequence[Any]) -> list[Any]:
+        """Undo `join`, with `places(...)`; what is empty is taken from `leaves`."""
+        leaves = list(leaves)
+        for group, x in zip(self.groups, joined, strict=True):
+            rest = (np.uint32(0),) * (x.ndim - 1)
+            for k, i in enumerate(group.members):
+                own = x
+                if len(group.members) > 1:
+                    own = jax.lax.dynamic_slice(x, (places[k], *rest), (1, *x.shape[1:]))
+                leaves[i] = own.reshape(leaves[i].shape)
+        return leaves
+
+    def places(self, always: jax.Array) -> Sequence[Any]:
+        """0, 1, ... up to the largest group, as numbers unknown to a compiler.
+
+        XLA on a CPU compiles each slice at a known place anew, 15 ms each, and all slices at unknown
+        places as one. What comes out of a branch is unknown.
+
+        Args:
+            always: a boolean that is true, which the compiler must not know either.
+        """
+        count = max((len(group.members) for group in self.groups), default=0)
+        return jax.lax.cond(always, *_ranges(count)) if count > 1 else (0,)
+
+    def split(self, joined: list[Any]) -> list[Any]:
+        """Groups as one array (blocks, *sizes) per bucket."""
+        stacks = [blocks.split(group.plan, x) for group, x in zip(self.groups, joined, strict=True)]
+        found = []
+        for bucket in self.buckets:
+            own = [stacks[group][tile] for group, tile, _ in bucket.parts]
+            whole = own[0] if len(own) == 1 else jnp.concatenate(own)
+            found.append(whole if bucket.order is None else _taken(whole, bucket.order))
+        return found
+
+    def merge(self, found: list[Any]) -> list[Any]:
+        """Undo `split`."""
+        stacks: list[list[Any]] = [[None] * len(group.plan.tiles) for group in self.groups]
+        for bucket, x in zip(self.buckets, found, strict=True):
+            if bucket.order is not None:
+                x = _taken(x, np.argsort(bucket.order))
+            counts = [count for _, _, count in bucket.parts]
+            own = jax.lax.split(x, counts) if len(counts) > 1 else (x,)
+            for (group, tile, _), stack in zip(bucket.parts, own, strict=True):
+                stacks[group][tile] = stack
+        return [blocks.merge(group.plan, own) for group, own in zip(self.groups, stacks, strict=True)]
+
+    def noise(self, step: jax.Array, use: int, dtype: Any) -> list[Any]:
+        """Noise like the groups."""
+        return self.merge(
+            [
+                noise.draw(jnp.asarray(bucket.streams, jnp.int32), step, use, bucket.sizes, dtype)
+                for bucket in self.buckets
+            ]
+        )
+
+
+def plan(
+    tree: Any,
+    structure: blocks.Structure,
+    scanned_layers: Any,
+    seed: int,
+    factor_dtype: Callable[[Any], Any],
+    kinds: list[Hashable] | None = None,
+) -> Blocks:
+    """Blocks and buckets of a pytree.
+
+    Args:
+        kinds: of every leaf, what else than shape and dtype it must share with those it is joined with.
+
+    Raises:
+        ValueError: complex leaves; `scanned_layers` of another structure.
+    """
+    leaves = jax.tree.leaves(tree)
+    if any(jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating) for leaf in leaves):
+        raise ValueError("Kron does not cover complex parameters: give it real and imaginary parts")
+    scanned = _scanned(scanned_layers, tree, len(leaves))
+    plans: list[blocks.BlockPlan | None] = []
+    members: dict[Hashable, list[int]] = {}
+    for i, (leaf, is_scanned) in enumerate(zip(leaves, scanned, strict=True)):
+        plans.append(
+            blocks.plan_blocks(leaf.shape, structure, scanned=is_scanned) if leaf.size else None
+        )
+        if leaf.size:
+            # Scanned leaves stay alone: their leading axis may be sharded.
+            kind = (jnp.result_type(leaf), kinds[i] if kinds else None, i if is_scanned else None)
+            members.setdefault((leaf.shape, kind), []).append(i)
+    groups = []
+    for own in members.values():
+        shape, stacked = leaves[own[0]].shape, not scanned[own[0]]
+        whole = (len(own), *shape) if stacked else shape
+        groups.append(Group(tuple(own), blocks.plan_blocks(whole, structure, scanned=True), stacked))
+
+    streams = [
+        noise.stream_numbers(i, of_leaf.blocks if of_leaf else 0, seed)
+        for i, of_leaf in enumerate(plans)
+    ]
+    # By the factors' dtype: gradients may come in a wider one than their parameters.
+    stacks, places = [], []
+    for number, group in enumerate(groups):
+        dtype = jnp.dtype(factor_dtype(jnp.result_type(leaves[group.members[0]])))
+        start = 0  # a tile's first block in each member
+        for t, tile in enumerate(group.plan.tiles):
+            blocks_of_all = group.plan.tile_blocks(tile)
+            each = blocks_of_all // len(group.members)
+            stacks.append(((tile.sizes, group.plan.diagonal, dtype), blocks_of_all))
+            owners = [(i, start + block) for i in group.members for block in range(each)]
+            places.append((number, t, owners))
+            start += each
+    found = []
+    for planned in buckets.plan_buckets(stacks):
+        own_places = [places[member.index] for member in planned.members]
+        owners = [owner for _, _, of_part in own_places for owner in of_part]
+        order = sorted(range(len(owners)), key=owners.__getitem__)
+        sizes, diagonal, dtype = planned.key
+        own_streams = [streams[leaf][block] for leaf, block in sorted(owners)]
+        parts = tuple((number, t, len(of_part)) for number, t, of_part in own_places)
+        as_joined = order == list(range(len(order)))
+        order_of_parts = None if as_joined else np.asarray(order, np.int32)
+        found.append(Bucket(sizes, diagonal, dtype, own_streams, parts, order_of_parts))
+    return Blocks(plans, tuple(groups), tuple(found))
+
+
+def _scanned(scanned_layers: Any, tree: Any, leaves: int) -> list[bool]:
+    """Whether each leaf is scanned."""
+    if scanned_layers is None:
+        return [False] * leaves
+    scanned, given = jax.tree.flatten(scanned_layers)
+    expected = jax.tree.structure(tree)
+    if given == expected:  # type: ignore[operator]
+        return scanned
+    if given != with_places(tree)[1]:
+        raise ValueError(f"scanned_layers must have the structure {expected}, got {given}")
+    return unmasked(scanned, tree)
+
+
+@functools.cache
+def _ranges(count: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """0, 1, ..., and zeros: two branches. Cached, for JAX knows functions by their identity."""
+    return (
+        lambda: tuple(np.uint32(k) for k in range(count)),
+        lambda: (np.uint32(0),) * count,
+    )
+
+
+def _taken(x: jax.Array, order: np.ndarray) -> jax.Array:
+    return x.at[order].get(mode="promise_in_bounds", unique_indices=True)
