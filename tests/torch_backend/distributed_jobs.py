@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from suite.torch import KFAC
+from suite.torch import KFAC, thin
 from suite.torch.collectives import Ranks
 
 STEPS, BATCH = 10, 24
@@ -52,6 +52,12 @@ def with_exchanges(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` with all collectives, although this process is the only rank."""
     with mock.patch.object(Ranks, "shortcut", False):
         return function(*args)
+
+
+def train_with_rows(settings: Settings) -> dict[str, Any]:
+    """`train`, where directions may come from rows whatever a layer's size."""
+    with mock.patch.object(thin, "SMALLEST", 0):
+        return train(settings)
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Module:

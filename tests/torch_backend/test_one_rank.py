@@ -16,6 +16,7 @@ from torch_backend.distributed_jobs import (
     train,
     train_positions,
     train_with_nan,
+    train_with_rows,
     with_exchanges,
 )
 from torch_backend.test_distributed import METHODS, STRATEGIES
@@ -82,6 +83,13 @@ def test_so_does_every_variant(crew, name):
 def test_free_parameters_and_shared_inputs(crew, wrap):
     settings = Settings(wrap)
     assert distance(run(crew, train_positions, settings), train_positions(settings)) < 1e-9
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_few_rows(crew, wrap):
+    settings = Settings(wrap, kfac={"compute_method": "inverse"}, batch=4)
+    (result,) = crew.run(train_with_rows, 1, settings)
+    assert distance(result["parameters"], alone_kfac(settings)) < 1e-9
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
