@@ -116,20 +116,6 @@ def kron_torch(workload: Workload) -> Contender:
     )
 
 
-def heavyball(workload: Workload) -> Contender:
-    import heavyball as package
-
-    package.utils.compile_mode = None
-    make, probability = package.PSGDKron, 1 / PERIOD
-    return Torch(
-        workload,
-        lambda p: make(
-            list(p), lr=1e-4, preconditioner_update_probability=probability, compile_step=False
-        ),
-        MIXED,
-    )
-
-
 CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
     "AdamW": lambda w: Torch(w, lambda p: torch.optim.AdamW(p, lr=1e-4)),
     "Kron": kron(),
@@ -141,7 +127,7 @@ CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
         w, compute_method="inverse", factor_update_steps=PERIOD
     ),
 }
-PEERS = {"kron_torch": kron_torch, "heavyball": heavyball}
+PEERS = {"kron_torch": kron_torch}
 
 
 def clock(device: torch.device) -> float:
