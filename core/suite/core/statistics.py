@@ -158,10 +158,11 @@ def normalize(
         places: T.
     """
     rows, kind = statistics.rows, (loss_reduction, factor_scaling, places)
-    xp = array_namespace(rows)
-    A_scale = xp.astype(input_scale(rows, factor_scaling, places), statistics.A.dtype)
-    G_scale = xp.astype(gradient_scale(rows, terms, *kind), statistics.G.dtype)
-    return statistics.A * A_scale, statistics.G * G_scale
+    xp, A, G = array_namespace(rows), statistics.A, statistics.G
+    # Counts are exact in any precision, their reciprocals are not.
+    A_scale = input_scale(xp.astype(rows, A.dtype), factor_scaling, places)
+    G_scale = gradient_scale(xp.astype(rows, G.dtype), xp.astype(terms, G.dtype), *kind)
+    return A * A_scale, G * G_scale
 
 
 def input_scale(rows: Array, factor_scaling: FactorScaling = "fisher", places: int = 1) -> Array:
