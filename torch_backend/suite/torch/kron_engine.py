@@ -242,7 +242,9 @@ class KronEngine:
         direction = self.rule.precondition(state, signal)
         if settings.clip is None or isinstance(settings.clip, tuple):
             return clipped(direction, settings.clip, signal.ndim - 1)
-        return direction.mul_(rms_clip_scale(direction, settings.clip, signal.ndim - 1))
+        # In two lines: a compiled step breaks its graph in between and cannot carry a bound method over.
+        scale = rms_clip_scale(direction, settings.clip, signal.ndim - 1)
+        return direction.mul_(scale)
 
     def vectors(self, step: int) -> list[torch.Tensor]:
         """Noise like the parameters, for pairs (v, H v); the same in every framework."""
