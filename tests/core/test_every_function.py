@@ -144,7 +144,6 @@ CASES = {
         lambda s, x: moments.update_average(s, x, 0.9),
         (normal(B, 4, 2), normal(B, 4, 2, seed=1)),
     ),
-    "linalg.finite_marks": (linalg.finite_marks, (normal(B, 4, 2),)),
     "padding.fill": (
         lambda x, w: padding.fill(x, w, [3] * x.shape[0], below=True),
         (positive_definite(B, 4), np.array([0.5, 1.0, 0.1])),
@@ -178,6 +177,10 @@ CASES = {
     "kfac.direction_fits": (
         lambda A, G, g: kfac.direction_fits(A, G, g[..., :-1], g[..., -1], G @ g @ A),
         (positive_definite(B, 4), positive_definite(B, 3), normal(B, 3, 4)),
+    ),
+    "kfac.usable": (
+        lambda x: kfac.usable(kfac.KFAC("inverse").invert(x, x[:, 0, 0] * 0 + 1, -2.0), 1),
+        (positive_definite(B, 4) * np.array([0.0, 1.0, 1e3])[:, None, None],),
     ),
     "statistics.normalize": (
         lambda A, G: statistics.normalize(
@@ -221,6 +224,7 @@ CASES = {
     ),
     "linalg.transpose": (linalg.transpose, (normal(B, 4, 3),)),
     "linalg.symmetrize": (linalg.symmetrize, (normal(B, 4, 4),)),
+    "linalg.diagonal": (linalg.diagonal, (normal(B, 4, 4),)),
     "linalg.trace": (linalg.trace, (normal(B, 4, 4),)),
     "linalg.row_norms": (linalg.row_norms, (normal(B, 4, 2),)),
     "linalg.condition_number": (linalg.condition_number, (positive_definite(B, 4),)),
@@ -451,7 +455,7 @@ def test_half_precision_goes_in_and_comes_out(name):
 OTHERS = {
     *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
     *("linalg.norm", "linalg.bilinear", "kfac.is_cheaper_by_rows", "padding.size_classes"),
-    *("linalg.eye_like", "step_size.inner_product", "step_size.kl_clip_coefficient"),
+    *("linalg.eye_like", "linalg.finite_mark", "linalg.inner_product", "step_size.kl_clip_coefficient"),
     "step_size.check_clip",
 }
 

@@ -439,12 +439,30 @@ def test_half_precision_is_lifted_to_single(xp, function):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_finite_marks_tell_which_rows_are_not(xp, value):
+@pytest.mark.parametrize("value", [1e300, np.nan, np.inf, -np.inf])
+def test_finite_mark_tells_whether_all_is_finite(xp, value):
     x = normal(3, 4, 5)
-    x[1, 2, 3] = value
-    x[0, 0, 0] = 1e300
-    marks = to_numpy(xp.run(linalg.finite_marks, xp.convert(x)))
-    expected = np.zeros((3, 4))
-    expected[1, 2] = np.nan
-    np.testing.assert_array_equal(marks, expected)
+    x[0, 0, 0], x[1, 2, 3] = 1e300, value
+    mark = to_numpy(xp.run(linalg.finite_mark, xp.convert(x)))
+    np.testing.assert_array_equal(mark, 0.0 if np.isfinite(value) else np.nan)
+
+
+def test_inner_product_is_the_sum_over_all_entries(xp):
+    x, y = normal(3, 4), normal(3, 4, seed=1)
+    assert_close(xp.run(linalg.inner_product, xp.asarray(x), xp.asarray(y)), np.sum(x * y))
+
+
+def test_inner_product_of_half_precision_is_summed_in_single(xp):
+    if xp.half is None:
+        pytest.skip("the library has no half precision")
+    # Neither bfloat16 (8 bits) nor float16 (up to 65504) can hold 64 * 4097.
+    x = xp.asarray(np.full(4097, 8.0), xp.half)
+    assert_identical(xp.run(linalg.inner_product, x, x), np.float32(64 * 4097))
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")
+def test_an_inverse_that_overflows_is_nan_throughout_and_its_neighbour_is_not(xp):
+    x = np.stack([positive_definite(3), np.diag([1.0, 1.0, 1e-310])])
+    inverse = to_numpy(xp.run(linalg.damped_inverse, xp.asarray(x), 0.0))
+    assert_close(inverse[0], np.linalg.inv(x[0]))
+    assert np.all(np.isnan(inverse[1]))

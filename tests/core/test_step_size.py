@@ -7,19 +7,6 @@ from conftest import assert_close, assert_identical, dtype_name, normal, random,
 from suite.core import step_size
 
 
-def test_inner_product_is_the_sum_over_all_entries(xp):
-    x, y = normal(3, 4), normal(3, 4, seed=1)
-    assert_close(xp.run(step_size.inner_product, xp.asarray(x), xp.asarray(y)), np.sum(x * y))
-
-
-def test_inner_product_of_half_precision_is_summed_in_single(xp):
-    if xp.half is None:
-        pytest.skip("the library has no half precision")
-    # Neither bfloat16 (8 bits) nor float16 (up to 65504) can hold 64 * 4097.
-    x = xp.asarray(np.full(4097, 8.0), xp.half)
-    assert_identical(xp.run(step_size.inner_product, x, x), np.float32(64 * 4097))
-
-
 @pytest.mark.parametrize("inner", [2.0, -2.0, 1e30])
 def test_clipped_step_meets_the_limit_exactly(xp, inner):
     nu = xp.numpy(xp.run(step_size.kl_clip_coefficient, xp.asarray(inner), 0.5))

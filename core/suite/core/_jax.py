@@ -36,8 +36,9 @@ def _cholesky_inverse(x: jax.Array) -> jax.Array:
     eye = jnp.eye(x.shape[-1], dtype=x.dtype)
     half = lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
     inverse = half.T @ half
-    inverse = 0.5 * (inverse + inverse.T)
-    return jnp.where(jnp.all(jnp.isfinite(inverse)), inverse, jnp.nan)
+    # Of positive definite matrices the diagonal bounds all entries; other infinities fail to factorize.
+    finite = jnp.isfinite(trace(x)) & jnp.isfinite(trace(inverse))
+    return (inverse + inverse.T) * jnp.where(finite, 0.5, jnp.nan).astype(x.dtype)
 
 
 # Compiled, so that a call outside jit compiles once and not every time; inside jit this changes nothing.
@@ -45,7 +46,7 @@ def _cholesky_inverse(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def cholesky_inverse(x: jax.Array) -> jax.Array:
-    """Inverse of positive definite matrices, symmetric; NaN throughout a matrix that is not."""
+    """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
     return _over_stack(_cholesky_inverse, x)
 
 
@@ -56,9 +57,19 @@ def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return values, vectors
 
 
+def diagonal(x: jax.Array) -> jax.Array:
+    """(..., n, n) -> (..., n), as a slice with a stride: a gather or a product compiles for longer."""
+    return x.reshape(*x.shape[:-2], -1)[..., :: x.shape[-1] + 1]
+
+
 def trace(x: jax.Array) -> jax.Array:
-    """The sum of each diagonal."""
-    return jnp.sum(x * jnp.eye(x.shape[-1], dtype=x.dtype), axis=(-2, -1))
+    """The sum of each diagonal; as a product, for which no loops are compiled."""
+    return jnp.matmul(diagonal(x), jnp.ones(x.shape[-1], x.dtype), precision="highest")
+
+
+def inner_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Σ x y over all entries."""
+    return jnp.tensordot(x, y, axes=x.ndim, precision="highest")
 
 
 def add_diagonal(x: jax.Array, value: Any) -> jax.Array:

@@ -30,7 +30,10 @@ def _cholesky_inverse(x: np.ndarray) -> tuple[np.ndarray]:
         half = np.linalg.inv(np.linalg.cholesky(x))
     except np.linalg.LinAlgError:
         return (np.full_like(x, np.nan),)
-    return (0.5 * (half.T @ half + (half.T @ half).T),)
+    inverse = half.T @ half
+    if not np.isfinite(np.trace(x)) or not np.isfinite(np.trace(inverse)):
+        return (np.full_like(x, np.nan),)
+    return (0.5 * (inverse + inverse.T),)
 
 
 def _eigh(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -42,7 +45,7 @@ def _eigh(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cholesky_inverse(x: Array) -> Array:
-    """Inverse of positive definite matrices, symmetric; NaN throughout a matrix that is not."""
+    """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
     return _each(_cholesky_inverse, x)[0]
 
 
@@ -52,10 +55,19 @@ def eigh(x: Array) -> tuple[Array, Array]:
     return values, vectors
 
 
+def diagonal(x: Array) -> Array:
+    """(..., n, n) -> (..., n)."""
+    return array_namespace(x).linalg.diagonal(x)
+
+
 def trace(x: Array) -> Array:
     """The sum of each diagonal."""
-    xp = array_namespace(x)
-    return xp.sum(xp.linalg.diagonal(x), axis=-1)
+    return array_namespace(x).sum(diagonal(x), axis=-1)
+
+
+def inner_product(x: Array, y: Array) -> Array:
+    """Σ x y over all entries."""
+    return array_namespace(x).sum(x * y)
 
 
 def add_diagonal(x: Array, value: Any) -> Array:

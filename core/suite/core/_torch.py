@@ -102,13 +102,16 @@ def take_along_axis(x: torch.Tensor, indices: torch.Tensor, *, axis: int) -> tor
 
 
 def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
-    """Inverse of positive definite matrices, symmetric; NaN throughout a matrix that is not."""
+    """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
     factor, info = torch.linalg.cholesky_ex(x)
-    fine = (info == 0)[..., None, None]
-    factor = usually(fine, factor, lambda: torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
-    inverse = torch.cholesky_inverse(factor)
+    factored = info == 0
+    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    inverse = torch.cholesky_inverse(usually(factored[..., None, None], factor, lambda: eye))
     # LAPACK's column order would survive until a checkpoint, and products round differently after it.
     inverse = inverse.mT.contiguous()  # it is symmetric
+    # Of positive definite matrices the diagonal bounds all entries; other infinities fail to factorize.
+    finite = torch.isfinite(trace(x)) & torch.isfinite(trace(inverse))
+    fine = (factored & finite)[..., None, None]
     return usually(fine, inverse, lambda: torch.full_like(inverse, torch.nan))
 
 
@@ -125,9 +128,19 @@ def eigh(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, vectors.contiguous()  # as in `cholesky_inverse`
 
 
+def diagonal(x: torch.Tensor) -> torch.Tensor:
+    """(..., n, n) -> (..., n), a view."""
+    return torch.linalg.diagonal(x)
+
+
 def trace(x: torch.Tensor) -> torch.Tensor:
     """The sum of each diagonal."""
-    return torch.sum(torch.linalg.diagonal(x), dim=-1)
+    return diagonal(x).sum(-1)
+
+
+def inner_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Σ x y over all entries, without an array of products."""
+    return torch.dot(x.reshape(-1), y.reshape(-1))
 
 
 def add_diagonal(x: torch.Tensor, value: Any) -> torch.Tensor:

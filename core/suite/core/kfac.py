@@ -197,14 +197,19 @@ class KFAC:
         )
 
     def update_factor(self, factor: Factor, new: Array, seen: Array, factor_decay: Scalar) -> Factor:
-        """Average new second moments in, where `seen`."""
-        xp = array_namespace(factor.average)
+        """Average new second moments in, where `seen`; where not, they must be finite."""
+        xp = array_namespace(factor.weight)
+        one = xp.zeros_like(factor.weight) + 1
+        kept = xp.where(seen, as_scalar(factor_decay, one) * one, one)
 
         def average(old: Array, new: Array) -> Array:
-            keep = xp.reshape(seen, (*seen.shape, *(1,) * (old.ndim - seen.ndim)))
-            return xp.where(keep, moments.update_average(old, new, factor_decay), old)
+            # Numbers, not a choice between arrays, which compilers take ten times as long for.
+            shape = (*seen.shape, *(1,) * (old.ndim - seen.ndim))
+            old_share, new_share = (
+                xp.reshape(xp.astype(share, old.dtype), shape) for share in (kept, 1 - kept)
+            )
+            return old * old_share + xp.astype(new, old.dtype) * new_share
 
-        one = xp.zeros_like(factor.weight) + 1
         return factor._replace(average=average(factor.average, new), weight=average(factor.weight, one))
 
     def split_damping(
@@ -246,22 +251,39 @@ class KFAC:
                 factor that failed.
         """
         xp = array_namespace(factor.average)
-        batch = factor.weight.ndim
-        average = lift(moments.unbiased(factor.average, factor.weight))
-        extra = boost * _mean(average, batch) if boost else 0.0
-        inverse: Eigen | Array
-        if self.keeps_eigenbases:
-            inverse = _eigen(average, factor.inverse, batch, extra, warm)
-        else:
-            inverse = self._inverse(average, factor.inverse, batch, damping + extra)
-        seen = factor.weight > 0
-        succeeded = _finite(inverse, batch)
-        replace = seen & succeeded
+        inverse = self.invert(
+            factor.average, factor.weight, damping, start=factor.inverse, warm=warm, boost=boost
+        )
+        seen, fine = factor.weight > 0, usable(inverse, factor.weight.ndim)
+        replace = seen & fine
         return factor._replace(
             inverse=where(replace, inverse, factor.inverse),
             ready=factor.ready | replace,
-            failures=factor.failures + xp.astype(seen & ~succeeded, xp.int32),
+            failures=factor.failures + xp.astype(seen & ~fine, xp.int32),
         )
+
+    def invert(
+        self,
+        average: Array,
+        weight: Array,
+        damping: Scalar,
+        *,
+        start: Eigen | Array | None = None,
+        warm: bool = False,
+        boost: float = 0.0,
+    ) -> Eigen | Array:
+        """Inverses or eigenbases as they are computed: see `usable`.
+
+        Args:
+            average, weight, damping, boost: see `refresh_factor`.
+            start: the inverses before, for 'newton_schulz' and for `warm`.
+        """
+        batch = weight.ndim
+        average = lift(moments.unbiased(average, weight))
+        extra = boost * _mean(average, batch) if boost else 0.0
+        if self.keeps_eigenbases:
+            return _eigen(average, start, batch, extra, warm)
+        return self._inverse(average, start, batch, damping + extra)
 
     def apply(
         self,
@@ -319,7 +341,7 @@ class KFAC:
             a = xp.concat([a, ones], axis=-1)
         return xp.matmul(linalg.transpose(xp.matmul(g, G)), xp.matmul(a, A))
 
-    def _inverse(self, average: Array, old: Array, batch: int, damping: Scalar) -> Array:
+    def _inverse(self, average: Array, old: Any, batch: int, damping: Scalar) -> Array:
         if average.ndim == batch + 1:
             xp = array_namespace(average)
             damping = as_scalar(damping, average)
@@ -413,11 +435,14 @@ def _eigen(average: Array, old: Any, batch: int, extra: Scalar, warm: bool) -> E
     return Eigen(vectors, values)
 
 
-def _finite(inverse: Eigen | Array, batch: int) -> Array:
-    arrays = [x for x in inverse if x is not None] if isinstance(inverse, Eigen) else [inverse]
-    xp = array_namespace(arrays[0])
-    finite = [xp.isfinite(linalg.largest_entry(x, tuple(range(batch, x.ndim)))) for x in arrays]
-    return finite[0] if len(finite) == 1 else finite[0] & finite[1]
+def usable(inverse: Eigen | Array, batch: int) -> Array:
+    """(...,) bool: which of `KFAC.invert`'s results are inverses; one that is not is NaN throughout."""
+    if isinstance(inverse, Eigen):
+        marks = inverse.values
+    else:
+        marks = inverse if inverse.ndim == batch + 1 else inverse[..., 0, :1]
+    xp = array_namespace(marks)
+    return xp.all(xp.isfinite(marks), axis=-1)
 
 
 def where(condition: Array, new: Any, old: Any) -> Any:

@@ -45,19 +45,30 @@ def eye_like(x: Array) -> Array:
     return xp.eye(x.shape[-1], dtype=x.dtype, device=device_of(x))
 
 
+def diagonal(x: Array) -> Array:
+    """(..., n, n) -> (..., n); not to be written to, as it may be a view."""
+    found: Array = factorizations(array_namespace(x)).diagonal(x)
+    return found
+
+
 def trace(x: Array) -> Array:
     """(..., n, n) -> (...): the sum of each diagonal."""
     total: Array = factorizations(array_namespace(x)).trace(x)
     return total
 
 
-def finite_marks(x: Array) -> Array:
-    """(..., n) -> (...): 0 where all n numbers are finite, else NaN.
+def inner_product(x: Array, y: Array) -> Array:
+    """Σ x y over all entries, (), in at least single precision."""
+    total: Array = factorizations(array_namespace(x, y)).inner_product(lift(x), lift(y))
+    return total
 
-    A product with zeros, which compilers have ready; a comparison they compile for each shape.
+
+def finite_mark(x: Array) -> Array:
+    """0 if all entries are finite, else NaN: ().
+
+    A product with zeros, which compilers have ready; comparisons they compile for each shape.
     """
-    xp = array_namespace(x)
-    return xp.matmul(x, xp.zeros(x.shape[-1:], dtype=x.dtype, device=device_of(x)))
+    return inner_product(x, array_namespace(x).zeros_like(x))
 
 
 def norm(x: Array) -> Array:
@@ -128,10 +139,9 @@ def damped_inverse(x: Array, damping: Scalar) -> Array:
     Returns:
         (..., n, n); NaN for a matrix that is not finite or, damped, not positive definite.
     """
-    xp = array_namespace(x)
-    safe, finite = _guard(add_diagonal(lift(x), damping))
-    inverse = factorizations(xp).cholesky_inverse(safe)
-    return usually(finite, inverse, lambda: xp.zeros_like(inverse) + float("nan"))
+    damped = add_diagonal(lift(x), damping)
+    inverse: Array = factorizations(array_namespace(x)).cholesky_inverse(damped)
+    return inverse
 
 
 def newton_schulz_inverse(x: Array, damping: Scalar, start: Array, iterations: int) -> Array:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from suite.core._namespace import Array, array_namespace, device_of, lift
 from suite.core.checks import check_number
-from suite.core.linalg import eye_like
+from suite.core.linalg import diagonal, eye_like, trace
 
 
 def size_classes(counts: Mapping[int, int], allowance: float = 0.05) -> dict[int, int]:
@@ -58,15 +58,15 @@ def fill(average: Array, weight: Array, sides: Sequence[int], *, below: bool) ->
     wide, device = lift(average), device_of(average)
     eye = eye_like(wide)
     own = xp.asarray(sides, device=device)
-    diagonal = xp.sum(wide * eye, axis=-1)
+    on_it = diagonal(wide)
     weight = xp.astype(weight, wide.dtype)
     usable = weight > 0
     one = xp.zeros_like(weight) + 1
-    means = xp.sum(diagonal, axis=-1) / (xp.where(usable, weight, one) * xp.astype(own, wide.dtype))
+    means = trace(wide) / (xp.where(usable, weight, one) * xp.astype(own, wide.dtype))
     behind = xp.where(usable, weight, one)
     if below:
-        largest = xp.max(diagonal, axis=-1)
+        largest = xp.max(on_it, axis=-1)
         behind = -xp.where(largest > 0, largest, behind)
     outside = xp.arange(average.shape[-1], device=device) >= own[:, None]
-    added = xp.where(outside, behind[:, None], xp.zeros_like(diagonal))[:, :, None] * eye
+    added = xp.where(outside, behind[:, None], xp.zeros_like(on_it))[:, :, None] * eye
     return average + xp.astype(added, average.dtype), xp.where(usable, means, xp.zeros_like(means))

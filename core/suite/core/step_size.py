@@ -10,12 +10,6 @@ from suite.core.checks import check_number
 from suite.core.linalg import largest_entry
 
 
-def inner_product(x: Array, y: Array) -> Array:
-    """Σ x y over all entries, (), in at least single precision."""
-    xp = array_namespace(x, y)
-    return xp.sum(lift(x) * lift(y))
-
-
 def kl_clip_coefficient(inner: Array, kl_clip: Scalar) -> Array:
     """The factor in (0, 1] that keeps a natural-gradient step within a trust region.
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from suite.core import buckets, ekfac, padding, statistics
+from suite.core import buckets, ekfac, linalg, padding, statistics
 from suite.core import kfac as core_kfac
 from suite.jax.factors_state import (
     FactorsState,
@@ -248,27 +248,21 @@ class Factors:
                 average, found = padding.fill(average, weight, sides, below=self.rule.keeps_eigenbases)
             for number, mean in zip(numbers, _split(found, counts), strict=True):
                 means[number] = mean
-            prepared.append((numbers, counts, average, weight, m, diagonal))
+            prepared.append((numbers, counts, average, weight))
         dampings = self._dampings(jnp.concatenate(means), damping)
         factors = list(state.factors)
-        for numbers, counts, average, weight, m, diagonal in prepared:
+        for numbers, counts, average, weight in prepared:
             entries = np.concatenate([np.asarray(self.numbers(n)) for n in numbers])
-            inverse_like = jnp.zeros((), self.dtypes(numbers[0])[1])
-            blank = self.rule.init_factor(
-                jnp.zeros((), average.dtype), weight.shape, m, diagonal, inverse_like
-            )
-            given = blank._replace(average=average, weight=weight)
-            found = self.rule.refresh_factor(given, dampings[entries].astype(weight.dtype))
-            start = 0
-            for number, count in zip(numbers, counts, strict=True):
-                own = slice(start, start + count)
-                start += count
-                old = factors[number]
-                new = _in_front(found.inverse, own, self.stacks[number][0])
+            inverse = self.rule.invert(average, weight, dampings[entries].astype(weight.dtype))
+            seen, fine = weight > 0, core_kfac.usable(inverse, 1)
+            for number, start, stop in zip(numbers, *_bounds(counts), strict=True):
+                old, own = factors[number], slice(start, stop)
+                replace = (seen & fine)[own]
+                new = _in_front(inverse, own, self.stacks[number][0])
                 factors[number] = old._replace(
-                    inverse=core_kfac.where(found.ready[own], new, old.inverse),
-                    ready=old.ready | found.ready[own],
-                    failures=old.failures + found.failures[own],
+                    inverse=core_kfac.where(replace, new, old.inverse),
+                    ready=old.ready | replace,
+                    failures=old.failures + (seen & ~fine)[own].astype(jnp.int32),
                 )
         return state._replace(factors=tuple(factors))
 
@@ -430,14 +424,36 @@ def _in_front(inverse: Any, own: slice, side: int) -> Any:
 
 
 def _split(x: jax.Array, counts: Sequence[int]) -> list[jax.Array]:
-    stops = np.cumsum(counts)
-    return [x[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
+    return [x[start:stop] for start, stop in zip(*_bounds(counts), strict=True)]
+
+
+def _bounds(counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Where stacks of so many begin and end, one behind the other."""
+    stops = np.cumsum(counts).tolist()
+    return [stop - count for stop, count in zip(stops, counts, strict=True)], stops
 
 
 def any_rows(given: Statistics) -> jax.Array:
     """Whether statistics are of anything, ()."""
     rows = [jnp.any(sums.main.rows > 0) for sums in given.layers.values()]
     return jnp.any(jnp.stack(rows))
+
+
+def finite_statistics(given: Statistics | None) -> jax.Array:
+    """Whether all statistics are finite, (); of second moments the diagonal bounds all entries."""
+    if given is None:
+        return jnp.asarray(True)
+    marks = [given.terms]
+    for sums in given.layers.values():
+        for own in (sums.main, sums.transposed):
+            if own is None:
+                continue
+            moments = [x for x in (own.A, own.G) if x is not None]
+            marks += [own.rows, *(linalg.diagonal(x) if x.ndim == 3 else x for x in moments)]
+            if own.products is not None:
+                marks.append(linalg.finite_mark(own.products))
+    kind = jnp.result_type(*marks)
+    return jnp.isfinite(linalg.finite_mark(jnp.concatenate([x.ravel().astype(kind) for x in marks])))
 
 
 def require_fit(plan: Plan, given: Statistics, products: bool) -> None:

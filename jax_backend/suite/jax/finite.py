@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from suite.core.linalg import finite_marks
+from suite.core.linalg import finite_mark
 
 T = TypeVar("T")
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 def all_finite(tree: Any) -> jax.Array:
     """Whether every number in a pytree is finite, ()."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    marks = [finite_marks(x) if jnp.ndim(x) > 1 else x * 0 for x in leaves]
-    flat = [jnp.ravel(mark).astype(jnp.float32) for mark in marks]
-    return jnp.all(jnp.isfinite(jnp.concatenate(flat))) if flat else jnp.asarray(True)
+    if not leaves:
+        return jnp.asarray(True)
+    return jnp.all(jnp.stack([jnp.isfinite(finite_mark(x)) for x in leaves]))
 
 
 def select(condition: jax.Array, new: T, old: T) -> T:

@@ -12,9 +12,10 @@ from jax.sharding import Mesh, PartitionSpec
 from suite.core import kfac as core_kfac
 from suite.core import statistics as core_statistics
 from suite.core.checks import check_choice, check_flag, check_integer, check_number
-from suite.core.step_size import inner_product, kl_clip_coefficient
+from suite.core.linalg import inner_product
+from suite.core.step_size import kl_clip_coefficient
 from suite.jax.capture import AllBases
-from suite.jax.factors import Factors, any_rows, require_fit
+from suite.jax.factors import Factors, any_rows, finite_statistics, require_fit
 from suite.jax.factors_state import FactorsState, Shares
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.kept_factors import KeptFactors
@@ -41,7 +42,8 @@ class KFACOptState(NamedTuple):
     """State of `kfac`."""
 
     preconditioner: ScaleByKFACState
-    rest: Any  # momentum, weight decay and the fallback
+    momentum: Any  # like the parameters, but for leaves of the fallback: optax.MaskedNode
+    fallback: Any  # the fallback's own state
 
     @property
     def skipped_steps(self) -> jax.Array:
@@ -172,14 +174,17 @@ def scale_by_kfac(
                 "or None in a step that updates no factors"
             )
         leaves, factors = factors_of(updates)
+        if statistics is not None:
+            require_fit(plan, statistics, factors.keeps_products)
         at = {name: _at(value, state.steps) for name, value in settings.items()}
-        finite = all_finite(updates) & all_finite(statistics)
+        finite = all_finite(updates) & finite_statistics(statistics)
+        # The direction of zeros is zero: what is not finite goes no further.
+        leaves = zero_unless(finite, leaves)
         new, missed = state.factors, jnp.asarray(False)
         due = finite & (state.steps % at["factor_update_steps"] == 0)
         if statistics is None:
             missed = due
         else:
-            require_fit(plan, statistics, factors.keeps_products)
             seen = any_rows(statistics)
             missed = due & ~seen
             new = factors.update_if(due & seen, new, statistics, at["factor_decay"])
@@ -202,7 +207,7 @@ def scale_by_kfac(
         moved = jax.tree.unflatten(
             jax.tree.structure(updates), [leaf for leaf in leaves if leaf is not None]
         )
-        return zero_unless(finite, moved), new_state
+        return moved, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -272,42 +277,57 @@ def kfac(
     )
     # A weight decay that is an array may be anything: it is traced, or changes between steps.
     decays = not isinstance(weight_decay, (int, float)) or weight_decay != 0
-    parts = [optax.add_decayed_weights(weight_decay, weight_decay_mask)] if decays else []
-    descent = optax.chain(*parts, optax.trace(momentum))
     covered = plan.covered()
 
-    def labels(tree: Any) -> Any:
+    def is_ours(tree: Any) -> list[bool]:
         here = [leaf is not None for leaf in _leaves(plan, tree)]
-        mine = [c or fallback is None for c, h in zip(covered, here, strict=True) if h]
-        chosen = ["kfac" if yes else "fallback" for yes in mine]
-        return jax.tree.unflatten(jax.tree.structure(tree), chosen)
+        return [c or fallback is None for c, h in zip(covered, here, strict=True) if h]
+
+    def is_of_fallback(tree: Any) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(tree), [not ours for ours in is_ours(tree)])
 
     other = optax.identity() if fallback is None else fallback
-    rest = optax.with_extra_args_support(
-        optax.multi_transform({"kfac": descent, "fallback": other}, labels)
-    )
+    rest = optax.with_extra_args_support(optax.masked(other, is_of_fallback))
 
     def init(params: Any) -> KFACOptState:
-        return KFACOptState(preconditioner.init(params), rest.init(params))
+        flat, treedef = jax.tree.flatten(params)
+        kept = [
+            jnp.zeros_like(p) if ours else optax.MaskedNode()
+            for p, ours in zip(flat, is_ours(params), strict=True)
+        ]
+        return KFACOptState(
+            preconditioner.init(params), jax.tree.unflatten(treedef, kept), rest.init(params)
+        )
 
     def update(
         updates: Any, state: KFACOptState, params: Any = None, **extra: Any
     ) -> tuple[Any, KFACOptState]:
         if params is None and decays:
             raise ValueError("params must be given to update(...) when weight_decay is not 0")
-        given = extra.get("statistics")
-        finite = all_finite(updates) & all_finite(given)
         directions, inner = preconditioner.update(updates, state.preconditioner, params, **extra)
+        finite = inner.skipped_steps == state.preconditioner.skipped_steps
         extra.pop("statistics", None)
-        directions, new_rest = rest.update(directions, state.rest, params, **extra)
-        rate = _at(learning_rate, state.preconditioner.steps)
-        moved = jax.tree.map(
-            lambda d, label: -jnp.asarray(rate, d.dtype) * d if label == "kfac" else d,
-            directions,
-            labels(directions),
+        others, new_fallback = rest.update(directions, state.fallback, params, **extra)
+        if decays:
+            # In a step that is not finite directions are zero, and so is all that is done to momentum.
+            decay = optax.add_decayed_weights(jnp.where(finite, weight_decay, 0.0), weight_decay_mask)
+            directions, _ = decay.update(directions, decay.init(params), params)
+        rate = jnp.where(finite, _at(learning_rate, state.preconditioner.steps), 0.0)
+        keep = jnp.where(finite, momentum, 1.0)
+        treedef: Any = jax.tree.structure(directions)
+        flat = treedef.flatten_up_to(directions)
+        momenta, moved = treedef.flatten_up_to(state.momentum), treedef.flatten_up_to(others)
+        for i, ours in enumerate(is_ours(directions)):
+            if ours:
+                m = momenta[i]
+                momenta[i] = m * keep.astype(m.dtype) + flat[i].astype(m.dtype)
+                moved[i] = momenta[i] * -rate.astype(m.dtype)
+            else:
+                moved[i] = zero_unless(finite, moved[i])
+        new_state = KFACOptState(
+            inner, jax.tree.unflatten(treedef, momenta), select(finite, new_fallback, state.fallback)
         )
-        new_state = KFACOptState(inner, select(finite, new_rest, state.rest))
-        return zero_unless(finite, moved), new_state
+        return jax.tree.unflatten(treedef, moved), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -12,10 +12,11 @@ from torch import nn
 
 from suite.core import buckets, linalg, statistics
 from suite.core import kfac as core_kfac
+from suite.core.linalg import inner_product
 from suite.core.noise import stream_numbers
 from suite.core.placement import AssignmentStrategy, LayerShape, Placement, plan_placement
 from suite.core.routing import Route, Routing
-from suite.core.step_size import inner_product, kl_clip_coefficient
+from suite.core.step_size import kl_clip_coefficient
 from suite.torch.attention import Attention
 from suite.torch.capture import (
     CaptureClock,
