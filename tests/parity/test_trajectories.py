@@ -16,7 +16,8 @@ import torch
 from suite.core import blocks, moments, noise, schedules, statistics
 from suite.core import kfac as core_kfac
 from suite.core import kron as core_kron
-from suite.core.step_size import inner_product, kl_clip_coefficient, rms_clip
+from suite.core.linalg import inner_product
+from suite.core.step_size import kl_clip_coefficient, rms_clip
 from suite.jax import dense_newton, kfac, kron, lra, value_and_grad
 from suite.torch import KFAC, LRA, DenseNewton, Kron
 
