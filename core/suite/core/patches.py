@@ -144,22 +144,30 @@ def second_moment_sum(
     height, width = (
         output_size(*sides) for sides in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
     )
-    x = _pad(x, padding)
+    # (rows, n, columns, channels): channels together, so that whole pieces of memory are copied.
+    # Rows of zeros above and below add nothing to any sum: they are counted and not made.
+    x = _pad(xp.permute_dims(x, (2, 0, 3, 1)), padding[1:], axes=(2,))
     slices = [
-        x[..., i * dilation[1] : i * dilation[1] + stride[1] * (width - 1) + 1 : stride[1]]
+        x[:, :, i * dilation[1] : i * dilation[1] + stride[1] * (width - 1) + 1 : stride[1], :]
         for i in range(wide)
     ]
-    rows = x.shape[2]
-    # (n, groups, channels / groups, rows, width, wide) -> (groups, rows, n * width, features of a row)
-    cut = xp.reshape(xp.stack(slices, axis=-1), (n, groups, channels // groups, rows, width, wide))
-    features = channels // groups * wide
-    cut = xp.reshape(xp.permute_dims(cut, (1, 3, 0, 4, 2, 5)), (groups, rows, n * width, features))
+    rows, features = x.shape[0], channels // groups * wide
+    # (rows, n, width, wide, channels) -> (groups, rows, n * width, features of a row)
+    cut = xp.reshape(xp.stack(slices, axis=-2), (rows, n * width, wide, groups, channels // groups))
+    cut = xp.reshape(xp.permute_dims(cut, (3, 0, 1, 2, 4)), (groups, rows, n * width, features))
 
     def product(start: int, stop: int, distance: int) -> Array:
         """Σ over rows y in [start, stop) of row y times row y + distance."""
+        start, stop = within(start), within(stop + distance) - distance
+        if start >= stop:
+            return xp.zeros((groups, features, features), dtype=x.dtype, device=device_of(x))
         above = xp.reshape(cut[:, start:stop, ...], (groups, -1, features))
         below = xp.reshape(cut[:, start + distance : stop + distance, ...], (groups, -1, features))
         return xp.matmul(xp.matrix_transpose(above), below)
+
+    def within(row: int) -> int:
+        """A row, counted with those of zeros, as one of `cut`, or the nearest."""
+        return min(max(row - padding[0][0], 0), rows)
 
     blocks: dict[tuple[int, int], Array] = {}
     for apart in range(tall):
@@ -179,16 +187,18 @@ def second_moment_sum(
     lines = [xp.concat([blocks[i, j] for j in range(tall)], axis=-1) for i in range(tall)]
     grid = xp.reshape(
         xp.concat(lines, axis=-2),
-        (groups, tall, channels // groups, wide, tall, channels // groups, wide),
+        (groups, tall, wide, channels // groups, tall, wide, channels // groups),
     )
     side = tall * features
-    result = xp.reshape(xp.permute_dims(grid, (0, 2, 1, 3, 5, 4, 6)), (groups, side, side))
+    result = xp.reshape(xp.permute_dims(grid, (0, 3, 1, 2, 6, 4, 5)), (groups, side, side))
     if not bias:
         return result
     sums = xp.sum(cut, axis=2)
-    vertical = [xp.sum(sums[:, step * i : step * i + height, :], axis=1) for i in range(tall)]
-    vector = xp.reshape(xp.stack(vertical, axis=1), (groups, tall, channels // groups, wide))
-    vector = xp.reshape(xp.permute_dims(vector, (0, 2, 1, 3)), (groups, side, 1))
+    vertical = [
+        xp.sum(sums[:, within(step * i) : within(step * i + height), :], axis=1) for i in range(tall)
+    ]
+    vector = xp.reshape(xp.stack(vertical, axis=1), (groups, tall, wide, channels // groups))
+    vector = xp.reshape(xp.permute_dims(vector, (0, 3, 1, 2)), (groups, side, 1))
     corner = xp.zeros((groups, 1, 1), dtype=x.dtype, device=device_of(x)) + float(n * height * width)
     lower = xp.concat([xp.matrix_transpose(vector), corner], axis=-1)
     return xp.concat([xp.concat([result, vector], axis=-1), lower], axis=-2)
@@ -204,10 +214,10 @@ def output_rows(y: Array, groups: int = 1) -> Array:
     return xp.reshape(y, (groups, n * places, channels // groups))
 
 
-def _pad(x: Array, padding: Sequence[tuple[int, int]]) -> Array:
-    """Zeros around the spatial axes; the standard has no pad."""
+def _pad(x: Array, padding: Sequence[tuple[int, int]], axes: Sequence[int] | None = None) -> Array:
+    """Zeros around the spatial axes, from the third on by default; the standard has no pad."""
     xp = array_namespace(x)
-    for axis, (before, after) in enumerate(padding, start=2):
+    for axis, (before, after) in zip(axes or range(2, x.ndim), padding, strict=True):
         if before or after:
             zeros = [
                 xp.zeros(
