@@ -111,7 +111,7 @@ CALLS = {
 # Data types and submodules have nothing to call; the factorizations are tested in test_linalg.py.
 NOT_CALLED = {"bool", "float32", "float64", "int32", "finfo", "linalg"}
 NOT_CALLED |= {"cholesky_inverse", "eigh", "gram", "qr", "solve_triangular"}
-NOT_CALLED |= {"add_diagonal", "diagonal", "inner_product", "trace", "usually"}
+NOT_CALLED |= {"add_diagonal", "are_finite", "diagonal", "inner_product", "trace", "usually"}
 
 
 @pytest.mark.parametrize("name", list(CALLS))

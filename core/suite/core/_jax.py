@@ -41,6 +41,15 @@ def _cholesky_inverse(x: jax.Array) -> jax.Array:
     return (inverse + inverse.T) * jnp.where(finite, 0.5, jnp.nan).astype(x.dtype)
 
 
+def _eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    finite = are_finite(x)
+    # The solver may never come back from what is not finite.
+    safe = jnp.where(finite, x, jnp.eye(x.shape[-1], dtype=x.dtype))
+    vectors, values = lax.linalg.eigh(safe)
+    mark = jnp.where(finite, 1, jnp.nan).astype(x.dtype)
+    return values * mark, vectors * mark
+
+
 # Compiled, so that a call outside jit compiles once and not every time; inside jit this changes nothing.
 
 
@@ -52,8 +61,8 @@ def cholesky_inverse(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Eigenvalues and eigenvectors of finite symmetric matrices; NaN where the solver gave up."""
-    vectors, values = _over_stack(lambda m: tuple(lax.linalg.eigh(m, symmetrize_input=False)), x)
+    """Eigenvalues and -vectors of (x + xᵀ) / 2; NaN where that is not finite or the solver gave up."""
+    values, vectors = _over_stack(_eigh, x)
     return values, vectors
 
 
@@ -65,6 +74,12 @@ def diagonal(x: jax.Array) -> jax.Array:
 def trace(x: jax.Array) -> jax.Array:
     """The sum of each diagonal; as a product, for which no loops are compiled."""
     return jnp.matmul(diagonal(x), jnp.ones(x.shape[-1], x.dtype), precision="highest")
+
+
+def are_finite(x: jax.Array) -> jax.Array:
+    """(..., n, n) -> (...): whether all entries are finite; as a product, see `trace`."""
+    flat = x.reshape(*x.shape[:-2], -1)
+    return jnp.isfinite(jnp.matmul(flat, jnp.zeros(flat.shape[-1], x.dtype)))
 
 
 def inner_product(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ def factorizations(xp: Namespace) -> Any:
     """What the core needs beyond the standard, for a namespace: a module of functions on matrices.
 
     `cholesky_inverse`, `eigh`, `qr` and `solve_triangular`, for the standard's own raise on a bad
-    matrix, wait for the device to find out, or do not exist; `gram`, `diagonal`, `trace`,
+    matrix, wait for the device to find out, or do not exist; `gram`, `diagonal`, `trace`, `are_finite`,
     `inner_product` and `add_diagonal`, which in the standard's words compute, copy or compile more than
     they need to; `usually`, a `where` that may look.
     """

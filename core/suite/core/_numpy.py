@@ -37,11 +37,13 @@ def _cholesky_inverse(x: np.ndarray) -> tuple[np.ndarray]:
 
 
 def _eigh(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        values, vectors = np.linalg.eigh(x)
-    except np.linalg.LinAlgError:
-        return np.full_like(x[0], np.nan), np.full_like(x, np.nan)
-    return values, vectors
+    if np.all(np.isfinite(x)):
+        try:
+            values, vectors = np.linalg.eigh(0.5 * (x + x.T))
+            return values, vectors
+        except np.linalg.LinAlgError:
+            pass
+    return np.full_like(x[0], np.nan), np.full_like(x, np.nan)
 
 
 def cholesky_inverse(x: Array) -> Array:
@@ -50,7 +52,7 @@ def cholesky_inverse(x: Array) -> Array:
 
 
 def eigh(x: Array) -> tuple[Array, Array]:
-    """Eigenvalues and eigenvectors of finite symmetric matrices; NaN where the solver gave up."""
+    """Eigenvalues and -vectors of (x + xᵀ) / 2; NaN where that is not finite or the solver gave up."""
     values, vectors = _each(_eigh, x)
     return values, vectors
 
@@ -63,6 +65,12 @@ def diagonal(x: Array) -> Array:
 def trace(x: Array) -> Array:
     """The sum of each diagonal."""
     return array_namespace(x).sum(diagonal(x), axis=-1)
+
+
+def are_finite(x: Array) -> Array:
+    """(..., n, n) -> (...): whether all entries are finite."""
+    xp = array_namespace(x)
+    return xp.all(xp.isfinite(x), axis=(-2, -1))
 
 
 def inner_product(x: Array, y: Array) -> Array:

@@ -116,14 +116,23 @@ def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
 
 
 def eigh(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues and eigenvectors of finite symmetric matrices; NaN where the solver gave up."""
+    """Eigenvalues and -vectors of (x + xᵀ) / 2; NaN where that is not finite or the solver gave up."""
+    finite = are_finite(x)[..., None, None]
+    # The solver may never come back from what is not finite.
+    safe = usually(finite, x, lambda: torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
+    values, vectors = _eigh((safe + safe.mT) * 0.5)
+    values = usually(finite[..., 0], values, lambda: torch.full_like(values, torch.nan))
+    return values, usually(finite, vectors, lambda: torch.full_like(vectors, torch.nan))
+
+
+def _eigh(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     try:
         values, vectors = torch.linalg.eigh(x)
     except torch.linalg.LinAlgError:
         if x.ndim == 2:  # one matrix: LAPACK did not converge on it
             nan = torch.full_like(x, torch.nan)
             return nan[..., 0], nan
-        pairs = [eigh(matrix) for matrix in x]  # spare the rest of the stack
+        pairs = [_eigh(matrix) for matrix in x]  # spare the rest of the stack
         values, vectors = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     return values, vectors.contiguous()  # as in `cholesky_inverse`
 
@@ -136,6 +145,12 @@ def diagonal(x: torch.Tensor) -> torch.Tensor:
 def trace(x: torch.Tensor) -> torch.Tensor:
     """The sum of each diagonal."""
     return diagonal(x).sum(-1)
+
+
+def are_finite(x: torch.Tensor) -> torch.Tensor:
+    """(..., n, n) -> (...): whether all entries are finite, without an array of answers."""
+    least, greatest = torch.aminmax(x.flatten(-2), dim=-1)
+    return torch.isfinite(least) & torch.isfinite(greatest)
 
 
 def inner_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

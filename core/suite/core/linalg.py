@@ -114,7 +114,7 @@ def _guard(x: Array) -> tuple[Array, Array]:
     """Finite matrices to work on, and which (..., 1, 1) were finite to begin with."""
     xp = array_namespace(x)
     x = lift(x)
-    finite = xp.isfinite(largest_entry(x, (-2, -1), keepdims=True))
+    finite = factorizations(xp).are_finite(x)[..., None, None]
     return usually(finite, x, lambda: eye_like(x)), finite
 
 
@@ -213,12 +213,9 @@ def eigh(x: Array) -> tuple[Array, Array]:
         not finite or on which the solver did not converge.
     """
     xp = array_namespace(x)
-    safe, finite = _guard(x)
-    values, vectors = factorizations(xp).eigh(symmetrize(safe))
-    nan = float("nan")
+    values, vectors = factorizations(xp).eigh(lift(x))
     # maximum(NaN, 0) is NaN in the standard, so a failed block stays visible.
-    values = xp.maximum(values, xp.zeros_like(values))
-    return xp.where(finite[..., 0], values, nan), xp.where(finite, vectors, nan)
+    return xp.maximum(values, xp.zeros_like(values)), vectors
 
 
 def warm_eigh(x: Array, vectors: Array) -> tuple[Array, Array]:
