@@ -447,7 +447,7 @@ def _probe(use: Use, measure: Callable[..., Any]) -> jaxprs.Probe:
 
     def backward(kept: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
         x, (like, own) = kept
-        sums = measure(x, gradient, like, own)
+        sums = jaxprs.on_automatic_axes(measure, x, gradient, like, own)
         return gradient, None, (jaxprs.vary_like(sums, like), jax.tree.map(jnp.zeros_like, own))
 
     identity.defvjp(forward, backward)

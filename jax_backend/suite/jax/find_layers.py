@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from suite.jax import jaxprs
+from suite.jax.joined import Piece, moved, pieces, window, windows
 from suite.jax.layers import Convolution, Dense, Elementwise, Lookup, Product, Use, feature_axes
 from suite.jax.views import Shape, Step, View, apply_steps, lift
 
@@ -92,6 +93,15 @@ class _Output(NamedTuple):
     axes: tuple[int | None, ...]
 
 
+class _Meeting(NamedTuple):
+    """A leaf, or a piece of a concatenation, as an operand."""
+
+    place: int  # which operand
+    origin: Origin
+    shape: Shape
+    piece: Piece | None
+
+
 def find_uses(program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> Uses:
     """All uses of the first `leaves` inputs of a program on which its `roots` depend."""
     return _Finder(program, leaves, roots).run()
@@ -105,7 +115,9 @@ class _Finder:
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
             self.origins[value] = Origin(i, (), (), (), shape, ())
+        self.joined: dict[int, tuple[Piece, ...]] = {}
         self.outputs: dict[int, _Output] = {}
+        self.parted: dict[int, tuple[_Output, ...]] = {}  # outputs of joined leaves
         self.counting: dict[int, int] = {}  # value -> the axis along which it counts 0, 1, 2, ...
         self.one_hot: dict[int, int] = {}  # value -> the axis along which it is one-hot
         self.constant: dict[int, set[int]] = {}  # value -> axes along which it is constant
@@ -118,12 +130,16 @@ class _Finder:
         for node in self.program.nodes:
             live = any(out in self.live for out in node.outputs)
             known = [None if v is None else self.origins.get(v) for v in node.inputs]
-            if not any(known):
+            if any(v in self.joined for v in node.inputs):
+                if live and node.name != "stop_gradient":
+                    self.meet_joined(node, known)
+            elif not any(known):
                 self.follow(node)
             elif live and node.name != "stop_gradient":
                 self.meet(node, known)
         for root in self.roots:
             self.uses.rule_out(self.origins.get(root), "being returned")
+            self.rule_out_pieces(self.joined.get(root, ()))
         for leaf, marked in self.uses.by_hand.items():  # the user vouches for them
             self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s in marked]
             self.uses.biases.pop(leaf, None)
@@ -222,13 +238,19 @@ class _Finder:
                 "probe(x, w, y): w must be one parameter leaf, transposed or reshaped at most, "
                 "and x must not be"
             )
-        pair = [k for k in known if k is not None]
-        if len(pair) == 1 or isinstance(op, jaxprs.ByHand):
+        met = [
+            _Meeting(i, origin, self.shape(node.inputs[i]), None)  # type: ignore[arg-type]
+            for i, origin in enumerate(known)
+            if origin is not None
+        ]
+        if isinstance(op, jaxprs.Concatenate) and self.concatenated(node, known):
+            return
+        if len(met) == 1 or isinstance(op, jaxprs.ByHand):
             if isinstance(op, (jaxprs.Add, jaxprs.Multiply)):
-                if self.elementwise(node, known):
+                if self.elementwise(node, met[0]):
                     return
-            elif op is not None:
-                site = self.product(node, known)
+            elif op is not None and not isinstance(op, jaxprs.Concatenate):
+                site = self.product(node, met[-1])
                 if site is not None:
                     self.uses.sites.append(site)
                     if isinstance(op, jaxprs.ByHand):
@@ -236,8 +258,63 @@ class _Finder:
                     out = node.outputs[0]
                     self.outputs[out] = _Output(site, tuple(range(len(self.shape(out)))))
                     return
-        for origin in pair:
-            self.uses.rule_out(origin, f"`{name}`")
+        for one in met:
+            self.uses.rule_out(one.origin, f"`{name}`")
+
+    def concatenated(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
+        """Leaves side by side, or one that is broadcast (a class token) beside activations."""
+        op, out = node.operation, node.outputs[0]
+        shapes = [() if v is None else self.shape(v) for v in node.inputs]
+        if None in node.inputs or not self.stays_real(node):
+            return False
+        if op.stacks:
+            new = [(*shape[: op.axis], 1, *shape[op.axis :]) for shape in shapes]
+            steps = [("reshape", pair) for pair in zip(shapes, new, strict=True)]
+            known = [k and k.moved(step) for k, step in zip(known, steps, strict=True)]
+            shapes = new
+        found = pieces(known, op.axis, [shape[op.axis] for shape in shapes])
+        if all(known) and not any(piece.origin.widened for piece in found):
+            self.joined[out] = found
+            return True
+        whole = self.shape(out)
+        self.elementwise_or_none(node, [_Meeting(0, p.origin, p.shape(whole), p) for p in found])
+        return True
+
+    def elementwise_or_none(self, node: jaxprs.Node, met: list[_Meeting]) -> None:
+        for one in met:
+            if not self.elementwise(node, one):
+                self.uses.rule_out(one.origin, "`concatenate`")
+
+    def meet_joined(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
+        """An operation with several leaves side by side: with each of them, or with none."""
+        op, out = node.operation, node.outputs[0]
+        places = [i for i, v in enumerate(node.inputs) if v in self.joined]
+        joined = self.joined[node.inputs[places[0]]]  # type: ignore[index]
+        if isinstance(op, jaxprs.Reindex) and self.stays_real(node):
+            after = moved(joined, op.step)
+            if after is not None:
+                self.joined[out] = after
+                return
+        if len(places) == 1 and not any(known):
+            whole = self.shape(node.inputs[places[0]])  # type: ignore[arg-type]
+            met = [_Meeting(places[0], p.origin, p.shape(whole), p) for p in joined]
+            if isinstance(op, jaxprs.Add):
+                self.elementwise_or_none(node, met)
+                return
+            if isinstance(op, (jaxprs.DotGeneral, jaxprs.Convolve, jaxprs.Gather)):
+                sites = [self.product(node, one) for one in met]
+                if None not in sites:
+                    self.uses.sites += sites  # type: ignore[arg-type]
+                    axes = tuple(range(len(self.shape(out))))
+                    self.parted[out] = tuple(_Output(site, axes) for site in sites)  # type: ignore[arg-type]
+                    return
+        for i, v in enumerate(node.inputs):
+            self.uses.rule_out(known[i], "`concatenate`")
+            self.rule_out_pieces(self.joined.get(v, ()))  # type: ignore[arg-type]
+
+    def rule_out_pieces(self, joined: Sequence[Piece]) -> None:
+        for piece in joined:
+            self.uses.rule_out(piece.origin, "`concatenate`")
 
     def stays_real(self, node: jaxprs.Node) -> bool:
         return jaxprs.dtype_is_float(self.program.avals[node.outputs[0]])
@@ -248,16 +325,10 @@ class _Finder:
         path = node.loops[-1][0]
         return Origin(origin.leaf, steps, (*origin.stack, length), (*origin.scans, path), part, ())
 
-    def product(self, node: jaxprs.Node, known: list[Origin | None]) -> Site | None:
-        if isinstance(node.operation, jaxprs.ByHand):
-            w = 1
-        else:
-            w = next(i for i, origin in enumerate(known) if origin is not None)
-        origin = known[w]
-        assert origin is not None
+    def product(self, node: jaxprs.Node, met: _Meeting) -> Site | None:
+        w, origin, operand, piece = met
         if origin.widened:
             return None
-        operand = self.shape(node.inputs[w])  # type: ignore[arg-type]
         found = self.spec(node, w, operand)
         if found is None:
             return None
@@ -273,12 +344,30 @@ class _Finder:
         view = View((*origin.steps, *lifted), ((*range(k), *groups), out, into))
         shape = apply_steps(np.empty(operand, np.int8), steps).shape
         inner, d_out, d_in = (math.prod(shape[a] for a in group) for group in axes)
-        value = node.outputs[0]
-        rows = math.prod(self.shape(value)) // max(inner * d_out, 1)
-        path, out_index, x_operand = where
-        use = Use(path, out_index, x_operand, product, False, origin.scans, origin.stack, inner, rows)
-        x = node.inputs[x_place]
+        value, x = node.outputs[0], node.inputs[x_place]
         assert x is not None
+        y_shape, reads, owns = self.shape(value), None, None
+        if piece is not None:
+            along = windows(node.operation, product, found[2], piece)
+            if along is None:
+                return None
+            reads, owns = window(self.shape(x), along[0], piece), window(y_shape, along[1], piece)
+            y_shape = y_shape if along[1] is None else piece._replace(axis=along[1]).shape(y_shape)
+        rows = math.prod(y_shape) // max(inner * d_out, 1)
+        path, out_index, x_operand = where
+        use = Use(
+            path,
+            out_index,
+            x_operand,
+            product,
+            False,
+            origin.scans,
+            origin.stack,
+            inner,
+            rows,
+            reads,
+            owns,
+        )
         hot = isinstance(product, Dense) and product.x_axes[2] == (self.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
 
@@ -347,25 +436,26 @@ class _Finder:
         operand = None if x is None else custom.inputs.index(x)
         return custom.path, custom.outputs.index(node.outputs[0]), operand
 
-    def elementwise(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
-        """A leaf that is added to or multiplied with something larger; whether it is that."""
-        p = 0 if known[0] is not None else 1
-        origin, other = known[p], node.inputs[1 - p]
-        assert origin is not None
+    def elementwise(self, node: jaxprs.Node, met: _Meeting) -> bool:
+        """A leaf added to, multiplied with or put beside something larger; whether it is that."""
+        p, origin, operand, piece = met
+        beside = isinstance(node.operation, jaxprs.Concatenate)
+        other = None if beside else node.inputs[1 - p]
         value = node.outputs[0]
-        shape = self.shape(value)
+        shape = self.shape(value) if piece is None else piece.shape(self.shape(value))
         inner = origin.inner
-        operand = self.shape(node.inputs[p])  # type: ignore[arg-type]
         if operand != shape:
             axes = tuple(range(len(shape))) if operand else ()
             inner = (*inner, ("broadcast", (shape, axes)))
         multiplies = isinstance(node.operation, jaxprs.Multiply)
-        real = (node.inputs[p], value) if other is None else (node.inputs[p], other, value)
-        if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in real):  # type: ignore[index]
+        real = [v for v in (*node.inputs, value) if v is not None]
+        if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in real):
             return False
         if multiplies and other is None:
             return False
-        added_to = None if multiplies or other is None else self.bias(node, other, origin, inner)
+        added_to = None
+        if not multiplies and other is not None:
+            added_to = self.bias(node, other, origin, inner, piece)
         # An entry for each row, or one for all of them?
         shared = math.prod(shape) > math.prod(origin.part) or len(shape) > len(origin.part)
         if added_to is None and not shared:
@@ -375,7 +465,10 @@ class _Finder:
             return False
         path, out_index, x_operand = where
         product = Elementwise(origin.part, inner, multiplies)
-        use = Use(path, out_index, x_operand, product, False, origin.scans, origin.stack, 1, 0)
+        owns = None if piece is None else window(self.shape(value), piece.axis, piece)
+        use = Use(
+            path, out_index, x_operand, product, False, origin.scans, origin.stack, 1, 0, None, owns
+        )
         k = len(origin.stack)
         view = View(origin.outer, (tuple(range(k)), tuple(range(k, k + len(origin.part))), ()))
         size = math.prod(origin.part)
@@ -387,10 +480,14 @@ class _Finder:
         return True
 
     def bias(
-        self, node: jaxprs.Node, other: int, origin: Origin, inner: tuple[Step, ...]
+        self, node: jaxprs.Node, other: int, origin: Origin, inner: tuple[Step, ...], piece: Piece | None
     ) -> Site | None:
         """The product to whose output, that nothing else reads, a leaf is added feature by feature."""
         output = self.outputs.get(other)
+        if piece is not None:  # the kernel beside the others where this leaf is beside the others
+            own = window(self.shape(node.outputs[0]), piece.axis, piece)
+            parts = [o for o in self.parted.get(other, ()) if o.site.use.y_window == own]
+            output = parts[0] if len(parts) == 1 else None
         if (
             output is None
             or self.readers[other] != 1

@@ -84,6 +84,11 @@ class Multiply(NamedTuple):
     """Elementwise product."""
 
 
+class Concatenate(NamedTuple):
+    axis: int
+    stacks: bool  # whether the axis is a new one
+
+
 class Iota(NamedTuple):
     axis: int
 
@@ -338,6 +343,10 @@ def _operation(eqn: Any) -> Any:
         return Add()
     if name == "mul":
         return Multiply()
+    if name == "concatenate":
+        return Concatenate(params["dimension"], False)
+    if name == "stack":
+        return Concatenate(params["axis"], True)
     if name == "iota":
         return Iota(params["dimension"])
     if name == "eq":
@@ -366,6 +375,8 @@ def _operation(eqn: Any) -> Any:
         if math.prod(old) == math.prod(new):
             return Reindex(("reshape", (old, new)))
         return Reindex(("broadcast", (new, tuple(params["broadcast_dimensions"]))))
+    if name == "tile" and all(a in (1, b) for a, b in zip(old, new, strict=True)):
+        return Reindex(("broadcast", (new, tuple(range(len(new))))))
     return None
 
 
@@ -580,6 +591,26 @@ def varying_axes(x: Any) -> set[str]:
     if hasattr(kind, "manual_axis_type"):  # jax 0.10
         return set(kind.manual_axis_type.varying)
     return set(getattr(kind, "vma", ()))
+
+
+def on_automatic_axes(f: Callable[..., Any], *arguments: Any) -> Any:
+    """f(*arguments), where mesh axes are explicit as if they were not; its results are on every device."""
+    meshes = [mesh for mesh in map(_explicit_mesh, jax.tree.leaves(arguments)) if mesh is not None]
+    if not meshes:
+        return f(*arguments)
+    if not hasattr(jax.sharding, "auto_axes"):
+        raise NotImplementedError(
+            "statistics of arrays with explicit sharding axes need jax >= 0.7: "
+            "make the mesh with AxisType.Auto"
+        )
+    with jax.sharding.use_abstract_mesh(meshes[0]):
+        return jax.sharding.auto_axes(f, out_sharding=jax.sharding.PartitionSpec())(*arguments)
+
+
+def _explicit_mesh(x: Any) -> Any:
+    kind = jax.typeof(x) if hasattr(jax, "typeof") else None
+    mesh: Any = getattr(getattr(kind, "sharding", None), "mesh", None)
+    return mesh if getattr(mesh, "explicit_axes", ()) else None
 
 
 def dtype_is_float(aval: Aval) -> bool:
