@@ -452,6 +452,24 @@ def test_shard_map_inside_the_loss(check_vma):
     np.testing.assert_allclose(statistics["['w']"].main.A[0, :4, :4], x.T @ x, rtol=1e-12)
 
 
+def test_a_leaf_that_a_shard_map_divides_is_plain_and_says_why():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
+    params = {"w": normal(4, 3), "v": normal(3, 2, seed=1)}
+
+    def loss(p, x):
+        def local(w, v, x):
+            return jnp.sin(lax.psum(jnp.tanh(x @ w) @ v, "model"))
+
+        specs = P(None, "model"), P(), P()
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+        return jnp.sum(mapped(p["w"], p["v"], x))
+
+    plan, _ = check(loss, params, normal(6, 4, seed=2), uncovered=["['w']"])
+    assert plan.routing["['w']"].reason == "used by `shard_map`, which divides it over devices"
+    with pytest.raises(ValueError, match="`shard_map`, which divides it"):
+        value_and_grad(loss, require="all").plan(params, normal(6, 4, seed=2))
+
+
 def test_casts_metrics_and_stopped_gradients_do_not_hide_a_layer():
     params = {"w": normal(4, 3).astype(jnp.float32), "v": normal(3, 2, seed=1).astype(jnp.bfloat16)}
     x = normal(5, 4, seed=2).astype(jnp.float32)

@@ -258,8 +258,9 @@ class _Finder:
                     out = node.outputs[0]
                     self.outputs[out] = _Output(site, tuple(range(len(self.shape(out)))))
                     return
+        how = op.how if isinstance(op, jaxprs.Moved) else ""
         for one in met:
-            self.uses.rule_out(one.origin, f"`{name}`")
+            self.uses.rule_out(one.origin, f"`{name}`, {how}" if how else f"`{name}`")
 
     def concatenated(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
         """Leaves side by side, or one that is broadcast (a class token) beside activations."""

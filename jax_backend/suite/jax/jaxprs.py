@@ -38,6 +38,8 @@ class Reindex(NamedTuple):
 class Moved(NamedTuple):
     """The one input is handed on by a loop or a call that K-FAC cannot look through."""
 
+    how: str = ""
+
 
 class LoopSlice(NamedTuple):
     """A loop takes its input apart along the first axis."""
@@ -227,7 +229,7 @@ class _Flattener:
             inner = eqn.params["jaxpr"]
             whole = _unsharded_inputs(eqn)
             inputs = [
-                v if same else node(Moved(), (v,), i.aval)
+                v if same else node(Moved("which divides it over devices"), (v,), i.aval)
                 for v, same, i in zip(values, whole, inner.invars, strict=True)
             ]
             returned = self.body(inner, inputs, path, loops, custom)
@@ -321,10 +323,18 @@ def _scan_counts(params: Any) -> tuple[int, int]:
 
 def _unsharded_inputs(eqn: Any) -> list[bool]:
     """For each input of a shard_map, whether every device gets all of it."""
-    params = eqn.params
+    return [all(part is None for part in spec) for spec in _shard_map_specs(eqn.params)[0]]
+
+
+def _shard_map_specs(params: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Of its inputs and of its outputs."""
     if "in_specs" in params:
-        return [all(part is None for part in spec) for spec in params["in_specs"]]
-    return [not names for names in params["in_names"]]
+        return tuple(params["in_specs"]), tuple(params["out_specs"])
+
+    def spec(names: Mapping[int, Any]) -> Any:  # jax 0.6.0
+        return jax.sharding.PartitionSpec(*(names.get(i) for i in range(max(names, default=-1) + 1)))
+
+    return tuple(map(spec, params["in_names"])), tuple(map(spec, params["out_names"]))
 
 
 def _operation(eqn: Any) -> Any:
@@ -541,23 +551,25 @@ class _Runner:
 
     def shard_map(self, eqn: Any, values: list[Any], path: Path, slots: Mapping[int, Any]) -> list[Any]:
         params = eqn.params
-        whole = jax.sharding.PartitionSpec()
-        if "in_specs" not in params:
-            raise NotImplementedError(
-                "layers inside shard_map need jax >= 0.7, or stay uncovered: name them in `plain`"
-            )
+        in_specs, out_specs = _shard_map_specs(params)
 
         def inside(values: Any, own: Any) -> Any:
             return tuple(self.run(params["jaxpr"], (), values, path, own))
 
-        mapped = jax.shard_map(
-            inside,
-            mesh=params["mesh"],
-            in_specs=(tuple(params["in_specs"]), whole),
-            out_specs=tuple(params["out_specs"]),
-            check_vma=params["check_vma"],
-            axis_names=set(params.get("newly_manual_axes") or params.get("manual_axes") or ()),
-        )
+        settings: dict[str, Any] = {
+            "mesh": params["mesh"],
+            "in_specs": (in_specs, jax.sharding.PartitionSpec()),
+            "out_specs": out_specs,
+        }
+        if "check_vma" in params:
+            axes = params.get("newly_manual_axes") or params.get("manual_axes") or ()
+            mapped = jax.shard_map(
+                inside, **settings, check_vma=params["check_vma"], axis_names=set(axes)
+            )
+        else:
+            from jax.experimental.shard_map import shard_map  # jax 0.6.0
+
+            mapped = shard_map(inside, **settings, check_rep=params["check_rep"], auto=params["auto"])
         return list(mapped(tuple(values), dict(slots)))
 
 
@@ -594,7 +606,7 @@ def varying_axes(x: Any) -> set[str]:
 
 
 def on_automatic_axes(f: Callable[..., Any], *arguments: Any) -> Any:
-    """f(*arguments), where mesh axes are explicit as if they were not; its results are on every device."""
+    """f(*arguments), as if mesh axes that are explicit were not; its results are on every device."""
     meshes = [mesh for mesh in map(_explicit_mesh, jax.tree.leaves(arguments)) if mesh is not None]
     if not meshes:
         return f(*arguments)
