@@ -29,16 +29,16 @@ from suite.jax import kfac, value_and_grad, verify
 PACKAGES = {"linen": "flax", "nnx": "flax", "equinox": "equinox", "haiku": "dm-haiku"}
 
 ABOUT = """\
-- *covered*: the share of parameters that K-FAC preconditions; *factored*: that of those in a block of factors
-  A ⊗ G, where scales, shifts, positions and tokens are diagonal.
-- *lines*: what the user writes about K-FAC, in the model + in the training script, where it takes the place
-  of Adam (`train_with_adam` and `train_with_kfac` of the benchmark, counted by `difflib`).
-- *verified*: the largest error of Σ g aᵀ against the gradient over all covered leaves, in units of a leaf's
-  largest gradient, in float32.
+- *covered*: the share of parameters that K-FAC preconditions; *factored*: that of those in a block of
+  factors A ⊗ G, where scales, shifts, positions and tokens are diagonal.
+- *lines*: what the user writes about K-FAC, in the model + in the training script, where it takes the
+  place of Adam (`train_with_adam` and `train_with_kfac` of the benchmark, counted by `difflib`).
+- *verified*: the largest error of Σ g aᵀ against the gradient over all covered leaves, in units of a
+  leaf's largest gradient, in float32.
 - *trace*: seconds to find the layers, the tracing of the loss included. *compile*: seconds to trace and
   compile a step with statistics and, after it, `jax.value_and_grad` alone.
 - *cost*: the time of a step with statistics over that of `jax.value_and_grad`, medians of 31 interleaved
-  calls. A square layer's second moments are 4 products of its size beside the gradient's 6: 1.67 is par.
+  calls. A square layer's moments are 4 products of its size beside the gradient's 6: 1.67 is par.
 """
 
 
