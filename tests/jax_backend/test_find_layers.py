@@ -119,6 +119,31 @@ def test_any_convolutions_rows_are_its_patches(case):
     assert float(sums.main.rows[0]) == c.size // y.shape[channel]
 
 
+@pytest.mark.slow
+@given(convolutions())
+def test_any_convolution_of_one_place_is_exact(case):
+    """Strides longer than the image leave one place."""
+    x_shape, w_shape, specs, settings = case
+    x_shape[specs[0].index("N")] = 1
+    settings = {**settings, "window_strides": (40,) * (len(x_shape) - 2)}
+    x, w = normal(*x_shape), normal(*w_shape, seed=1)
+    conv = functools.partial(lax.conv_general_dilated, dimension_numbers=specs, **settings)
+    y = jax.eval_shape(conv, x, w)
+    if 0 in y.shape:
+        return
+    assert y.size == y.shape[specs[2].index("C")]
+    c = normal(*y.shape, seed=2)
+
+    def loss(p):
+        return jnp.sum(conv(x, p) * c)
+
+    vag = value_and_grad(loss)
+    _, _, statistics = vag(w)
+    plan = vag.plan(w)
+    expected = exact_blocks(plan, [loss], w)
+    np.testing.assert_allclose(dense_block(plan, statistics), expected, rtol=1e-9, atol=1e-12)
+
+
 def test_a_convolution_of_one_place_is_exact():
     def loss(p, x):
         y = lax.conv_general_dilated(x, p["k"], (1, 1), "VALID") + p["b"][:, None, None]
@@ -177,6 +202,62 @@ def test_lookups_count_rows():
         assert plan.layers[0].diagonal == (True, False)
     one = jnp.array([[2]])
     assert_exact(lambda p, ids: jnp.sum(jnp.sin(p[ids])), table, one)
+
+
+@st.composite
+def lookups(draw):
+    """A table of two or three axes, one of them looked up along, by indices of any shape."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=2, max_size=3))
+    axis = draw(st.integers(0, len(shape) - 1))
+    shape[axis] = draw(st.integers(2, 6))
+    low, high = (-2, shape[axis] + 2) if draw(st.booleans()) else (0, shape[axis] - 1)
+    ids = st.integers(low, high)
+    where = draw(st.lists(st.integers(1, 3), max_size=2))
+    ids = np.array(draw(st.lists(ids, min_size=int(np.prod(where)), max_size=int(np.prod(where)))))
+    form = draw(st.sampled_from(["clip", "fill", "wrap", "one-hot", "vmap"]))
+    ids = ids % shape[axis] if form == "one-hot" else ids  # else of nothing: a row of zeros
+    return tuple(shape), axis, ids.reshape(where).astype(int), form
+
+
+@pytest.mark.slow
+@given(lookups())
+def test_any_lookup_is_exact_row_by_row(case):
+    shape, axis, ids, form = case
+    table, n = normal(*shape), shape[axis]
+
+    def look_up(p, ids):
+        if form == "one-hot":
+            return jnp.tensordot(jax.nn.one_hot(ids, n, dtype=p.dtype), p, ((ids.ndim,), (axis,)))
+        if form == "vmap":
+            one = jnp.moveaxis(p, axis, 0)
+            flat = jax.vmap(lambda i: one.at[i].get(mode="clip"))(ids.reshape(-1))
+            return flat.reshape(*ids.shape, *one.shape[1:])
+        taken = jnp.take(p, ids, axis, mode=form, fill_value=0)
+        return jnp.moveaxis(taken, range(axis, axis + ids.ndim), range(ids.ndim))
+
+    c = normal(*ids.shape, *np.delete(shape, axis), seed=1)
+
+    def loss(p, ids):
+        return jnp.sum(look_up(p, ids) * c)
+
+    verify(loss, table, ids, rtol=1e-10)
+    vag = value_and_grad(loss)
+    _, _, statistics = vag(table, ids)
+    plan = vag.plan(table, ids)
+    (layer,) = plan.layers
+    assert layer.diagonal[0] or n == 1
+    own = statistics["params"].main
+    # One lookup at a time: which entry of the table it reads, and its gradient there.
+    counts, G = np.zeros(n), np.zeros((own.G.shape[-1],) * 2)
+    for place in np.ndindex(*ids.shape):
+        gradient = np.asarray(
+            jax.grad(lambda p, place=place: jnp.sum(look_up(p, ids)[place] * c[place]))(table)
+        )
+        rows = np.moveaxis(gradient, axis, 0).reshape(n, -1)
+        counts += np.abs(rows).sum(1) > 0
+        G += rows.T @ rows
+    np.testing.assert_array_equal(own.A[0], counts)
+    np.testing.assert_allclose(own.G[0], G, rtol=1e-9, atol=1e-12)
 
 
 def test_a_product_with_one_hot_rows_has_a_diagonal_A():
@@ -535,6 +616,20 @@ def test_probes_by_hand():
         verify(incomplete, params, x)
     with pytest.raises(ValueError, match=r"probe\(x, w, y\) needs"):
         probe(x, params["w"], x)
+
+
+def test_a_gradient_that_is_zero_up_to_rounding_is_no_missed_use():
+    params = {"q": normal(4, 3), "k": normal(4, 3, seed=1), "b": normal(3, seed=2)}
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    x = normal(6, 4, seed=3).astype(jnp.float32)
+
+    def loss(p, x):  # a softmax over keys takes no notice of their bias
+        scores = (x @ p["q"]) @ (x @ p["k"] + p["b"]).T
+        return jnp.sum(jax.nn.softmax(scores) @ jnp.sin(x))
+
+    grads = jax.grad(loss)(params, x)
+    assert jnp.abs(grads["b"]).max() < 1e-4 * jnp.abs(grads["k"]).max()
+    assert verify(loss, params, x)["['b']"] < 1e-3
 
 
 def test_required_coverage_and_plain_parameters():

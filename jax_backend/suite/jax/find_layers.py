@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from suite.jax import jaxprs
+from suite.jax.activations import Activations
 from suite.jax.joined import Piece, moved, pieces, window, windows
 from suite.jax.layers import Convolution, Dense, Elementwise, Lookup, Product, Use, feature_axes
 from suite.jax.views import Shape, Step, View, apply_steps, lift
@@ -86,13 +87,6 @@ class Uses:
             self.others.setdefault(origin.leaf, []).append(why)
 
 
-class _Output(NamedTuple):
-    """A product's output, its axes moved about: where each one was, None for a new one of size 1."""
-
-    site: Site
-    axes: tuple[int | None, ...]
-
-
 class _Meeting(NamedTuple):
     """A leaf, or a piece of a concatenation, as an operand."""
 
@@ -116,15 +110,11 @@ class _Finder:
             shape = program.avals[value].shape
             self.origins[value] = Origin(i, (), (), (), shape, ())
         self.joined: dict[int, tuple[Piece, ...]] = {}
-        self.outputs: dict[int, _Output] = {}
-        self.parted: dict[int, tuple[_Output, ...]] = {}  # outputs of joined leaves
-        self.counting: dict[int, int] = {}  # value -> the axis along which it counts 0, 1, 2, ...
-        self.one_hot: dict[int, int] = {}  # value -> the axis along which it is one-hot
-        self.constant: dict[int, set[int]] = {}  # value -> axes along which it is constant
         self.roots = [root for root in roots if root is not None]
         self.nodes = [n for n in program.nodes if any(out in self.live for out in n.outputs)]
         self.readers = Counter(v for n in self.nodes for v in n.inputs if v is not None)
         self.readers.update(self.roots)
+        self.activations = Activations(program, self.readers)
 
     def run(self) -> Uses:
         for node in self.program.nodes:
@@ -134,7 +124,7 @@ class _Finder:
                 if live and node.name != "stop_gradient":
                     self.meet_joined(node, known)
             elif not any(known):
-                self.follow(node)
+                self.activations.follow(node)
             elif live and node.name != "stop_gradient":
                 self.meet(node, known)
         for root in self.roots:
@@ -147,79 +137,6 @@ class _Finder:
 
     def shape(self, value: int) -> Shape:
         return self.program.avals[value].shape
-
-    # ---- values that are no leaf's -------------------------------------------------------------
-
-    def follow(self, node: jaxprs.Node) -> None:
-        """Facts about activations."""
-        op, out = node.operation, node.outputs[0] if node.outputs else -1
-        first = node.inputs[0] if node.inputs else None
-        if isinstance(op, jaxprs.Iota):
-            self.counting[out] = op.axis
-        elif isinstance(op, jaxprs.Returned) and first in self.outputs:
-            if self.readers[first] == 1:
-                self.outputs[out] = self.outputs[first]
-        elif isinstance(op, jaxprs.Reindex) and first is not None:
-            self.follow_output(first, out, op.step)
-            self.follow_counts(first, out, op.step)
-        elif isinstance(op, jaxprs.Add):
-            # What is added to a product has no part in its gradient: a bias may still follow.
-            for value in node.inputs:
-                known = None if value is None else self.outputs.get(value)
-                if value is None or known is None or node.custom is not None:
-                    continue
-                alone = self.readers[value] == 1 and known.site.loops == node.loops
-                if alone and self.shape(value) == self.shape(out):
-                    self.outputs[out] = known
-                    break
-        elif isinstance(op, jaxprs.Equal):
-            for one, other in (node.inputs, node.inputs[::-1]):
-                if one is None or other is None or one not in self.counting:
-                    continue
-                axis = self.counting[one]
-                flat = self.shape(other)[axis] == 1 or axis in self.constant.get(other, ())
-                if flat and self.shape(out)[axis] == self.shape(one)[axis]:
-                    self.one_hot[out] = axis
-
-    def follow_output(self, old: int, new: int, step: Step | None) -> None:
-        """`vmap` transposes outputs, and convolutions of one example get an axis of size 1."""
-        before = self.outputs.get(old)
-        if before is None or self.readers[old] != 1:
-            return
-        if step is None:
-            self.outputs[new] = before
-        elif step[0] == "transpose":
-            self.outputs[new] = before._replace(axes=tuple(before.axes[i] for i in step[1][0]))
-        elif step[0] == "reshape":
-            from_, to = step[1]
-            if [n for n in from_ if n != 1] == [n for n in to if n != 1]:
-                kept = iter([axis for axis, n in zip(before.axes, from_, strict=True) if n != 1])
-                axes = tuple(None if n == 1 else next(kept) for n in to)
-                self.outputs[new] = before._replace(axes=axes)
-
-    def follow_counts(self, old: int, new: int, step: Step | None) -> None:
-        if step is None:
-            for facts in (self.counting, self.one_hot):
-                if old in facts:
-                    facts[new] = facts[old]
-            return
-        kind, arguments = step
-        shape = self.shape(old)
-        axes: Sequence[int] | None = None  # where each old axis goes
-        if kind == "broadcast":
-            axes = arguments[1]
-            self.constant[new] = {
-                i for i in range(len(arguments[0])) if i not in axes or shape[axes.index(i)] == 1
-            }
-        elif kind == "transpose":
-            axes = [arguments[0].index(i) for i in range(len(shape))]
-        elif kind == "reshape" and [n for n in shape if n != 1] == [n for n in arguments[1] if n != 1]:
-            kept = iter([i for i, n in enumerate(arguments[1]) if n != 1])
-            axes = [-1 if n == 1 else next(kept) for n in shape]
-        if axes is not None:
-            for facts in (self.counting, self.one_hot):
-                if old in facts and axes[facts[old]] >= 0:
-                    facts[new] = axes[facts[old]]
 
     # ---- values that are a leaf's --------------------------------------------------------------
 
@@ -256,7 +173,7 @@ class _Finder:
                     if isinstance(op, jaxprs.ByHand):
                         self.uses.by_hand.setdefault(site.leaf, []).append(site)
                     out = node.outputs[0]
-                    self.outputs[out] = _Output(site, tuple(range(len(self.shape(out)))))
+                    self.activations.outputs[out] = self.activations.made_by(site, out)
                     return
         how = op.how if isinstance(op, jaxprs.Moved) else ""
         for one in met:
@@ -306,8 +223,7 @@ class _Finder:
                 sites = [self.product(node, one) for one in met]
                 if None not in sites:
                     self.uses.sites += sites  # type: ignore[arg-type]
-                    axes = tuple(range(len(self.shape(out))))
-                    self.parted[out] = tuple(_Output(site, axes) for site in sites)  # type: ignore[arg-type]
+                    self.activations.parted[out] = tuple(self.activations.made_by(s, out) for s in sites)
                     return
         for i, v in enumerate(node.inputs):
             self.uses.rule_out(known[i], "`concatenate`")
@@ -356,20 +272,9 @@ class _Finder:
             y_shape = y_shape if along[1] is None else piece._replace(axis=along[1]).shape(y_shape)
         rows = math.prod(y_shape) // max(inner * d_out, 1)
         path, out_index, x_operand = where
-        use = Use(
-            path,
-            out_index,
-            x_operand,
-            product,
-            False,
-            origin.scans,
-            origin.stack,
-            inner,
-            rows,
-            reads,
-            owns,
-        )
-        hot = isinstance(product, Dense) and product.x_axes[2] == (self.one_hot.get(x, -1),)
+        use = Use(path, out_index, x_operand, product, False, origin.scans, origin.stack, inner, rows)
+        use = use._replace(x_window=reads, y_window=owns)
+        hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
 
     def spec(
@@ -484,10 +389,10 @@ class _Finder:
         self, node: jaxprs.Node, other: int, origin: Origin, inner: tuple[Step, ...], piece: Piece | None
     ) -> Site | None:
         """The product to whose output, that nothing else reads, a leaf is added feature by feature."""
-        output = self.outputs.get(other)
+        output = self.activations.outputs.get(other)
         if piece is not None:  # the kernel beside the others where this leaf is beside the others
             own = window(self.shape(node.outputs[0]), piece.axis, piece)
-            parts = [o for o in self.parted.get(other, ()) if o.site.use.y_window == own]
+            parts = [o for o in self.activations.parted.get(other, ()) if o.site.use.y_window == own]
             output = parts[0] if len(parts) == 1 else None
         if (
             output is None

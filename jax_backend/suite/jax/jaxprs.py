@@ -561,15 +561,15 @@ class _Runner:
             "in_specs": (in_specs, jax.sharding.PartitionSpec()),
             "out_specs": out_specs,
         }
-        if "check_vma" in params:
-            axes = params.get("newly_manual_axes") or params.get("manual_axes") or ()
-            mapped = jax.shard_map(
-                inside, **settings, check_vma=params["check_vma"], axis_names=set(axes)
-            )
-        else:
-            from jax.experimental.shard_map import shard_map  # jax 0.6.0
+        shard_map: Any = getattr(jax, "shard_map", None)
+        if shard_map is None:  # jax 0.6.0
+            from jax.experimental.shard_map import shard_map
 
-            mapped = shard_map(inside, **settings, check_rep=params["check_rep"], auto=params["auto"])
+            settings |= {"check_rep": params["check_rep"], "auto": params["auto"]}
+        else:
+            axes = params.get("newly_manual_axes") or params.get("manual_axes") or ()
+            settings |= {"check_vma": params["check_vma"], "axis_names": set(axes)}
+        mapped = shard_map(inside, **settings)
         return list(mapped(tuple(values), dict(slots)))
 
 
