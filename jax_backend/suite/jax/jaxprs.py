@@ -381,6 +381,8 @@ def _operation(eqn: Any) -> Any:
         return Reindex(("rev", (tuple(params["dimensions"]),)))
     if name in ("squeeze", "expand_dims") or (name == "reshape" and params.get("dimensions") is None):
         return Reindex(("reshape", (old, new)))
+    if name == "reduce_sum" and math.prod(old) == math.prod(new):
+        return Reindex(("reshape", (old, new)))
     if name == "broadcast_in_dim":
         if math.prod(old) == math.prod(new):
             return Reindex(("reshape", (old, new)))
