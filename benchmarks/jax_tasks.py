@@ -29,7 +29,7 @@ def data(*shape: int) -> jax.Array:
 
 
 def labels(high: int, *shape: int) -> jax.Array:
-    return jnp.asarray(_RNG.integers(0, high, shape))
+    return jnp.asarray(_RNG.integers(0, high, shape), jnp.int32)
 
 
 SENDERS, RECEIVERS = labels(NODES, 2, EDGES)

@@ -297,6 +297,45 @@ def test_scales_and_shifts_are_diagonal():
     np.testing.assert_allclose(statistics["['position']"].main.G[0], squares, rtol=1e-10)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["bare", "jit", "remat"])
+def test_a_scale_that_first_meets_the_deviations_is_diagonal_row_by_row(wrap):
+    """Batch norm as flax and haiku write it: rows times (scale / deviation)."""
+    params = {"w": normal(4, 3), "scale": 1 + 0.1 * normal(3, seed=1), "shift": normal(3, seed=2)}
+    params["scale"] = params["scale"].at[0].set(0.0)  # as in the last norm of a residual block
+    x = normal(6, 4, seed=3)
+
+    def norm(scale, shift, y):
+        inverse = lax.rsqrt(y.var(0, keepdims=True) + 1e-5)
+        return (y - y.mean(0, keepdims=True)) * (scale[None] * inverse) + shift
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(wrap(norm)(p["scale"], p["shift"], x @ p["w"])))
+
+    _, statistics = check(loss, params, x)
+    y = np.asarray(x @ params["w"])
+    normed = (y - y.mean(0)) / np.sqrt(y.var(0) + 1e-5)
+    g = np.cos(normed * params["scale"] + params["shift"])
+    own = statistics["['scale']"].main
+    np.testing.assert_allclose(own.G[0], ((g * normed) ** 2).sum(0), rtol=1e-9)
+    assert float(own.rows[0]) == 6
+
+
+def test_a_leaf_times_an_activation_of_its_shape_hides_no_other_leaf():
+    params = {"gate": normal(4), "w": normal(4, 3, seed=1)}
+
+    def loss(p, x):  # of one example: no rows to tell apart
+        return jnp.sum(jnp.sin((p["gate"] * x) @ p["w"]))
+
+    plan, _ = check(loss, params, normal(4, seed=2), uncovered=["['gate']"])
+    assert plan.routing["['gate']"].reason == "used by `dot_general`"
+
+    def rows_and_more(p, x):
+        scaled = p["gate"] * x[0]
+        return jnp.sum(jnp.sin((x * scaled) @ p["w"])) + jnp.sum(scaled**2)
+
+    check(rows_and_more, params, normal(5, 4, seed=2), uncovered=["['gate']"])
+
+
 def test_slices_of_a_fused_projection_are_layers_of_their_own():
     x = normal(6, 4)
 

@@ -458,7 +458,7 @@ def _probe(use: Use, measure: Callable[..., Any]) -> jaxprs.Probe:
     def apply(x: Any, y: jax.Array, slot: Any) -> jax.Array:
         return identity(y, x, jaxprs.varying_alike(slot, y, *([] if x is None else [x])))
 
-    return jaxprs.Probe(use.path, use.out, use.x_operand, apply, use.scans)
+    return jaxprs.Probe(use.path, use.out, use.x_operand, apply, use.scans, use.factor)
 
 
 def _by_loop(use: Use, slot: Any) -> Any:

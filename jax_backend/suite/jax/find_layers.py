@@ -17,7 +17,16 @@ import numpy as np
 from suite.jax import jaxprs
 from suite.jax.activations import Activations
 from suite.jax.joined import Piece, moved, pieces, window, windows
-from suite.jax.layers import Convolution, Dense, Elementwise, Lookup, Product, Use, feature_axes
+from suite.jax.layers import (
+    Convolution,
+    Dense,
+    Elementwise,
+    Factor,
+    Lookup,
+    Product,
+    Use,
+    feature_axes,
+)
 from suite.jax.views import Shape, Step, View, apply_steps, lift
 
 
@@ -96,6 +105,24 @@ class _Meeting(NamedTuple):
     piece: Piece | None
 
 
+class _Scaled(NamedTuple):
+    """A leaf times an activation of its shape, re-indexed: a batch norm's scale / deviation."""
+
+    origin: Origin
+    factor: Factor
+    first: int  # the value that the product was
+
+
+@dataclass
+class _Scaling:
+    """What becomes of such a product: uses row by row, or a reason against them."""
+
+    node: jaxprs.Node
+    met: _Meeting
+    rows: list[Site] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+
 def find_uses(program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> Uses:
     """All uses of the first `leaves` inputs of a program on which its `roots` depend."""
     return _Finder(program, leaves, roots).run()
@@ -110,6 +137,8 @@ class _Finder:
             shape = program.avals[value].shape
             self.origins[value] = Origin(i, (), (), (), shape, ())
         self.joined: dict[int, tuple[Piece, ...]] = {}
+        self.scaled: dict[int, _Scaled] = {}
+        self.scalings: dict[int, _Scaling] = {}
         self.roots = [root for root in roots if root is not None]
         self.nodes = [n for n in program.nodes if any(out in self.live for out in n.outputs)]
         self.readers = Counter(v for n in self.nodes for v in n.inputs if v is not None)
@@ -120,6 +149,8 @@ class _Finder:
         for node in self.program.nodes:
             live = any(out in self.live for out in node.outputs)
             known = [None if v is None else self.origins.get(v) for v in node.inputs]
+            if live and node.name != "stop_gradient" and any(v in self.scaled for v in node.inputs):
+                self.meet_scaled(node, known)
             if any(v in self.joined for v in node.inputs):
                 if live and node.name != "stop_gradient":
                     self.meet_joined(node, known)
@@ -130,6 +161,9 @@ class _Finder:
         for root in self.roots:
             self.uses.rule_out(self.origins.get(root), "being returned")
             self.rule_out_pieces(self.joined.get(root, ()))
+            if root in self.scaled:
+                self.scalings[self.scaled[root].first].others.append("being returned")
+        self.settle_scalings()
         for leaf, marked in self.uses.by_hand.items():  # the user vouches for them
             self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s in marked]
             self.uses.biases.pop(leaf, None)
@@ -164,6 +198,8 @@ class _Finder:
             return
         if len(met) == 1 or isinstance(op, jaxprs.ByHand):
             if isinstance(op, (jaxprs.Add, jaxprs.Multiply)):
+                if isinstance(op, jaxprs.Multiply) and self.scale(node, met[0]):
+                    return
                 if self.elementwise(node, met[0]):
                     return
             elif op is not None and not isinstance(op, jaxprs.Concatenate):
@@ -228,6 +264,48 @@ class _Finder:
         for i, v in enumerate(node.inputs):
             self.uses.rule_out(known[i], "`concatenate`")
             self.rule_out_pieces(self.joined.get(v, ()))  # type: ignore[arg-type]
+
+    def scale(self, node: jaxprs.Node, met: _Meeting) -> bool:
+        """Whether a leaf times an activation of its own shape may yet be multiplied with rows."""
+        other, out = node.inputs[1 - met.place], node.outputs[0]
+        alike = other is not None and met.shape == self.shape(other)
+        if not alike or met.origin.widened or node.custom is not None or not self.stays_real(node):
+            return False
+        self.scaled[out] = _Scaled(met.origin, Factor(node.path, 1 - met.place, ()), out)
+        self.scalings[out] = _Scaling(node, met)
+        return True
+
+    def meet_scaled(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
+        """What such a product is multiplied with, row by row; for all else it is an activation."""
+        op = node.operation
+        places = [i for i, v in enumerate(node.inputs) if v in self.scaled]
+        found = self.scaled[node.inputs[places[0]]]  # type: ignore[index]
+        scaling, (path, place, steps) = self.scalings[found.first], found.factor
+        beside = len(places) == 1 and node.path[:-1] == path[:-1] and self.stays_real(node)
+        if isinstance(op, jaxprs.Reindex) and beside:
+            after = steps if op.step is None else (*steps, op.step)
+            moved_on = found.origin.moved(op.step)
+            self.scaled[node.outputs[0]] = found._replace(
+                origin=moved_on, factor=Factor(path, place, after)
+            )
+            return
+        if isinstance(op, jaxprs.Multiply) and beside and not any(known):
+            shape = self.shape(node.inputs[places[0]])  # type: ignore[arg-type]
+            if self.elementwise(node, _Meeting(places[0], found.origin, shape, None)):
+                site = self.uses.sites.pop()
+                scaling.rows.append(site._replace(use=site.use._replace(factor=found.factor)))
+                return
+        for i in places:
+            first = self.scaled[node.inputs[i]].first  # type: ignore[index]
+            self.scalings[first].others.append(f"`{node.name}`")
+
+    def settle_scalings(self) -> None:
+        for scaling in self.scalings.values():
+            if scaling.rows and not scaling.others:
+                self.uses.sites += scaling.rows
+            elif not self.elementwise(scaling.node, scaling.met):
+                for why in dict.fromkeys(scaling.others):
+                    self.uses.rule_out(scaling.met.origin, why)
 
     def rule_out_pieces(self, joined: Sequence[Piece]) -> None:
         for piece in joined:

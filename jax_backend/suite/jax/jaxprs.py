@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from suite.jax.views import Shape, Step
+from suite.jax.views import Shape, Step, apply_steps
 
 Path = tuple[int, ...]  # equation (and branch) numbers, outermost program first
 
@@ -441,6 +441,7 @@ class Probe:
     x_operand: int | None
     apply: Callable[[Any, jax.Array, Any], jax.Array]
     stack: tuple[Path, ...]  # scans along which the slots are stacked, outermost first
+    factor: tuple[Path, int, tuple[Step, ...]] | None = None  # of x: an operand before, re-indexed
 
 
 Slots = Mapping[int, Any]  # by number of the probe
@@ -464,12 +465,17 @@ def evaluate(
 class _Runner:
     def __init__(self, probes: Sequence[Probe], at: dict[Path, list[int]]) -> None:
         self.probes, self.at = probes, at
+        self.factors: dict[Path, list[int]] = {}
+        for probe in probes:
+            if probe.factor is not None:
+                self.factors.setdefault(probe.factor[0], []).append(probe.factor[1])
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], prefix: Path, slots: Slots
     ) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, arguments, strict=True))
+        factors: dict[tuple[Path, int], Any] = {}
         last_use = {
             v: number
             for number, eqn in enumerate(jaxpr.eqns)
@@ -485,6 +491,7 @@ class _Runner:
             path = (*prefix, number)
             values = [read(v) for v in eqn.invars]
             here = self.at.get(path, ())
+            factors.update(((path, i), values[i]) for i in self.factors.get(path, ()))
             if any(len(self.probes[i].path) > len(path) for i in here):
                 outputs = self.call(eqn, values, path, slots)
             else:
@@ -493,6 +500,9 @@ class _Runner:
                 probe = self.probes[i]
                 if probe.path == path:
                     x = None if probe.x_operand is None else values[probe.x_operand]
+                    if probe.factor is not None:
+                        source, operand, steps = probe.factor
+                        x = x * apply_steps(factors[source, operand], steps)
                     outputs[probe.out] = probe.apply(x, outputs[probe.out], slots[i])
             env.update(zip(eqn.outvars, outputs, strict=True))
             for v in eqn.invars:  # let go of values as the program itself would

@@ -71,6 +71,14 @@ class Elementwise(NamedTuple):
 Product = Dense | Convolution | Lookup | Elementwise
 
 
+class Factor(NamedTuple):
+    """What a leaf is multiplied with before it meets rows: an operand of the equation at `path`."""
+
+    path: tuple[int, ...]
+    operand: int
+    steps: tuple[Step, ...]  # what follows before the rows
+
+
 class Use(NamedTuple):
     """One place in the program where a layer's product is."""
 
@@ -85,6 +93,7 @@ class Use(NamedTuple):
     rows: int  # rows of one block
     x_window: Step | None = None  # what part of the input it reads
     y_window: Step | None = None  # what part of the output is its own, where leaves are concatenated
+    factor: Factor | None = None  # of the input
 
     @property
     def place(self) -> tuple[Any, ...]:
