@@ -1,8 +1,7 @@
-"""Small models in plain JAX, each as (loss_fn, params, batch): nothing in them knows of K-FAC."""
+"""The models of the coverage table in plain JAX: functions of nested dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,32 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Case = tuple[Callable[..., Any], Any, tuple[Any, ...]]
+from jax_tasks import (
+    CLASSES,
+    FEATURES,
+    HEADS,
+    LAYERS,
+    LENGTH,
+    NODES,
+    PATCH,
+    RECEIVERS,
+    SENDERS,
+    VOCABULARY,
+    WIDTH,
+    Case,
+    case,
+    pair_features,
+)  # fmt: skip
 
-_RNG = np.random.default_rng(0)
+_RNG = np.random.default_rng(1)
 
 
 def normal(*shape: int) -> jax.Array:
     return jnp.asarray(_RNG.normal(size=shape) / np.sqrt(max(np.prod(shape[:-1]), 1)), jnp.float32)
-
-
-def data(*shape: int) -> jax.Array:
-    return jnp.asarray(_RNG.normal(size=shape), jnp.float32)
-
-
-def labels(high: int, *shape: int) -> jax.Array:
-    return jnp.asarray(_RNG.integers(0, high, shape))
-
-
-def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[..., None], -1))
-
-
-def classify(apply: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda params, x, y: cross_entropy(apply(params, x), y)
-
-
-# ---- plain functions -----------------------------------------------------------------------------
 
 
 def dense(*sides: int) -> dict[str, jax.Array]:
@@ -44,6 +39,12 @@ def dense(*sides: int) -> dict[str, jax.Array]:
 
 def affine(p: Any, x: jax.Array) -> jax.Array:
     return x @ p["w"] + p["b"]
+
+
+def mlp(p: Any, x: jax.Array) -> jax.Array:
+    for layer in p[:-1]:
+        x = jnp.tanh(affine(layer, x))
+    return affine(p[-1], x)
 
 
 def layer_norm(p: Any, x: jax.Array) -> jax.Array:
@@ -63,25 +64,22 @@ def conv(w: jax.Array, x: jax.Array, stride: int = 1, up: int = 1) -> jax.Array:
 
 
 def plain_mlp() -> Case:
-    params = [dense(20, 32), dense(32, 32), dense(32, 5)]
-
-    def apply(p: Any, x: jax.Array) -> jax.Array:
-        for layer in p[:-1]:
-            x = jnp.tanh(affine(layer, x))
-        return affine(p[-1], x)
-
-    return classify(apply), params, (data(16, 20), labels(5, 16))
+    return case("mlp", mlp, [dense(FEATURES, WIDTH), dense(WIDTH, WIDTH), dense(WIDTH, CLASSES)])
 
 
 def plain_resnet() -> Case:
+    width = 16
     params = {
-        "stem": normal(3, 3, 3, 8),
+        "stem": normal(3, 3, 3, width),
         "blocks": [
-            {"n1": norm(8), "c1": normal(3, 3, 8, 8), "n2": norm(8), "c2": normal(3, 3, 8, 8)}
+            {
+                "n1": norm(width), "c1": normal(3, 3, width, width),
+                "n2": norm(width), "c2": normal(3, 3, width, width),
+            }
             for _ in range(2)
         ],
-        "head": dense(8, 5),
-    }
+        "head": dense(width, CLASSES),
+    }  # fmt: skip
 
     def apply(p: Any, x: jax.Array) -> jax.Array:
         x = conv(p["stem"], x)
@@ -90,70 +88,74 @@ def plain_resnet() -> Case:
             x = x + conv(b["c2"], jax.nn.relu(layer_norm(b["n2"], y)))
         return affine(p["head"], x.mean((1, 2)))
 
-    return classify(apply), params, (data(8, 8, 8, 3), labels(5, 8))
+    return case("resnet", apply, params)
 
 
-def block(width: int, heads: int) -> dict[str, Any]:
+def block() -> dict[str, Any]:
     return {
-        "n1": norm(width),
-        "qkv": dense(width, 3 * width),
-        "out": dense(width, width),
-        "n2": norm(width),
-        "up": dense(width, 2 * width),
-        "down": dense(2 * width, width),
+        "n1": norm(WIDTH),
+        "qkv": dense(WIDTH, 3 * WIDTH),
+        "out": dense(WIDTH, WIDTH),
+        "n2": norm(WIDTH),
+        "up": dense(WIDTH, 2 * WIDTH),
+        "down": dense(2 * WIDTH, WIDTH),
     }
 
 
-def transformer_block(p: Any, x: jax.Array, heads: int, causal: bool) -> jax.Array:
-    n, t, d = x.shape
-    q, k, v = jnp.split(affine(p["qkv"], layer_norm(p["n1"], x)), 3, axis=-1)
-    q, k, v = (z.reshape(n, t, heads, d // heads) for z in (q, k, v))
-    scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) / np.sqrt(d / heads)
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
+    """Of (n, t, width) each, by HEADS heads."""
+    n, t, width = q.shape
+    q, k, v = (z.reshape(n, t, HEADS, width // HEADS) for z in (q, k, v))
+    scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) / np.sqrt(width / HEADS)
     if causal:
         scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e9)
-    mixed = jnp.einsum("nhqk,nkhd->nqhd", jax.nn.softmax(scores), v).reshape(n, t, d)
-    x = x + affine(p["out"], mixed)
+    return jnp.einsum("nhqk,nkhd->nqhd", jax.nn.softmax(scores), v).reshape(n, t, width)
+
+
+def transformer_block(p: Any, x: jax.Array, causal: bool) -> jax.Array:
+    q, k, v = jnp.split(affine(p["qkv"], layer_norm(p["n1"], x)), 3, axis=-1)
+    x = x + affine(p["out"], attention(q, k, v, causal))
     return x + affine(p["down"], jax.nn.gelu(affine(p["up"], layer_norm(p["n2"], x))))
 
 
 def plain_vit() -> Case:
+    patches = (16 // PATCH) ** 2
     params = {
-        "patch": normal(4, 4, 3, 16),
-        "class": normal(1, 16),
-        "position": normal(5, 16),
-        "blocks": [block(16, 2) for _ in range(2)],
-        "norm": norm(16),
-        "head": dense(16, 5),
+        "patch": normal(PATCH, PATCH, 3, WIDTH),
+        "class": normal(1, WIDTH),
+        "position": normal(patches + 1, WIDTH),
+        "blocks": [block() for _ in range(2)],
+        "norm": norm(WIDTH),
+        "head": dense(WIDTH, CLASSES),
     }
 
     def apply(p: Any, x: jax.Array) -> jax.Array:
-        x = conv(p["patch"], x, stride=4).reshape(x.shape[0], 4, 16)
-        token = jnp.broadcast_to(p["class"], (x.shape[0], 1, 16))
+        x = conv(p["patch"], x, stride=PATCH).reshape(x.shape[0], -1, WIDTH)
+        token = jnp.broadcast_to(p["class"], (x.shape[0], 1, WIDTH))
         x = jnp.concatenate([token, x], 1) + p["position"]
         for b in p["blocks"]:
-            x = transformer_block(b, x, 2, False)
+            x = transformer_block(b, x, False)
         return affine(p["head"], layer_norm(p["norm"], x)[:, 0])
 
-    return classify(apply), params, (data(8, 8, 8, 3), labels(5, 8))
+    return case("vit", apply, params)
 
 
 def plain_gpt() -> Case:
     """Fused qkv, tied head, scanned layers, remat."""
-    blocks = [block(16, 2) for _ in range(3)]
     params = {
-        "table": normal(50, 16),
-        "position": normal(8, 16),
-        "blocks": jax.tree.map(lambda *xs: jnp.stack(xs), *blocks),
-        "norm": norm(16),
+        "table": normal(VOCABULARY, WIDTH),
+        "position": normal(LENGTH, WIDTH),
+        "blocks": jax.tree.map(lambda *xs: jnp.stack(xs), *(block() for _ in range(LAYERS))),
+        "norm": norm(WIDTH),
     }
 
     def apply(p: Any, x: jax.Array) -> jax.Array:
         h = p["table"][x] + p["position"]
-        body = jax.checkpoint(lambda h, b: (transformer_block(b, h, 2, True), None))
+        body = jax.checkpoint(lambda h, b: (transformer_block(b, h, True), None))
         h, _ = lax.scan(body, h, p["blocks"])
         return layer_norm(p["norm"], h) @ p["table"].T
 
-    return classify(apply), params, (labels(50, 4, 8), labels(50, 4, 8))
+    return case("gpt", apply, params)
 
 
 def plain_unet() -> Case:
@@ -163,18 +165,22 @@ def plain_unet() -> Case:
         "bias": jnp.zeros(1),
     }  # fmt: skip
 
-    def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    def apply(p: Any, x: jax.Array) -> jax.Array:
         a = jax.nn.relu(conv(p["a"], x))
         b = jax.nn.relu(conv(p["c"], jax.nn.relu(conv(p["b"], a, stride=2))))
         joined = jnp.concatenate([a, conv(p["up"], b, up=2)], -1)
-        out = conv(p["out"], jax.nn.relu(conv(p["d"], joined))) + p["bias"]
-        return jnp.mean((out - y) ** 2)
+        return conv(p["out"], jax.nn.relu(conv(p["d"], joined))) + p["bias"]
 
-    return loss, params, (data(4, 8, 8, 1), data(4, 8, 8, 1))
+    return case("unet", apply, params)
 
 
 def plain_lstm() -> Case:
-    params = {"x": normal(6, 64), "h": normal(16, 64), "b": jnp.zeros(64), "head": dense(16, 3)}
+    params = {
+        "x": normal(FEATURES, 4 * WIDTH),
+        "h": normal(WIDTH, 4 * WIDTH),
+        "b": jnp.zeros(4 * WIDTH),
+        "head": dense(WIDTH, CLASSES),
+    }
 
     def apply(p: Any, xs: jax.Array) -> jax.Array:
         def step(state: Any, x: jax.Array) -> Any:
@@ -184,17 +190,18 @@ def plain_lstm() -> Case:
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             return (h, c), None
 
-        zeros = jnp.zeros((xs.shape[0], 16))
+        zeros = jnp.zeros((xs.shape[0], WIDTH))
         (h, _), _ = lax.scan(step, (zeros, zeros), jnp.swapaxes(xs, 0, 1))
         return affine(p["head"], h)
 
-    return classify(apply), params, (data(8, 5, 6), labels(3, 8))
+    return case("lstm", apply, params)
 
 
 def plain_mixer() -> Case:
     params = {
-        "patch": dense(12, 16), "n1": norm(16), "t1": dense(6, 12), "t2": dense(12, 6),
-        "n2": norm(16), "c1": dense(16, 32), "c2": dense(32, 16), "head": dense(16, 5),
+        "patch": dense(FEATURES, WIDTH), "n1": norm(WIDTH), "t1": dense(LENGTH, 32),
+        "t2": dense(32, LENGTH), "n2": norm(WIDTH), "c1": dense(WIDTH, 2 * WIDTH),
+        "c2": dense(2 * WIDTH, WIDTH), "head": dense(WIDTH, CLASSES),
     }  # fmt: skip
 
     def apply(p: Any, x: jax.Array) -> jax.Array:
@@ -204,61 +211,45 @@ def plain_mixer() -> Case:
         x = x + affine(p["c2"], jax.nn.gelu(affine(p["c1"], layer_norm(p["n2"], x))))
         return affine(p["head"], x.mean(1))
 
-    return classify(apply), params, (data(8, 6, 12), labels(5, 8))
+    return case("mixer", apply, params)
 
 
 def plain_gnn() -> Case:
+    """Two rounds of messages along edges, by the same weights."""
     params = {
-        "message": dense(16, 16),
-        "self": dense(8, 16),
-        "update": dense(16, 16),
-        "out": dense(16, 1),
+        "self": dense(FEATURES, WIDTH),
+        "message": dense(WIDTH, WIDTH),
+        "update": dense(WIDTH, WIDTH),
+        "out": dense(WIDTH, 1),
     }
-    edges = labels(10, 2, 24)
 
-    def loss(p: Any, nodes: jax.Array, y: jax.Array) -> jax.Array:
+    def apply(p: Any, nodes: jax.Array) -> jax.Array:
         h = jnp.tanh(affine(p["self"], nodes))
         for _ in range(2):
-            sent = jax.nn.relu(affine(p["message"], h[edges[0]]))
-            h = h + jnp.tanh(affine(p["update"], jax.ops.segment_sum(sent, edges[1], 10)))
-        return jnp.mean((affine(p["out"], h)[:, 0] - y) ** 2)
+            sent = jax.nn.relu(affine(p["message"], h[SENDERS]))
+            h = h + jnp.tanh(affine(p["update"], jax.ops.segment_sum(sent, RECEIVERS, NODES)))
+        return affine(p["out"], h)
 
-    return loss, params, (data(10, 8), data(10))
+    return case("gnn", apply, params)
 
 
 def plain_pinn() -> Case:
-    """Poisson's equation: a loss of second derivatives by the inputs."""
-    params = [dense(2, 16), dense(16, 16), dense(16, 1)]
-
-    def u(p: Any, x: jax.Array) -> jax.Array:
-        for layer in p[:-1]:
-            x = jnp.tanh(affine(layer, x))
-        return affine(p[-1], x)[0]
-
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        laplacian = jax.vmap(lambda x: jnp.trace(jax.hessian(u, 1)(p, x)))(x)
-        return jnp.mean((laplacian + 2 * jnp.sin(x).prod(-1)) ** 2)
-
-    return loss, params, (data(16, 2),)
+    params = [dense(2, WIDTH), dense(WIDTH, WIDTH), dense(WIDTH, 1)]
+    return case("pinn", lambda p, x: mlp(p, x)[0], params)
 
 
 def plain_vmc() -> Case:
-    """log |ψ| of two particles in a trap, weighted by their centred local energies."""
-    params = {"one": dense(4, 16), "two": dense(16, 16), "out": normal(16, 1), "width": jnp.ones(2)}
+    params = {"one": dense(4, WIDTH), "two": dense(WIDTH, WIDTH), "out": normal(WIDTH, 1)}
+    params["width"] = jnp.ones(2)
 
     def log_psi(p: Any, r: jax.Array) -> jax.Array:
-        features = jnp.concatenate([r, jnp.linalg.norm(r, axis=-1, keepdims=True), r[:, :1] ** 2], -1)
-        h = jnp.tanh(affine(p["two"], jnp.tanh(affine(p["one"], features))))
-        envelope = jnp.sum(p["width"] * jnp.sum(r**2, -1))
-        return jnp.sum(h @ p["out"]) - envelope
+        h = jnp.tanh(affine(p["two"], jnp.tanh(affine(p["one"], pair_features(r)))))
+        return jnp.sum(h @ p["out"]) - jnp.sum(p["width"] * r**2)
 
-    def loss(p: Any, r: jax.Array, energies: jax.Array) -> jax.Array:
-        return 2 * jnp.mean(jax.vmap(log_psi, (None, 0))(p, r) * (energies - energies.mean()))
-
-    return loss, params, (data(32, 2, 2), data(32))
+    return case("vmc", log_psi, params)
 
 
-PLAIN = {
+MODELS = {
     "mlp": plain_mlp, "resnet": plain_resnet, "vit": plain_vit, "gpt": plain_gpt, "unet": plain_unet,
     "lstm": plain_lstm, "mixer": plain_mixer, "gnn": plain_gnn, "pinn": plain_pinn, "vmc": plain_vmc,
 }  # fmt: skip

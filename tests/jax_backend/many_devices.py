@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_exchange import measured
 from suite.core.placement import LayerShape, plan_placement
-from suite.jax import eigenbases, kfac, state_specs, value_and_grad
+from suite.jax import eigenbases, kfac, state_specs, value_and_grad, verify
 
 STEPS = 12
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -199,6 +199,48 @@ def within(check_vma, **settings):
     return params
 
 
+def capture():
+    """Statistics under explicit axes, and of a loss with a shard_map inside, are one device's."""
+    batch, axes = (X, Y), ("data", "model")
+    expected = jax.jit(VAG)(PARAMS, *batch)
+    out = {"moved": difference(expected[1], jax.tree.map(jnp.zeros_like, PARAMS))}
+    everywhere = jax.sharding.PartitionSpec(axes)
+    for check_vma in (True, False):
+
+        def mapped(p, x, y, check_vma=check_vma):
+            def local(p, x, y):
+                return lax.pmean(loss_fn(p, x, y), axes)
+
+            specs = (P(), everywhere, everywhere)
+            return jax.shard_map(local, mesh=MESH, in_specs=specs, out_specs=P(), check_vma=check_vma)(
+                p, x, y
+            )
+
+        found = jax.jit(value_and_grad(mapped))(PARAMS, *batch)
+        out[f"shard_map check_vma={check_vma}"] = difference(found, expected)
+    explicit = jax.make_mesh((4, 2), axes, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    # Of all sharded weights jax itself only takes this one beside sharded examples.
+    specs = {"data": SHARDED["data"], "weights": {**SHARDED["data"], "w": P("model")}}
+    for kind, spec in specs.items():
+        place = lambda x, spec: jax.device_put(x, NamedSharding(explicit, spec))  # noqa: E731
+        params = jax.tree.map(place, PARAMS, spec)
+        given = [place(x, P("data")) for x in batch]
+        found = jax.jit(VAG)(params, *given)
+        out[f"explicit {kind}"] = difference(found, expected)
+        with jax.set_mesh(explicit):
+            out[f"explicit {kind} set_mesh"] = difference(jax.jit(VAG)(params, *given), expected)
+            out[f"explicit {kind} verify"] = max(verify(loss_fn, params, *given).values())
+            tx = kfac(PLAN, 0.1, **SETTINGS)
+            update = jax.sharding.auto_axes(
+                lambda *given, tx=tx: tx.update(*given[:3], statistics=given[3])[0],
+                out_sharding=spec,
+            )
+            updates = jax.jit(update)(found[1], tx.init(params), params, found[2])
+        alone, _ = tx.update(expected[1], tx.init(PARAMS), PARAMS, statistics=expected[2])
+        out[f"explicit {kind} update"] = difference(updates, alone)
+    return out
+
+
 def failures():
     """A factor that cannot be inverted: counted, and the inverse before it kept, wherever it is."""
     params = {"w": PARAMS["w"], "v": PARAMS["v"]}
@@ -252,5 +294,5 @@ def cost():
 
 
 if __name__ == "__main__":
-    cases = {f.__name__: f for f in (trajectories, fractions, own_shard_map, failures, cost)}
+    cases = {f.__name__: f for f in (trajectories, fractions, own_shard_map, capture, failures, cost)}
     print(json.dumps(cases[sys.argv[1]]()))

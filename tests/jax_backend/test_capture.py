@@ -66,6 +66,7 @@ def test_dense_layers_with_bias():
         ("eni,eio->eno", (2, 5, 4), (2, 4, 3), (4, 3), 2, 5),
         ("nei,eoi->neo", (5, 2, 4), (2, 3, 4), (4, 3), 2, 5),
         ("ni,i->n", (5, 4), (4,), (4, 1), 1, 5),
+        ("ni,aibo->no", (5, 4), (1, 4, 1, 3), (4, 3), 1, 5),  # sums over axes of one entry
     ],
 )
 def test_products_of_any_axes(subscripts, x_shape, w_shape, sizes, groups, rows):

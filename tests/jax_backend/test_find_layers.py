@@ -19,62 +19,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jax_fishers import assert_exact, check, dense_block, exact_blocks, normal
 from suite.jax import probe, value_and_grad, verify
-
-
-def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape))
-
-
-def check(loss_fn, params, *args, uncovered=(), **settings):
-    """Gradients are jax's own, Σ g aᵀ is the gradient; returns plan and statistics."""
-    vag = value_and_grad(loss_fn, **settings)
-    plan = vag.plan(params, *args)
-    plain = {r.parameter for r in plan.routing if r.treatment == "plain"}
-    assert plain == set(uncovered), str(plan)
-    value, grads, statistics = jax.jit(vag)(params, *args)
-    expected = jax.jit(jax.value_and_grad(loss_fn))(params, *args)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), (value, grads), expected
-    )
-    verify(loss_fn, params, *args, rtol=1e-10)
-    return plan, statistics
-
-
-def dense_block(plan, statistics, index=0):
-    """A ⊗ G of one layer as matrices over the flattened (d_out, d_in), one for each block."""
-    layer = plan.layers[index]
-    own = statistics[layer.name].main
-    leader = statistics[layer.input_of or layer.name].main.A
-    blocks = []
-    for i in range(layer.groups):
-        A, G = (np.diag(f[i]) if f[i].ndim == 1 else np.asarray(f[i]) for f in (leader, own.G))
-        blocks.append(np.kron(G, A) / float(own.rows[i]))
-    return blocks
-
-
-def exact_blocks(plan, losses, params, index=0):
-    """Σ over the losses of gradient outer products, of the same blocks."""
-    from suite.jax.layers import gradient_matrix
-
-    layer = plan.layers[index]
-    total = 0.0
-    for loss in losses:
-        matrix = np.asarray(gradient_matrix(jax.tree.leaves(jax.grad(loss)(params)), layer))
-        flat = matrix.reshape(layer.groups, -1)
-        total = total + flat[:, :, None] * flat[:, None, :]
-    return total
-
-
-def assert_exact(loss_of_one_row, params, *args, index=0, diagonal=False, **settings):
-    plan, statistics = check(loss_of_one_row, params, *args, **settings)
-    expected = exact_blocks(plan, [lambda p: loss_of_one_row(p, *args)], params, index)
-    for found, block in zip(dense_block(plan, statistics, index), expected, strict=True):
-        if diagonal:
-            found, block = np.diag(found), np.diag(block)
-        np.testing.assert_allclose(found, block, rtol=1e-9, atol=1e-11 * np.abs(block).max())
-    return plan
-
 
 # ---- products ------------------------------------------------------------------------------------
 
@@ -173,6 +119,31 @@ def test_any_convolutions_rows_are_its_patches(case):
     assert float(sums.main.rows[0]) == c.size // y.shape[channel]
 
 
+@pytest.mark.slow
+@given(convolutions())
+def test_any_convolution_of_one_place_is_exact(case):
+    """Strides longer than the image leave one place."""
+    x_shape, w_shape, specs, settings = case
+    x_shape[specs[0].index("N")] = 1
+    settings = {**settings, "window_strides": (40,) * (len(x_shape) - 2)}
+    x, w = normal(*x_shape), normal(*w_shape, seed=1)
+    conv = functools.partial(lax.conv_general_dilated, dimension_numbers=specs, **settings)
+    y = jax.eval_shape(conv, x, w)
+    if 0 in y.shape:
+        return
+    assert y.size == y.shape[specs[2].index("C")]
+    c = normal(*y.shape, seed=2)
+
+    def loss(p):
+        return jnp.sum(conv(x, p) * c)
+
+    vag = value_and_grad(loss)
+    _, _, statistics = vag(w)
+    plan = vag.plan(w)
+    expected = exact_blocks(plan, [loss], w)
+    np.testing.assert_allclose(dense_block(plan, statistics), expected, rtol=1e-9, atol=1e-12)
+
+
 def test_a_convolution_of_one_place_is_exact():
     def loss(p, x):
         y = lax.conv_general_dilated(x, p["k"], (1, 1), "VALID") + p["b"][:, None, None]
@@ -233,6 +204,62 @@ def test_lookups_count_rows():
     assert_exact(lambda p, ids: jnp.sum(jnp.sin(p[ids])), table, one)
 
 
+@st.composite
+def lookups(draw):
+    """A table of two or three axes, one of them looked up along, by indices of any shape."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=2, max_size=3))
+    axis = draw(st.integers(0, len(shape) - 1))
+    shape[axis] = draw(st.integers(2, 6))
+    low, high = (-2, shape[axis] + 2) if draw(st.booleans()) else (0, shape[axis] - 1)
+    ids = st.integers(low, high)
+    where = draw(st.lists(st.integers(1, 3), max_size=2))
+    ids = np.array(draw(st.lists(ids, min_size=int(np.prod(where)), max_size=int(np.prod(where)))))
+    form = draw(st.sampled_from(["clip", "fill", "wrap", "one-hot", "vmap"]))
+    ids = ids % shape[axis] if form == "one-hot" else ids  # else of nothing: a row of zeros
+    return tuple(shape), axis, ids.reshape(where).astype(int), form
+
+
+@pytest.mark.slow
+@given(lookups())
+def test_any_lookup_is_exact_row_by_row(case):
+    shape, axis, ids, form = case
+    table, n = normal(*shape), shape[axis]
+
+    def look_up(p, ids):
+        if form == "one-hot":
+            return jnp.tensordot(jax.nn.one_hot(ids, n, dtype=p.dtype), p, ((ids.ndim,), (axis,)))
+        if form == "vmap":
+            one = jnp.moveaxis(p, axis, 0)
+            flat = jax.vmap(lambda i: one.at[i].get(mode="clip"))(ids.reshape(-1))
+            return flat.reshape(*ids.shape, *one.shape[1:])
+        taken = jnp.take(p, ids, axis, mode=form, fill_value=0)
+        return jnp.moveaxis(taken, range(axis, axis + ids.ndim), range(ids.ndim))
+
+    c = normal(*ids.shape, *np.delete(shape, axis), seed=1)
+
+    def loss(p, ids):
+        return jnp.sum(look_up(p, ids) * c)
+
+    verify(loss, table, ids, rtol=1e-10)
+    vag = value_and_grad(loss)
+    _, _, statistics = vag(table, ids)
+    plan = vag.plan(table, ids)
+    (layer,) = plan.layers
+    assert layer.diagonal[0] or n == 1
+    own = statistics["params"].main
+    # One lookup at a time: which entry of the table it reads, and its gradient there.
+    counts, G = np.zeros(n), np.zeros((own.G.shape[-1],) * 2)
+    for place in np.ndindex(*ids.shape):
+        gradient = np.asarray(
+            jax.grad(lambda p, place=place: jnp.sum(look_up(p, ids)[place] * c[place]))(table)
+        )
+        rows = np.moveaxis(gradient, axis, 0).reshape(n, -1)
+        counts += np.abs(rows).sum(1) > 0
+        G += rows.T @ rows
+    np.testing.assert_array_equal(own.A[0], counts)
+    np.testing.assert_allclose(own.G[0], G, rtol=1e-9, atol=1e-12)
+
+
 def test_a_product_with_one_hot_rows_has_a_diagonal_A():
     table, ids = normal(7, 3), jnp.array([1, 2, 1])
 
@@ -268,6 +295,45 @@ def test_scales_and_shifts_are_diagonal():
     examples = jax.vmap(jax.grad(loss), (None, 0))(params, x[:, None])
     squares = jnp.sum(examples["position"] ** 2, 0).reshape(-1)
     np.testing.assert_allclose(statistics["['position']"].main.G[0], squares, rtol=1e-10)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["bare", "jit", "remat"])
+def test_a_scale_that_first_meets_the_deviations_is_diagonal_row_by_row(wrap):
+    """Batch norm as flax and haiku write it: rows times (scale / deviation)."""
+    params = {"w": normal(4, 3), "scale": 1 + 0.1 * normal(3, seed=1), "shift": normal(3, seed=2)}
+    params["scale"] = params["scale"].at[0].set(0.0)  # as in the last norm of a residual block
+    x = normal(6, 4, seed=3)
+
+    def norm(scale, shift, y):
+        inverse = lax.rsqrt(y.var(0, keepdims=True) + 1e-5)
+        return (y - y.mean(0, keepdims=True)) * (scale[None] * inverse) + shift
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(wrap(norm)(p["scale"], p["shift"], x @ p["w"])))
+
+    _, statistics = check(loss, params, x)
+    y = np.asarray(x @ params["w"])
+    normed = (y - y.mean(0)) / np.sqrt(y.var(0) + 1e-5)
+    g = np.cos(normed * params["scale"] + params["shift"])
+    own = statistics["['scale']"].main
+    np.testing.assert_allclose(own.G[0], ((g * normed) ** 2).sum(0), rtol=1e-9)
+    assert float(own.rows[0]) == 6
+
+
+def test_a_leaf_times_an_activation_of_its_shape_hides_no_other_leaf():
+    params = {"gate": normal(4), "w": normal(4, 3, seed=1)}
+
+    def loss(p, x):  # of one example: no rows to tell apart
+        return jnp.sum(jnp.sin((p["gate"] * x) @ p["w"]))
+
+    plan, _ = check(loss, params, normal(4, seed=2), uncovered=["['gate']"])
+    assert plan.routing["['gate']"].reason == "used by `dot_general`"
+
+    def rows_and_more(p, x):
+        scaled = p["gate"] * x[0]
+        return jnp.sum(jnp.sin((x * scaled) @ p["w"])) + jnp.sum(scaled**2)
+
+    check(rows_and_more, params, normal(5, 4, seed=2), uncovered=["['gate']"])
 
 
 def test_slices_of_a_fused_projection_are_layers_of_their_own():
@@ -506,6 +572,24 @@ def test_shard_map_inside_the_loss(check_vma):
     np.testing.assert_allclose(statistics["['w']"].main.A[0, :4, :4], x.T @ x, rtol=1e-12)
 
 
+def test_a_leaf_that_a_shard_map_divides_is_plain_and_says_why():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
+    params = {"w": normal(4, 3), "v": normal(3, 2, seed=1)}
+
+    def loss(p, x):
+        def local(w, v, x):
+            return jnp.sin(lax.psum(jnp.tanh(x @ w) @ v, "model"))
+
+        specs = P(None, "model"), P(), P()
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+        return jnp.sum(mapped(p["w"], p["v"], x))
+
+    plan, _ = check(loss, params, normal(6, 4, seed=2), uncovered=["['w']"])
+    assert plan.routing["['w']"].reason == "used by `shard_map`, which divides it over devices"
+    with pytest.raises(ValueError, match="`shard_map`, which divides it"):
+        value_and_grad(loss, require="all").plan(params, normal(6, 4, seed=2))
+
+
 def test_casts_metrics_and_stopped_gradients_do_not_hide_a_layer():
     params = {"w": normal(4, 3).astype(jnp.float32), "v": normal(3, 2, seed=1).astype(jnp.bfloat16)}
     x = normal(5, 4, seed=2).astype(jnp.float32)
@@ -571,6 +655,20 @@ def test_probes_by_hand():
         verify(incomplete, params, x)
     with pytest.raises(ValueError, match=r"probe\(x, w, y\) needs"):
         probe(x, params["w"], x)
+
+
+def test_a_gradient_that_is_zero_up_to_rounding_is_no_missed_use():
+    params = {"q": normal(4, 3), "k": normal(4, 3, seed=1), "b": normal(3, seed=2)}
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    x = normal(6, 4, seed=3).astype(jnp.float32)
+
+    def loss(p, x):  # a softmax over keys takes no notice of their bias
+        scores = (x @ p["q"]) @ (x @ p["k"] + p["b"]).T
+        return jnp.sum(jax.nn.softmax(scores) @ jnp.sin(x))
+
+    grads = jax.grad(loss)(params, x)
+    assert jnp.abs(grads["b"]).max() < 1e-4 * jnp.abs(grads["k"]).max()
+    assert verify(loss, params, x)["['b']"] < 1e-3
 
 
 def test_required_coverage_and_plain_parameters():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 from suite.jax import Bernoulli, Categorical, Gaussian, kfac, value_and_grad
 
@@ -68,6 +69,85 @@ def test_exact_is_the_dense_fisher_of_one_example(kind):
     np.testing.assert_allclose(np.kron(own.G[0], own.A[0] / own.rows[0]), dense, rtol=1e-9, atol=1e-12)
     assert float(own.rows[0]) == pytest.approx(1)
     assert float(statistics.terms) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", ["expand", "reduce"])
+def test_exact_of_layers_with_many_rows_sums_over_their_positions(kind, rows):
+    """A convolution and a dense layer at every position, pooled: J by the products' outputs is dense."""
+    params = {"k": normal(2, 2, 3), "b": normal(3, seed=1), "w": normal(3, 4, seed=2), "v": normal(4, 3)}
+    x = normal(2, 2, 6, seed=3)  # (examples, channels, positions)
+
+    def outputs_of(p, x, conv=0.0, dense=0.0):
+        numbers = ("NCH", "IHO", "NCH")
+        y = lax.conv_general_dilated(x, p["k"], (1,), "VALID", dimension_numbers=numbers)
+        y = jnp.tanh(y + p["b"][:, None] + conv)
+        return jnp.tanh(jnp.swapaxes(y, 1, 2) @ p["w"] + dense).mean(1) @ p["v"]
+
+    def loss(p, x):
+        outputs = outputs_of(p, x)
+        return jnp.mean(jnp.sum(outputs**2, 1)), outputs
+
+    vag = value_and_grad(loss, has_aux=True, fisher=KINDS[kind](exact=True), rows=rows)
+    grads, statistics = statistics_of(vag, params, x)
+    expected = jax.grad(loss, has_aux=True)(params, x)[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), grads, expected)
+    positions = x.shape[2] - 1
+    conv, dense = jnp.zeros((1, 3, positions)), jnp.zeros((1, positions, 4))
+    G = {"['k']": 0, "['w']": 0}
+    for one in x:
+        y = np.asarray(outputs_of(params, one[None])[0])
+        J = jax.jacobian(lambda c, d, one=one: outputs_of(params, one[None], c, d)[0], (0, 1))(
+            conv, dense
+        )
+        by_position = {
+            "['k']": J[0][:, 0],
+            "['w']": np.swapaxes(J[1][:, 0], 1, 2),
+        }  # (C, d_out, positions)
+        for name, j in by_position.items():
+            j = np.asarray(j).sum(2, keepdims=True) if rows == "reduce" else np.asarray(j)
+            G[name] = G[name] + np.einsum("aip,ab,bjp->ij", j, hessian(kind, y), j)
+    for name, block in G.items():
+        own = statistics[name].main
+        np.testing.assert_allclose(own.G[0], block, rtol=1e-9, atol=1e-12)
+        assert float(own.rows[0]) == pytest.approx(2 if rows == "reduce" else 2 * positions)
+    rows_of_k = np.stack([one[:, i : i + 2].reshape(-1) for one in x for i in range(positions)])
+    if rows == "reduce":
+        rows_of_k = rows_of_k.reshape(2, positions, -1).mean(1)
+    A = np.concatenate([rows_of_k, np.ones((len(rows_of_k), 1))], 1)
+    np.testing.assert_allclose(statistics["['k']"].main.A[0], A.T @ A, rtol=1e-9)
+    assert float(statistics.terms) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_is_the_dense_fisher_of_a_convolution_of_one_place_and_of_a_sequence(kind):
+    kernel = normal(3, 2, 4)
+
+    def conv(p, x):
+        return lax.conv_general_dilated(x, p, (1,), "VALID")[:, :, 0]
+
+    def each(p, x):  # every position by itself is a term of the loss
+        return x @ p
+
+    sequence = normal(1, 5, 4, seed=2)
+    for model, p, x in ((conv, kernel, normal(1, 2, 4, seed=1)), (each, normal(4, 3), sequence)):
+
+        def loss(p, x, model=model):
+            outputs = model(p, x)
+            return jnp.sum(outputs**2), outputs
+
+        vag = value_and_grad(loss, has_aux=True, fisher=KINDS[kind](exact=True))
+        _, statistics = statistics_of(vag, p, x)
+        own = statistics["params"].main
+        outputs = np.asarray(model(p, x)).reshape(-1, 3)
+        assert float(statistics.terms) == len(outputs)
+        if model is conv:
+            J = np.asarray(jax.jacobian(lambda p, model=model, x=x: model(p, x)[0])(p)).reshape(3, -1)
+            dense = J.T @ hessian(kind, outputs[0]) @ J
+            np.testing.assert_allclose(np.kron(own.G[0], own.A[0]), dense, rtol=1e-9, atol=1e-12)
+        else:
+            expected = sum(hessian(kind, y) for y in outputs)
+            np.testing.assert_allclose(own.G[0], expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)

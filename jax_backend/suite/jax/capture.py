@@ -369,7 +369,8 @@ def verify(
 
     Args:
         loss_fn, params, args, kwargs: as for `value_and_grad`; arrays, not shapes.
-        rtol: allowed error, in units of a leaf's largest gradient.
+        rtol: allowed error, in units of a leaf's largest gradient; but no less than √ε of the largest
+            of all leaves, as some gradients are 0 up to rounding (a bias of keys before a softmax).
 
     Returns:
         The error of each covered leaf, in those units.
@@ -410,9 +411,11 @@ def verify(
             matrix = matrix[..., :-1]
         given = sums.get(layer.leaf, jnp.zeros(plan.shapes[layer.leaf], matrix.dtype))
         sums[layer.leaf] = write_matrices(given, layer.view, matrix)
+    largest = max(float(np.abs(np.asarray(g, np.float64)).max(initial=0.0)) for g in grads)
     for leaf, total in sums.items():
         gradient = np.asarray(grads[leaf], np.float64)
-        scale = np.abs(gradient).max(initial=0.0) or 1.0
+        rounding = largest * float(jnp.finfo(plan.dtypes[leaf]).eps) ** 0.5
+        scale = max(np.abs(gradient).max(initial=0.0), rounding) or 1.0
         difference = np.abs(np.asarray(total, np.float64) - gradient).max(initial=0.0)
         errors[plan.names[leaf]] = float(difference / scale)
     wrong = {name: error for name, error in errors.items() if not error <= rtol}
@@ -447,7 +450,7 @@ def _probe(use: Use, measure: Callable[..., Any]) -> jaxprs.Probe:
 
     def backward(kept: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
         x, (like, own) = kept
-        sums = measure(x, gradient, like, own)
+        sums = jaxprs.on_automatic_axes(measure, x, gradient, like, own)
         return gradient, None, (jaxprs.vary_like(sums, like), jax.tree.map(jnp.zeros_like, own))
 
     identity.defvjp(forward, backward)
@@ -455,7 +458,7 @@ def _probe(use: Use, measure: Callable[..., Any]) -> jaxprs.Probe:
     def apply(x: Any, y: jax.Array, slot: Any) -> jax.Array:
         return identity(y, x, jaxprs.varying_alike(slot, y, *([] if x is None else [x])))
 
-    return jaxprs.Probe(use.path, use.out, use.x_operand, apply, use.scans)
+    return jaxprs.Probe(use.path, use.out, use.x_operand, apply, use.scans, use.factor)
 
 
 def _by_loop(use: Use, slot: Any) -> Any:

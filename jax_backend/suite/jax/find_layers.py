@@ -15,7 +15,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from suite.jax import jaxprs
-from suite.jax.layers import Convolution, Dense, Elementwise, Lookup, Product, Use, feature_axes
+from suite.jax.activations import Activations
+from suite.jax.joined import Piece, moved, pieces, window, windows
+from suite.jax.layers import (
+    Convolution,
+    Dense,
+    Elementwise,
+    Factor,
+    Lookup,
+    Product,
+    Use,
+    feature_axes,
+)
 from suite.jax.views import Shape, Step, View, apply_steps, lift
 
 
@@ -85,11 +96,31 @@ class Uses:
             self.others.setdefault(origin.leaf, []).append(why)
 
 
-class _Output(NamedTuple):
-    """A product's output, its axes moved about: where each one was, None for a new one of size 1."""
+class _Meeting(NamedTuple):
+    """A leaf, or a piece of a concatenation, as an operand."""
 
-    site: Site
-    axes: tuple[int | None, ...]
+    place: int  # which operand
+    origin: Origin
+    shape: Shape
+    piece: Piece | None
+
+
+class _Scaled(NamedTuple):
+    """A leaf times an activation of its shape, re-indexed: a batch norm's scale / deviation."""
+
+    origin: Origin
+    factor: Factor
+    first: int  # the value that the product was
+
+
+@dataclass
+class _Scaling:
+    """What becomes of such a product: uses row by row, or a reason against them."""
+
+    node: jaxprs.Node
+    met: _Meeting
+    rows: list[Site] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
 
 
 def find_uses(program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> Uses:
@@ -105,25 +136,34 @@ class _Finder:
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
             self.origins[value] = Origin(i, (), (), (), shape, ())
-        self.outputs: dict[int, _Output] = {}
-        self.counting: dict[int, int] = {}  # value -> the axis along which it counts 0, 1, 2, ...
-        self.one_hot: dict[int, int] = {}  # value -> the axis along which it is one-hot
-        self.constant: dict[int, set[int]] = {}  # value -> axes along which it is constant
+        self.joined: dict[int, tuple[Piece, ...]] = {}
+        self.scaled: dict[int, _Scaled] = {}
+        self.scalings: dict[int, _Scaling] = {}
         self.roots = [root for root in roots if root is not None]
         self.nodes = [n for n in program.nodes if any(out in self.live for out in n.outputs)]
         self.readers = Counter(v for n in self.nodes for v in n.inputs if v is not None)
         self.readers.update(self.roots)
+        self.activations = Activations(program, self.readers)
 
     def run(self) -> Uses:
         for node in self.program.nodes:
             live = any(out in self.live for out in node.outputs)
             known = [None if v is None else self.origins.get(v) for v in node.inputs]
-            if not any(known):
-                self.follow(node)
+            if live and node.name != "stop_gradient" and any(v in self.scaled for v in node.inputs):
+                self.meet_scaled(node, known)
+            if any(v in self.joined for v in node.inputs):
+                if live and node.name != "stop_gradient":
+                    self.meet_joined(node, known)
+            elif not any(known):
+                self.activations.follow(node)
             elif live and node.name != "stop_gradient":
                 self.meet(node, known)
         for root in self.roots:
             self.uses.rule_out(self.origins.get(root), "being returned")
+            self.rule_out_pieces(self.joined.get(root, ()))
+            if root in self.scaled:
+                self.scalings[self.scaled[root].first].others.append("being returned")
+        self.settle_scalings()
         for leaf, marked in self.uses.by_hand.items():  # the user vouches for them
             self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s in marked]
             self.uses.biases.pop(leaf, None)
@@ -131,79 +171,6 @@ class _Finder:
 
     def shape(self, value: int) -> Shape:
         return self.program.avals[value].shape
-
-    # ---- values that are no leaf's -------------------------------------------------------------
-
-    def follow(self, node: jaxprs.Node) -> None:
-        """Facts about activations."""
-        op, out = node.operation, node.outputs[0] if node.outputs else -1
-        first = node.inputs[0] if node.inputs else None
-        if isinstance(op, jaxprs.Iota):
-            self.counting[out] = op.axis
-        elif isinstance(op, jaxprs.Returned) and first in self.outputs:
-            if self.readers[first] == 1:
-                self.outputs[out] = self.outputs[first]
-        elif isinstance(op, jaxprs.Reindex) and first is not None:
-            self.follow_output(first, out, op.step)
-            self.follow_counts(first, out, op.step)
-        elif isinstance(op, jaxprs.Add):
-            # What is added to a product has no part in its gradient: a bias may still follow.
-            for value in node.inputs:
-                known = None if value is None else self.outputs.get(value)
-                if value is None or known is None or node.custom is not None:
-                    continue
-                alone = self.readers[value] == 1 and known.site.loops == node.loops
-                if alone and self.shape(value) == self.shape(out):
-                    self.outputs[out] = known
-                    break
-        elif isinstance(op, jaxprs.Equal):
-            for one, other in (node.inputs, node.inputs[::-1]):
-                if one is None or other is None or one not in self.counting:
-                    continue
-                axis = self.counting[one]
-                flat = self.shape(other)[axis] == 1 or axis in self.constant.get(other, ())
-                if flat and self.shape(out)[axis] == self.shape(one)[axis]:
-                    self.one_hot[out] = axis
-
-    def follow_output(self, old: int, new: int, step: Step | None) -> None:
-        """`vmap` transposes outputs, and convolutions of one example get an axis of size 1."""
-        before = self.outputs.get(old)
-        if before is None or self.readers[old] != 1:
-            return
-        if step is None:
-            self.outputs[new] = before
-        elif step[0] == "transpose":
-            self.outputs[new] = before._replace(axes=tuple(before.axes[i] for i in step[1][0]))
-        elif step[0] == "reshape":
-            from_, to = step[1]
-            if [n for n in from_ if n != 1] == [n for n in to if n != 1]:
-                kept = iter([axis for axis, n in zip(before.axes, from_, strict=True) if n != 1])
-                axes = tuple(None if n == 1 else next(kept) for n in to)
-                self.outputs[new] = before._replace(axes=axes)
-
-    def follow_counts(self, old: int, new: int, step: Step | None) -> None:
-        if step is None:
-            for facts in (self.counting, self.one_hot):
-                if old in facts:
-                    facts[new] = facts[old]
-            return
-        kind, arguments = step
-        shape = self.shape(old)
-        axes: Sequence[int] | None = None  # where each old axis goes
-        if kind == "broadcast":
-            axes = arguments[1]
-            self.constant[new] = {
-                i for i in range(len(arguments[0])) if i not in axes or shape[axes.index(i)] == 1
-            }
-        elif kind == "transpose":
-            axes = [arguments[0].index(i) for i in range(len(shape))]
-        elif kind == "reshape" and [n for n in shape if n != 1] == [n for n in arguments[1] if n != 1]:
-            kept = iter([i for i, n in enumerate(arguments[1]) if n != 1])
-            axes = [-1 if n == 1 else next(kept) for n in shape]
-        if axes is not None:
-            for facts in (self.counting, self.one_hot):
-                if old in facts and axes[facts[old]] >= 0:
-                    facts[new] = axes[facts[old]]
 
     # ---- values that are a leaf's --------------------------------------------------------------
 
@@ -222,22 +189,127 @@ class _Finder:
                 "probe(x, w, y): w must be one parameter leaf, transposed or reshaped at most, "
                 "and x must not be"
             )
-        pair = [k for k in known if k is not None]
-        if len(pair) == 1 or isinstance(op, jaxprs.ByHand):
+        met = [
+            _Meeting(i, origin, self.shape(node.inputs[i]), None)  # type: ignore[arg-type]
+            for i, origin in enumerate(known)
+            if origin is not None
+        ]
+        if isinstance(op, jaxprs.Concatenate) and self.concatenated(node, known):
+            return
+        if len(met) == 1 or isinstance(op, jaxprs.ByHand):
             if isinstance(op, (jaxprs.Add, jaxprs.Multiply)):
-                if self.elementwise(node, known):
+                if isinstance(op, jaxprs.Multiply) and self.scale(node, met[0]):
                     return
-            elif op is not None:
-                site = self.product(node, known)
+                if self.elementwise(node, met[0]):
+                    return
+            elif op is not None and not isinstance(op, jaxprs.Concatenate):
+                site = self.product(node, met[-1])
                 if site is not None:
                     self.uses.sites.append(site)
                     if isinstance(op, jaxprs.ByHand):
                         self.uses.by_hand.setdefault(site.leaf, []).append(site)
                     out = node.outputs[0]
-                    self.outputs[out] = _Output(site, tuple(range(len(self.shape(out)))))
+                    self.activations.outputs[out] = self.activations.made_by(site, out)
                     return
-        for origin in pair:
-            self.uses.rule_out(origin, f"`{name}`")
+        how = op.how if isinstance(op, jaxprs.Moved) else ""
+        for one in met:
+            self.uses.rule_out(one.origin, f"`{name}`, {how}" if how else f"`{name}`")
+
+    def concatenated(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
+        """Leaves side by side, or one that is broadcast (a class token) beside activations."""
+        op, out = node.operation, node.outputs[0]
+        shapes = [() if v is None else self.shape(v) for v in node.inputs]
+        if None in node.inputs or not self.stays_real(node):
+            return False
+        if op.stacks:
+            new = [(*shape[: op.axis], 1, *shape[op.axis :]) for shape in shapes]
+            steps = [("reshape", pair) for pair in zip(shapes, new, strict=True)]
+            known = [k and k.moved(step) for k, step in zip(known, steps, strict=True)]
+            shapes = new
+        found = pieces(known, op.axis, [shape[op.axis] for shape in shapes])
+        if all(known) and not any(piece.origin.widened for piece in found):
+            self.joined[out] = found
+            return True
+        whole = self.shape(out)
+        self.elementwise_or_none(node, [_Meeting(0, p.origin, p.shape(whole), p) for p in found])
+        return True
+
+    def elementwise_or_none(self, node: jaxprs.Node, met: list[_Meeting]) -> None:
+        for one in met:
+            if not self.elementwise(node, one):
+                self.uses.rule_out(one.origin, "`concatenate`")
+
+    def meet_joined(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
+        """An operation with several leaves side by side: with each of them, or with none."""
+        op, out = node.operation, node.outputs[0]
+        places = [i for i, v in enumerate(node.inputs) if v in self.joined]
+        joined = self.joined[node.inputs[places[0]]]  # type: ignore[index]
+        if isinstance(op, jaxprs.Reindex) and self.stays_real(node):
+            after = moved(joined, op.step)
+            if after is not None:
+                self.joined[out] = after
+                return
+        if len(places) == 1 and not any(known):
+            whole = self.shape(node.inputs[places[0]])  # type: ignore[arg-type]
+            met = [_Meeting(places[0], p.origin, p.shape(whole), p) for p in joined]
+            if isinstance(op, jaxprs.Add):
+                self.elementwise_or_none(node, met)
+                return
+            if isinstance(op, (jaxprs.DotGeneral, jaxprs.Convolve, jaxprs.Gather)):
+                sites = [self.product(node, one) for one in met]
+                if None not in sites:
+                    self.uses.sites += sites  # type: ignore[arg-type]
+                    self.activations.parted[out] = tuple(self.activations.made_by(s, out) for s in sites)
+                    return
+        for i, v in enumerate(node.inputs):
+            self.uses.rule_out(known[i], "`concatenate`")
+            self.rule_out_pieces(self.joined.get(v, ()))  # type: ignore[arg-type]
+
+    def scale(self, node: jaxprs.Node, met: _Meeting) -> bool:
+        """Whether a leaf times an activation of its own shape may yet be multiplied with rows."""
+        other, out = node.inputs[1 - met.place], node.outputs[0]
+        alike = other is not None and met.shape == self.shape(other)
+        if not alike or met.origin.widened or node.custom is not None or not self.stays_real(node):
+            return False
+        self.scaled[out] = _Scaled(met.origin, Factor(node.path, 1 - met.place, ()), out)
+        self.scalings[out] = _Scaling(node, met)
+        return True
+
+    def meet_scaled(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
+        """What such a product is multiplied with, row by row; for all else it is an activation."""
+        op = node.operation
+        places = [i for i, v in enumerate(node.inputs) if v in self.scaled]
+        found = self.scaled[node.inputs[places[0]]]  # type: ignore[index]
+        scaling, (path, place, steps) = self.scalings[found.first], found.factor
+        beside = len(places) == 1 and node.path[:-1] == path[:-1] and self.stays_real(node)
+        if isinstance(op, jaxprs.Reindex) and beside:
+            after = steps if op.step is None else (*steps, op.step)
+            moved_on = found.origin.moved(op.step)
+            self.scaled[node.outputs[0]] = found._replace(
+                origin=moved_on, factor=Factor(path, place, after)
+            )
+            return
+        if isinstance(op, jaxprs.Multiply) and beside and not any(known):
+            shape = self.shape(node.inputs[places[0]])  # type: ignore[arg-type]
+            if self.elementwise(node, _Meeting(places[0], found.origin, shape, None)):
+                site = self.uses.sites.pop()
+                scaling.rows.append(site._replace(use=site.use._replace(factor=found.factor)))
+                return
+        for i in places:
+            first = self.scaled[node.inputs[i]].first  # type: ignore[index]
+            self.scalings[first].others.append(f"`{node.name}`")
+
+    def settle_scalings(self) -> None:
+        for scaling in self.scalings.values():
+            if scaling.rows and not scaling.others:
+                self.uses.sites += scaling.rows
+            elif not self.elementwise(scaling.node, scaling.met):
+                for why in dict.fromkeys(scaling.others):
+                    self.uses.rule_out(scaling.met.origin, why)
+
+    def rule_out_pieces(self, joined: Sequence[Piece]) -> None:
+        for piece in joined:
+            self.uses.rule_out(piece.origin, "`concatenate`")
 
     def stays_real(self, node: jaxprs.Node) -> bool:
         return jaxprs.dtype_is_float(self.program.avals[node.outputs[0]])
@@ -248,16 +320,10 @@ class _Finder:
         path = node.loops[-1][0]
         return Origin(origin.leaf, steps, (*origin.stack, length), (*origin.scans, path), part, ())
 
-    def product(self, node: jaxprs.Node, known: list[Origin | None]) -> Site | None:
-        if isinstance(node.operation, jaxprs.ByHand):
-            w = 1
-        else:
-            w = next(i for i, origin in enumerate(known) if origin is not None)
-        origin = known[w]
-        assert origin is not None
+    def product(self, node: jaxprs.Node, met: _Meeting) -> Site | None:
+        w, origin, operand, piece = met
         if origin.widened:
             return None
-        operand = self.shape(node.inputs[w])  # type: ignore[arg-type]
         found = self.spec(node, w, operand)
         if found is None:
             return None
@@ -273,13 +339,20 @@ class _Finder:
         view = View((*origin.steps, *lifted), ((*range(k), *groups), out, into))
         shape = apply_steps(np.empty(operand, np.int8), steps).shape
         inner, d_out, d_in = (math.prod(shape[a] for a in group) for group in axes)
-        value = node.outputs[0]
-        rows = math.prod(self.shape(value)) // max(inner * d_out, 1)
+        value, x = node.outputs[0], node.inputs[x_place]
+        assert x is not None
+        y_shape, reads, owns = self.shape(value), None, None
+        if piece is not None:
+            along = windows(node.operation, product, found[2], piece)
+            if along is None:
+                return None
+            reads, owns = window(self.shape(x), along[0], piece), window(y_shape, along[1], piece)
+            y_shape = y_shape if along[1] is None else piece._replace(axis=along[1]).shape(y_shape)
+        rows = math.prod(y_shape) // max(inner * d_out, 1)
         path, out_index, x_operand = where
         use = Use(path, out_index, x_operand, product, False, origin.scans, origin.stack, inner, rows)
-        x = node.inputs[x_place]
-        assert x is not None
-        hot = isinstance(product, Dense) and product.x_axes[2] == (self.one_hot.get(x, -1),)
+        use = use._replace(x_window=reads, y_window=owns)
+        hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
 
     def spec(
@@ -347,25 +420,26 @@ class _Finder:
         operand = None if x is None else custom.inputs.index(x)
         return custom.path, custom.outputs.index(node.outputs[0]), operand
 
-    def elementwise(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
-        """A leaf that is added to or multiplied with something larger; whether it is that."""
-        p = 0 if known[0] is not None else 1
-        origin, other = known[p], node.inputs[1 - p]
-        assert origin is not None
+    def elementwise(self, node: jaxprs.Node, met: _Meeting) -> bool:
+        """A leaf added to, multiplied with or put beside something larger; whether it is that."""
+        p, origin, operand, piece = met
+        beside = isinstance(node.operation, jaxprs.Concatenate)
+        other = None if beside else node.inputs[1 - p]
         value = node.outputs[0]
-        shape = self.shape(value)
+        shape = self.shape(value) if piece is None else piece.shape(self.shape(value))
         inner = origin.inner
-        operand = self.shape(node.inputs[p])  # type: ignore[arg-type]
         if operand != shape:
             axes = tuple(range(len(shape))) if operand else ()
             inner = (*inner, ("broadcast", (shape, axes)))
         multiplies = isinstance(node.operation, jaxprs.Multiply)
-        real = (node.inputs[p], value) if other is None else (node.inputs[p], other, value)
-        if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in real):  # type: ignore[index]
+        real = [v for v in (*node.inputs, value) if v is not None]
+        if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in real):
             return False
         if multiplies and other is None:
             return False
-        added_to = None if multiplies or other is None else self.bias(node, other, origin, inner)
+        added_to = None
+        if not multiplies and other is not None:
+            added_to = self.bias(node, other, origin, inner, piece)
         # An entry for each row, or one for all of them?
         shared = math.prod(shape) > math.prod(origin.part) or len(shape) > len(origin.part)
         if added_to is None and not shared:
@@ -375,7 +449,10 @@ class _Finder:
             return False
         path, out_index, x_operand = where
         product = Elementwise(origin.part, inner, multiplies)
-        use = Use(path, out_index, x_operand, product, False, origin.scans, origin.stack, 1, 0)
+        owns = None if piece is None else window(self.shape(value), piece.axis, piece)
+        use = Use(
+            path, out_index, x_operand, product, False, origin.scans, origin.stack, 1, 0, None, owns
+        )
         k = len(origin.stack)
         view = View(origin.outer, (tuple(range(k)), tuple(range(k, k + len(origin.part))), ()))
         size = math.prod(origin.part)
@@ -387,10 +464,14 @@ class _Finder:
         return True
 
     def bias(
-        self, node: jaxprs.Node, other: int, origin: Origin, inner: tuple[Step, ...]
+        self, node: jaxprs.Node, other: int, origin: Origin, inner: tuple[Step, ...], piece: Piece | None
     ) -> Site | None:
         """The product to whose output, that nothing else reads, a leaf is added feature by feature."""
-        output = self.outputs.get(other)
+        output = self.activations.outputs.get(other)
+        if piece is not None:  # the kernel beside the others where this leaf is beside the others
+            own = window(self.shape(node.outputs[0]), piece.axis, piece)
+            parts = [o for o in self.activations.parted.get(other, ()) if o.site.use.y_window == own]
+            output = parts[0] if len(parts) == 1 else None
         if (
             output is None
             or self.readers[other] != 1

@@ -25,7 +25,10 @@ class Fisher:
         outputs: picks the array of the model's outputs, (..., C), from the loss's auxiliary output,
             which is all of it by default.
         exact: sum over the C columns of the loss's Hessian by the outputs ("type-2"), a backward pass
-            for each, without noise; else sample labels from the model.
+            for each, without noise; else sample labels from the model. A pass takes its column at all
+            positions of an example at once: where a layer's output reaches several of them (attention
+            before outputs (n, t, C)), products of two positions' columns come in, which samples only
+            have in noise.
         samples: how many times to sample: as many backward passes.
     """
 

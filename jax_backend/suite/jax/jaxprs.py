@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from suite.jax.views import Shape, Step
+from suite.jax.views import Shape, Step, apply_steps
 
 Path = tuple[int, ...]  # equation (and branch) numbers, outermost program first
 
@@ -37,6 +37,8 @@ class Reindex(NamedTuple):
 
 class Moved(NamedTuple):
     """The one input is handed on by a loop or a call that K-FAC cannot look through."""
+
+    how: str = ""
 
 
 class LoopSlice(NamedTuple):
@@ -82,6 +84,11 @@ class Add(NamedTuple):
 
 class Multiply(NamedTuple):
     """Elementwise product."""
+
+
+class Concatenate(NamedTuple):
+    axis: int
+    stacks: bool  # whether the axis is a new one
 
 
 class Iota(NamedTuple):
@@ -222,7 +229,7 @@ class _Flattener:
             inner = eqn.params["jaxpr"]
             whole = _unsharded_inputs(eqn)
             inputs = [
-                v if same else node(Moved(), (v,), i.aval)
+                v if same else node(Moved("which divides it over devices"), (v,), i.aval)
                 for v, same, i in zip(values, whole, inner.invars, strict=True)
             ]
             returned = self.body(inner, inputs, path, loops, custom)
@@ -316,10 +323,18 @@ def _scan_counts(params: Any) -> tuple[int, int]:
 
 def _unsharded_inputs(eqn: Any) -> list[bool]:
     """For each input of a shard_map, whether every device gets all of it."""
-    params = eqn.params
+    return [all(part is None for part in spec) for spec in _shard_map_specs(eqn.params)[0]]
+
+
+def _shard_map_specs(params: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Of its inputs and of its outputs."""
     if "in_specs" in params:
-        return [all(part is None for part in spec) for spec in params["in_specs"]]
-    return [not names for names in params["in_names"]]
+        return tuple(params["in_specs"]), tuple(params["out_specs"])
+
+    def spec(names: Mapping[int, Any]) -> Any:  # jax 0.6.0
+        return jax.sharding.PartitionSpec(*(names.get(i) for i in range(max(names, default=-1) + 1)))
+
+    return tuple(map(spec, params["in_names"])), tuple(map(spec, params["out_names"]))
 
 
 def _operation(eqn: Any) -> Any:
@@ -338,6 +353,10 @@ def _operation(eqn: Any) -> Any:
         return Add()
     if name == "mul":
         return Multiply()
+    if name == "concatenate":
+        return Concatenate(params["dimension"], False)
+    if name == "stack":
+        return Concatenate(params["axis"], True)
     if name == "iota":
         return Iota(params["dimension"])
     if name == "eq":
@@ -362,10 +381,14 @@ def _operation(eqn: Any) -> Any:
         return Reindex(("rev", (tuple(params["dimensions"]),)))
     if name in ("squeeze", "expand_dims") or (name == "reshape" and params.get("dimensions") is None):
         return Reindex(("reshape", (old, new)))
+    if name == "reduce_sum" and math.prod(old) == math.prod(new):
+        return Reindex(("reshape", (old, new)))
     if name == "broadcast_in_dim":
         if math.prod(old) == math.prod(new):
             return Reindex(("reshape", (old, new)))
         return Reindex(("broadcast", (new, tuple(params["broadcast_dimensions"]))))
+    if name == "tile" and all(a in (1, b) for a, b in zip(old, new, strict=True)):
+        return Reindex(("broadcast", (new, tuple(range(len(new))))))
     return None
 
 
@@ -418,6 +441,7 @@ class Probe:
     x_operand: int | None
     apply: Callable[[Any, jax.Array, Any], jax.Array]
     stack: tuple[Path, ...]  # scans along which the slots are stacked, outermost first
+    factor: tuple[Path, int, tuple[Step, ...]] | None = None  # of x: an operand before, re-indexed
 
 
 Slots = Mapping[int, Any]  # by number of the probe
@@ -441,12 +465,17 @@ def evaluate(
 class _Runner:
     def __init__(self, probes: Sequence[Probe], at: dict[Path, list[int]]) -> None:
         self.probes, self.at = probes, at
+        self.factors: dict[Path, list[int]] = {}
+        for probe in probes:
+            if probe.factor is not None:
+                self.factors.setdefault(probe.factor[0], []).append(probe.factor[1])
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], prefix: Path, slots: Slots
     ) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, arguments, strict=True))
+        factors: dict[tuple[Path, int], Any] = {}
         last_use = {
             v: number
             for number, eqn in enumerate(jaxpr.eqns)
@@ -462,6 +491,7 @@ class _Runner:
             path = (*prefix, number)
             values = [read(v) for v in eqn.invars]
             here = self.at.get(path, ())
+            factors.update(((path, i), values[i]) for i in self.factors.get(path, ()))
             if any(len(self.probes[i].path) > len(path) for i in here):
                 outputs = self.call(eqn, values, path, slots)
             else:
@@ -470,6 +500,9 @@ class _Runner:
                 probe = self.probes[i]
                 if probe.path == path:
                     x = None if probe.x_operand is None else values[probe.x_operand]
+                    if probe.factor is not None:
+                        source, operand, steps = probe.factor
+                        x = x * apply_steps(factors[source, operand], steps)
                     outputs[probe.out] = probe.apply(x, outputs[probe.out], slots[i])
             env.update(zip(eqn.outvars, outputs, strict=True))
             for v in eqn.invars:  # let go of values as the program itself would
@@ -530,23 +563,25 @@ class _Runner:
 
     def shard_map(self, eqn: Any, values: list[Any], path: Path, slots: Mapping[int, Any]) -> list[Any]:
         params = eqn.params
-        whole = jax.sharding.PartitionSpec()
-        if "in_specs" not in params:
-            raise NotImplementedError(
-                "layers inside shard_map need jax >= 0.7, or stay uncovered: name them in `plain`"
-            )
+        in_specs, out_specs = _shard_map_specs(params)
 
         def inside(values: Any, own: Any) -> Any:
             return tuple(self.run(params["jaxpr"], (), values, path, own))
 
-        mapped = jax.shard_map(
-            inside,
-            mesh=params["mesh"],
-            in_specs=(tuple(params["in_specs"]), whole),
-            out_specs=tuple(params["out_specs"]),
-            check_vma=params["check_vma"],
-            axis_names=set(params.get("newly_manual_axes") or params.get("manual_axes") or ()),
-        )
+        settings: dict[str, Any] = {
+            "mesh": params["mesh"],
+            "in_specs": (in_specs, jax.sharding.PartitionSpec()),
+            "out_specs": out_specs,
+        }
+        shard_map: Any = getattr(jax, "shard_map", None)
+        if shard_map is None:  # jax 0.6.0
+            from jax.experimental.shard_map import shard_map
+
+            settings |= {"check_rep": params["check_rep"], "auto": params["auto"]}
+        else:
+            axes = params.get("newly_manual_axes") or params.get("manual_axes") or ()
+            settings |= {"check_vma": params["check_vma"], "axis_names": set(axes)}
+        mapped = shard_map(inside, **settings)
         return list(mapped(tuple(values), dict(slots)))
 
 
@@ -580,6 +615,26 @@ def varying_axes(x: Any) -> set[str]:
     if hasattr(kind, "manual_axis_type"):  # jax 0.10
         return set(kind.manual_axis_type.varying)
     return set(getattr(kind, "vma", ()))
+
+
+def on_automatic_axes(f: Callable[..., Any], *arguments: Any) -> Any:
+    """f(*arguments), as if mesh axes that are explicit were not; its results are on every device."""
+    meshes = [mesh for mesh in map(_explicit_mesh, jax.tree.leaves(arguments)) if mesh is not None]
+    if not meshes:
+        return f(*arguments)
+    if not hasattr(jax.sharding, "auto_axes"):
+        raise NotImplementedError(
+            "statistics of arrays with explicit sharding axes need jax >= 0.7: "
+            "make the mesh with AxisType.Auto"
+        )
+    with jax.sharding.use_abstract_mesh(meshes[0]):
+        return jax.sharding.auto_axes(f, out_sharding=jax.sharding.PartitionSpec())(*arguments)
+
+
+def _explicit_mesh(x: Any) -> Any:
+    kind = jax.typeof(x) if hasattr(jax, "typeof") else None
+    mesh: Any = getattr(getattr(kind, "sharding", None), "mesh", None)
+    return mesh if getattr(mesh, "explicit_axes", ()) else None
 
 
 def dtype_is_float(aval: Aval) -> bool:

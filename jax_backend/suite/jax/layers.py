@@ -71,6 +71,14 @@ class Elementwise(NamedTuple):
 Product = Dense | Convolution | Lookup | Elementwise
 
 
+class Factor(NamedTuple):
+    """What a leaf is multiplied with before it meets rows: an operand of the equation at `path`."""
+
+    path: tuple[int, ...]
+    operand: int
+    steps: tuple[Step, ...]  # what follows before the rows
+
+
 class Use(NamedTuple):
     """One place in the program where a layer's product is."""
 
@@ -83,6 +91,20 @@ class Use(NamedTuple):
     lengths: Shape  # and their lengths
     groups: int  # blocks in each of their steps
     rows: int  # rows of one block
+    x_window: Step | None = None  # what part of the input it reads
+    y_window: Step | None = None  # what part of the output is its own, where leaves are concatenated
+    factor: Factor | None = None  # of the input
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """One for each use of a leaf in the program."""
+        return self.path, self.out, self.x_window, self.y_window
+
+    def own(self, x: Any, gradient: jax.Array) -> tuple[Any, jax.Array]:
+        """Its part of the product's input and of its output's gradient."""
+        if self.x_window is not None:
+            x = apply_steps(x, (self.x_window,))
+        return x, gradient if self.y_window is None else apply_steps(gradient, (self.y_window,))
 
 
 class Layer(NamedTuple):
@@ -155,7 +177,7 @@ def use_sums(
         reduce: one row for each example (the leading axis), not for each position.
     """
     product, dtype = use.product, like.G.dtype
-    gradient = gradient.astype(dtype)
+    x, gradient = use.own(x, gradient.astype(dtype))
     rows = jnp.full(like.rows.shape, float(use.rows), jnp.float32)
     if isinstance(product, Elementwise):
         # A of one entry, 1: each entry of the leaf is a layer with one input by itself.
@@ -196,6 +218,7 @@ def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Arr
     """(groups, d_out, d_in): what one use adds to the layer's gradient, Σ g aᵀ, for `verify`."""
     product = use.product
     bias = layer.bias is not None
+    x, gradient = use.own(x, gradient)
     if isinstance(product, Elementwise):
         given = gradient * x if product.multiplies else gradient
         return _to_leaf(product, given).reshape(1, -1, 1)

@@ -194,8 +194,8 @@ class _Assembly:
             block = blocks.get(weight, [])
             if len(weights) != 1 or len(block) != 1 or weight in found or self.excluded(bias, []):
                 continue
-            paths = {(s.use.path, s.use.out) for s, _ in block[0]}
-            everywhere = {(u.site.use.path, u.site.use.out) for u in bias_uses} == paths
+            places = {s.use.place for s, _ in block[0]}
+            everywhere = {u.site.use.place for u in bias_uses} == places
             elsewhere = any(site.leaf == bias for site in self.uses.sites)
             tied = any(transposed for _, transposed in block[0])
             lookup = any(isinstance(s.use.product, Lookup) for s, _ in block[0])
@@ -227,18 +227,18 @@ class _Assembly:
 
     def shared(self, layers: list[Layer]) -> tuple[Layer, ...]:
         """Layers that read the same input share one A: the first in the program has it."""
-        order = {(s.use.path, s.use.out): i for i, s in enumerate(self.uses.sites)}
-        site_of = {(s.use.path, s.use.out): s for s in self.uses.sites}
+        order = {s.use.place: i for i, s in enumerate(self.uses.sites)}
+        site_of = {s.use.place: s for s in self.uses.sites}
         first: dict[Any, str] = {}
         leaders: dict[str, str] = {}
-        for layer in sorted(layers, key=lambda layer: order.get(layer.uses[0][:2], len(order))):
+        for layer in sorted(layers, key=lambda layer: order.get(layer.uses[0].place, len(order))):
             use = layer.uses[0]
             if len(layer.uses) > 1 or isinstance(use.product, (Elementwise, Lookup)):
                 continue
-            site = site_of[use.path, use.out]
+            site = site_of[use.place]
             product = use.product._replace(**_without_output(use.product))
             alike = (product, site.loops, use.scans, layer.sizes[0], layer.groups, layer.diagonal[0])
-            key = (site.input, alike, layer.bias is not None, self.dtypes[layer.leaf])
+            key = (site.input, use.x_window, alike, layer.bias is not None, self.dtypes[layer.leaf])
             leader = first.setdefault(key, layer.name)
             if leader != layer.name:
                 leaders[layer.name] = leader
@@ -263,9 +263,9 @@ def _oriented(members: list[tuple[Site, bool]]) -> list[tuple[Site, bool]]:
 
 def _last(uses: Uses, layers: tuple[Layer, ...]) -> tuple[str, float]:
     """The covered layer whose product comes last, and the loss's terms in units of its rows."""
-    owner = {(u.path, u.out): layer for layer in layers for u in layer.uses}
+    owner = {u.place: layer for layer in layers for u in layer.uses}
     products = [s for s in uses.sites if not isinstance(s.use.product, Elementwise)]
-    covered = [s for s in products if (s.use.path, s.use.out) in owner]
+    covered = [s for s in products if s.use.place in owner]
     if not covered:
         return layers[-1].name, 0.0
 
@@ -274,12 +274,12 @@ def _last(uses: Uses, layers: tuple[Layer, ...]) -> tuple[str, float]:
         return sum(s.use.rows * s.executions for s in same)
 
     last = covered[-1]
-    layer = owner[last.use.path, last.use.out]
+    layer = owner[last.use.place]
     share = rows(products[-1]) / max(rows(last), 1)
     if layer.tied:  # count the head's rows, not the lookups'
         own = [u for u in layer.uses if not u.transposed]
-        executions = {(s.use.path, s.use.out): s.executions for s in products}
-        count = sum(u.rows * executions[u.path, u.out] for u in own)
+        executions = {s.use.place: s.executions for s in products}
+        count = sum(u.rows * executions[u.place] for u in own)
         share = last.use.rows * last.executions / max(count, 1) if last is products[-1] else share
     return layer.name, share
 

@@ -1,0 +1,106 @@
+"""What is known of values that are no parameter's: outputs of products, counts, one-hot rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from suite.jax import jaxprs
+from suite.jax.views import Shape, Step
+
+
+class Output(NamedTuple):
+    """A product's output, its axes moved about: where each one was, None for a new one of size 1."""
+
+    site: Any  # find_layers.Site
+    axes: tuple[int | None, ...]
+
+
+class Activations:
+    """Facts about a program's values, of which `readers` counts who reads them."""
+
+    def __init__(self, program: jaxprs.Program, readers: Mapping[int, int]) -> None:
+        self.program, self.readers = program, readers
+        self.outputs: dict[int, Output] = {}
+        self.parted: dict[int, tuple[Output, ...]] = {}  # of products with several leaves side by side
+        self.counting: dict[int, int] = {}  # value -> the axis along which it counts 0, 1, 2, ...
+        self.one_hot: dict[int, int] = {}  # value -> the axis along which it is one-hot
+        self.constant: dict[int, set[int]] = {}  # value -> axes along which it is constant
+
+    def shape(self, value: int) -> Shape:
+        return self.program.avals[value].shape
+
+    def made_by(self, site: Any, value: int) -> Output:
+        """The output of a product."""
+        return Output(site, tuple(range(len(self.shape(value)))))
+
+    def follow(self, node: jaxprs.Node) -> None:
+        """Facts about activations."""
+        op, out = node.operation, node.outputs[0] if node.outputs else -1
+        first = node.inputs[0] if node.inputs else None
+        if isinstance(op, jaxprs.Iota):
+            self.counting[out] = op.axis
+        elif isinstance(op, jaxprs.Returned) and first in self.outputs:
+            if self.readers[first] == 1:
+                self.outputs[out] = self.outputs[first]
+        elif isinstance(op, jaxprs.Reindex) and first is not None:
+            self.follow_output(first, out, op.step)
+            self.follow_counts(first, out, op.step)
+        elif isinstance(op, jaxprs.Add):
+            # What is added to a product has no part in its gradient: a bias may still follow.
+            for value in node.inputs:
+                known = None if value is None else self.outputs.get(value)
+                if value is None or known is None or node.custom is not None:
+                    continue
+                alone = self.readers[value] == 1 and known.site.loops == node.loops
+                if alone and self.shape(value) == self.shape(out):
+                    self.outputs[out] = known
+                    break
+        elif isinstance(op, jaxprs.Equal):
+            for one, other in (node.inputs, node.inputs[::-1]):
+                if one is None or other is None or one not in self.counting:
+                    continue
+                axis = self.counting[one]
+                flat = self.shape(other)[axis] == 1 or axis in self.constant.get(other, ())
+                if flat and self.shape(out)[axis] == self.shape(one)[axis]:
+                    self.one_hot[out] = axis
+
+    def follow_output(self, old: int, new: int, step: Step | None) -> None:
+        """`vmap` transposes outputs, and convolutions of one example get an axis of size 1."""
+        before = self.outputs.get(old)
+        if before is None or self.readers[old] != 1:
+            return
+        if step is None:
+            self.outputs[new] = before
+        elif step[0] == "transpose":
+            self.outputs[new] = before._replace(axes=tuple(before.axes[i] for i in step[1][0]))
+        elif step[0] == "reshape":
+            from_, to = step[1]
+            if [n for n in from_ if n != 1] == [n for n in to if n != 1]:
+                kept = iter([axis for axis, n in zip(before.axes, from_, strict=True) if n != 1])
+                axes = tuple(None if n == 1 else next(kept) for n in to)
+                self.outputs[new] = before._replace(axes=axes)
+
+    def follow_counts(self, old: int, new: int, step: Step | None) -> None:
+        if step is None:
+            for facts in (self.counting, self.one_hot):
+                if old in facts:
+                    facts[new] = facts[old]
+            return
+        kind, arguments = step
+        shape = self.shape(old)
+        axes: Sequence[int] | None = None  # where each old axis goes
+        if kind == "broadcast":
+            axes = arguments[1]
+            self.constant[new] = {
+                i for i in range(len(arguments[0])) if i not in axes or shape[axes.index(i)] == 1
+            }
+        elif kind == "transpose":
+            axes = [arguments[0].index(i) for i in range(len(shape))]
+        elif kind == "reshape" and [n for n in shape if n != 1] == [n for n in arguments[1] if n != 1]:
+            kept = iter([i for i, n in enumerate(arguments[1]) if n != 1])
+            axes = [-1 if n == 1 else next(kept) for n in shape]
+        if axes is not None:
+            for facts in (self.counting, self.one_hot):
+                if old in facts and axes[facts[old]] >= 0:
+                    facts[new] = axes[facts[old]]
