@@ -1,15 +1,17 @@
 """Steps and seconds to a target loss: K-FAC and Kron against AdamW and SGD on small problems.
 
-    OMP_NUM_THREADS=1 python benchmarks/race.py [--problems digits curves ...] [--contenders AdamW Kron ...] \
-        [--peers] [--tuning-seeds 2] [--seeds 5] [--json FILE] [--plot FILE]
+    OMP_NUM_THREADS=1 python benchmarks/race.py [--problems digits curves ...] \
+        [--contenders AdamW Kron ...] [--peers] [--tuning-seeds 2] [--seeds 5] [--json FILE] \
+        [--plot FILE]
 
-`race_problems.py` has the problems and their targets, which are the same for all contenders. Every
-contender has a grid of the same size, five step lengths a factor of about three apart times three values
-of one more hyperparameter, and keeps what it has found at a constant rate. The point that needs the fewest
-steps, in the worse of the tuning seeds, is run again with other seeds: medians of these are the result.
-There the contenders take turns of ten steps each, in one process with one thread; seconds are process CPU
-seconds of forward, backward and optimizer, without evaluations. '(edge)' marks a best value at the edge of
-its grid. `--json` keeps the problems that the file has already and this command does not race.
+`race_problems.py` has the problems and their targets, the same for all contenders. Every contender has
+a grid of the same size, five step lengths a factor of about three apart times three values of one more
+hyperparameter, and keeps its rate constant. The point that needs the fewest steps, in the worse of the
+tuning seeds, is run again with other seeds: their medians are the result. There the contenders take
+turns of ten steps each, in one process with one thread; seconds are process CPU seconds of forward,
+backward and optimizer, without evaluations. '(edge)' marks a best value at the edge of its grid. A
+K-FAC step is as long as the root of `kl_clip`, at lr 0.1, or lr where `kl_clip` does not bind: the
+problem says which one the grid has. `--json` keeps those problems in the file that are not raced now.
 """
 
 from __future__ import annotations
@@ -58,12 +60,13 @@ def contenders(problem: Problem) -> dict[str, Contender]:
         return tuple(float(f"{centre * factor**i:.3g}") for i in range(-(count // 2), count // 2 + 1))
 
     def kfac(**settings: Any) -> Contender:
-        def make(model: nn.Module, **tuned: float) -> KFAC:
-            base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            return KFAC(model, base, **settings, **tuned)  # where kl_clip binds, lr does not count
+        def make(model: nn.Module, damping: float, lr: float = 0.1, kl_clip: float = 0.001) -> KFAC:
+            base = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+            return KFAC(model, base, damping=damping, kl_clip=kl_clip, **settings)
 
-        clips, dampings = around(problem.kl_clip, 10, 5), around(problem.damping, 10, 3)
-        return Contender(make, {"kl_clip": clips, "damping": dampings})
+        name, centre = problem.kfac_step
+        steps = around(centre, 10 if name == "kl_clip" else 3, 5)
+        return Contender(make, {name: steps, "damping": around(problem.damping, 10, 3)})
 
     def kron(**settings: Any) -> Contender:
         return Contender(
@@ -200,7 +203,7 @@ def race(
 
 
 def result(runs: list[Run]) -> dict[str, Any]:
-    """Medians over seeds, None where the median run has not arrived; a run that has not takes for ever."""
+    """Medians over seeds; a run that has not arrived counts as infinite, an infinite median is None."""
 
     def median(values: list[float]) -> float | None:
         found = statistics.median(values)
@@ -279,7 +282,7 @@ def plot(reports: dict[str, Any], path: Path) -> None:
     for axis in axes.flat[len(reports) :]:
         axis.set_visible(False)
     for axis, (name, report) in zip(axes.flat, reports.items(), strict=False):
-        every = PROBLEMS[name].every
+        every = PROBLEMS[name].every  # steps
         for number, (contender, losses) in enumerate(report["losses"].items()):
             step = report["contenders"][contender]["milliseconds_per_step"] / 1e3
             seconds = [every * step * i for i in range(len(losses))]
