@@ -124,6 +124,12 @@ class Run:
     def on(self) -> bool:
         return not self.reached and math.isfinite(self.losses[-1]) and self.steps < self.problem.budget
 
+    def lowest(self, turns: int | None = None) -> float:
+        return min(self.losses[: None if turns is None else turns + 1])
+
+    def behind(self, lead: Run) -> bool:
+        return self.lowest() > 1.05 * lead.lowest((len(self.losses) - 1) // 2)
+
     def turn(self) -> None:
         start = time.process_time()
         for _ in range(self.problem.every):
@@ -138,27 +144,29 @@ class Run:
 def tune(problem: Problem, contender: Contender, seeds: int) -> tuple[dict[str, float], list[Any]]:
     """The point of the grid with the fewest steps in its worst seed; the lowest loss, if none arrives.
 
-    A run ends once it can no longer be the best.
+    A run ends early when it can no longer be the best, or is more than twice as slow: its lowest loss is
+    5 % above the one that the leading run of that seed had in half the steps.
     """
-    best: tuple[float, dict[str, float]] = (math.inf, {})
-    lowest: tuple[float, dict[str, float]] = (math.inf, contender.points()[0])
+    best, fewest = contender.points()[0], math.inf
+    lead: list[Run] = []
     record = []
     for point in contender.points():
-        steps: list[int | None] = []
+        runs: list[Run] = []
         for seed in range(seeds):
             run = Run(problem, contender, point, seed)
-            while run.on and run.steps + problem.every < best[0]:
+            runs.append(run)
+            while run.on and run.steps + problem.every < fewest:
                 run.turn()
-            steps.append(run.steps if run.reached else None)
-            if seed == 0 and run.losses[-1] < lowest[0]:
-                lowest = (run.losses[-1], point)
+                if len(lead) > seed and run.behind(lead[seed]):
+                    break
             if not run.reached:
                 break
-        record.append({**point, "steps": steps})
-        taken = [s for s in steps if s is not None]
-        if len(taken) == seeds:
-            best = (max(taken), point)
-    return best[1] or lowest[1], record
+        record.append({**point, "steps": [run.steps if run.reached else None for run in runs]})
+        arrived = len(runs) == seeds and runs[-1].reached
+        if arrived or (fewest == math.inf and (not lead or runs[0].lowest() < lead[0].lowest())):
+            best, lead = point, runs
+            fewest = max(run.steps for run in runs) if arrived else fewest
+    return best, record
 
 
 def race(

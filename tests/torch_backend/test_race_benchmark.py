@@ -57,6 +57,19 @@ def test_tuning_finds_the_point_with_the_fewest_steps(rates, best, edges):
     assert len(record) == 3 * len(rates)
 
 
+def test_a_run_is_behind_when_it_is_more_than_twice_as_slow():
+    lead, same, late = (
+        race.Run(SQUARE, descent(), {"lr": rate, "times": 1.0}, seed=0) for rate in (0.5, 0.3, 0.1)
+    )
+    for _ in range(4):
+        lead.turn()
+    for turns in range(1, 5):
+        same.turn()
+        late.turn()
+        assert not same.behind(lead)  # 0.7 > 0.5, 0.7² < 0.5
+        assert late.behind(lead) == (turns > 1)  # 0.9² > 0.5
+
+
 def test_what_does_not_arrive_is_said_to_be_so():
     late = descent(1e-4, 1e-3, 5.0)
     report = race.race(SQUARE, {"AdamW": descent(0.5, 1.0, 1.5), "late": late}, 1, 3)
