@@ -37,7 +37,6 @@ from step_time import kron_torch_class
 from suite.torch import KFAC, Kron
 from table import race_table
 
-RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 FIRST_SEED = 100  # of those reported; tuning has 0, 1, ...
 
 
@@ -55,10 +54,11 @@ class Contender(NamedTuple):
         return [name for name, values in self.grid.items() if point[name] in (values[0], values[-1])]
 
 
-def contenders(problem: Problem) -> dict[str, Contender]:
-    def around(centre: float, factor: float, count: int) -> tuple[float, ...]:
-        return tuple(float(f"{centre * factor**i:.3g}") for i in range(-(count // 2), count // 2 + 1))
+def around(centre: float, factor: float, count: int) -> tuple[float, ...]:
+    return tuple(float(f"{centre * factor**i:.3g}") for i in range(-(count // 2), count // 2 + 1))
 
+
+def contenders(problem: Problem) -> dict[str, Contender]:
     def kfac(**settings: Any) -> Contender:
         def make(model: nn.Module, damping: float, lr: float = 0.1, kl_clip: float = 0.001) -> KFAC:
             base = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
@@ -71,7 +71,7 @@ def contenders(problem: Problem) -> dict[str, Contender]:
     def kron(**settings: Any) -> Contender:
         return Contender(
             lambda model, **tuned: Kron(model.parameters(), **settings, **tuned),
-            {"lr": RATES, "b1": (0.8, 0.9, 0.95)},
+            {"lr": around(problem.rate, 3, 5), "b1": (0.8, 0.9, 0.95)},
         )
 
     def sgd(model: nn.Module, lr: float, momentum: float) -> Any:
@@ -82,7 +82,7 @@ def contenders(problem: Problem) -> dict[str, Contender]:
 
     found = {
         "SGD": Contender(sgd, {"lr": around(problem.sgd, 3, 5), "momentum": (0.8, 0.9, 0.95)}),
-        "AdamW": Contender(adamw, {"lr": RATES, "b2": (0.9, 0.99, 0.999)}),
+        "AdamW": Contender(adamw, {"lr": around(problem.rate, 3, 5), "b2": (0.9, 0.99, 0.999)}),
         "Kron": kron(),
         "Kron, every 5": kron(preconditioner_update_probability=0.2),
         "K-FAC": kfac(compute_method="inverse", inv_update_steps=5),
@@ -93,11 +93,12 @@ def contenders(problem: Problem) -> dict[str, Contender]:
     return found
 
 
-def peers() -> dict[str, Contender]:
+def peers(problem: Problem) -> dict[str, Contender]:
     def kron_torch(model: nn.Module, **tuned: float) -> Any:
         return kron_torch_class()(model.parameters(), **tuned)
 
-    return {"kron_torch": Contender(kron_torch, {"lr": RATES, "b1": (0.8, 0.9, 0.95)})}
+    grid = {"lr": around(problem.rate, 3, 5), "b1": (0.8, 0.9, 0.95)}
+    return {"kron_torch": Contender(kron_torch, grid)}
 
 
 class Run:
@@ -178,7 +179,7 @@ def race(
         try:
             points[name], tuning[name] = tune(problem, contender, tuning_seeds)
         except Exception as error:  # a peer may fail in any way
-            if name not in peers():
+            if name not in peers(problem):
                 raise
             failed[name] = repr(error)
     runs: dict[str, list[Run]] = {name: [] for name in points}
@@ -234,7 +235,7 @@ def result(runs: list[Run]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    names = list(contenders(PROBLEMS["digits"])) + list(peers())
+    names = [*contenders(PROBLEMS["digits"]), *peers(PROBLEMS["digits"])]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -257,7 +258,7 @@ def main(argv: list[str] | None = None) -> None:
         problem = PROBLEMS[name]
         if arguments.budget:
             problem = problem._replace(budget=arguments.budget)
-        field = contenders(problem) | (peers() if arguments.peers else {})
+        field = contenders(problem) | (peers(problem) if arguments.peers else {})
         wanted = {"AdamW", *arguments.contenders}  # AdamW is the unit
         chosen = {key: value for key, value in field.items() if key in wanted}
         start = time.process_time()

@@ -83,7 +83,7 @@ def test_what_does_not_arrive_is_said_to_be_so():
 
 def test_every_grid_has_the_same_size_and_starts_at_its_centre():
     for problem in PROBLEMS.values():
-        for contender in [*race.contenders(problem).values(), *race.peers().values()]:
+        for contender in [*race.contenders(problem).values(), *race.peers(problem).values()]:
             assert [len(values) for values in contender.grid.values()] == [5, 3]
             points = contender.points()
             assert len({tuple(point.values()) for point in points}) == 15
