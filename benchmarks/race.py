@@ -71,7 +71,7 @@ def contenders(problem: Problem) -> dict[str, Contender]:
     def kron(**settings: Any) -> Contender:
         return Contender(
             lambda model, **tuned: Kron(model.parameters(), **settings, **tuned),
-            {"lr": around(problem.rate, 3, 5), "b1": (0.8, 0.9, 0.95)},
+            {"lr": problem.rates, "b1": (0.8, 0.9, 0.95)},
         )
 
     def sgd(model: nn.Module, lr: float, momentum: float) -> Any:
@@ -82,7 +82,7 @@ def contenders(problem: Problem) -> dict[str, Contender]:
 
     found = {
         "SGD": Contender(sgd, {"lr": around(problem.sgd, 3, 5), "momentum": (0.8, 0.9, 0.95)}),
-        "AdamW": Contender(adamw, {"lr": around(problem.rate, 3, 5), "b2": (0.9, 0.99, 0.999)}),
+        "AdamW": Contender(adamw, {"lr": problem.rates, "b2": (0.9, 0.99, 0.999)}),
         "Kron": kron(),
         "Kron, every 5": kron(preconditioner_update_probability=0.2),
         "K-FAC": kfac(compute_method="inverse", inv_update_steps=5),
@@ -97,7 +97,7 @@ def peers(problem: Problem) -> dict[str, Contender]:
     def kron_torch(model: nn.Module, **tuned: float) -> Any:
         return kron_torch_class()(model.parameters(), **tuned)
 
-    grid = {"lr": around(problem.rate, 3, 5), "b1": (0.8, 0.9, 0.95)}
+    grid = {"lr": problem.rates, "b1": (0.8, 0.9, 0.95)}
     return {"kron_torch": Contender(kron_torch, grid)}
 
 

@@ -43,7 +43,7 @@ class Problem(NamedTuple):
     target: float  # of `evaluate`
     budget: int  # steps
     every: int = 10  # steps from one evaluation to the next
-    rate: float = 0.003  # learning rate of AdamW and Kron
+    rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # of AdamW and Kron
     sgd: float = 0.1  # learning rate
     kfac_step: tuple[str, float] = ("kl_clip", 0.001)  # what tells how long a step is, and its centre
     damping: float = 0.01
@@ -245,7 +245,7 @@ PROBLEMS: dict[str, Problem] = {
         poisson,
         target=1e-3,
         budget=1200,
-        rate=0.01,
+        rates=(1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
         sgd=0.03,
         kfac_step=("kl_clip", 1e-5),
         damping=0.001,
