@@ -25,7 +25,19 @@ def numbers(record: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], fl
     return {k: v for key, value in items for k, v in numbers(value, (*path, str(key))).items()}
 
 
-_TIMES = ("total", "optimizer", "worst", "amortised", "first_step", "forward_backward", "seconds")
+_TIMES = (
+    *("total", "optimizer", "worst", "amortised", "first_step", "forward_backward"),
+    *("seconds", "milliseconds_per_step"),
+)
+_DETAILS = {
+    "cpu_seconds",
+    "grids",
+    "tuning",
+    "losses",
+    "last_losses",
+    "steps_of_seeds",
+    "seconds_of_seeds",
+}
 
 
 def comparable(record: dict[str, Any]) -> dict[tuple[str, ...], float]:
@@ -35,6 +47,8 @@ def comparable(record: dict[str, Any]) -> dict[tuple[str, ...], float]:
         adamw = report["contenders"]["AdamW"]
         unit = adamw.get("amortised") or adamw.get("seconds") or 1.0
         for path, value in numbers(report, (name,)).items():
+            if not _DETAILS.isdisjoint(path):
+                continue
             time = path[-1] in _TIMES or "floors" in path
             found[path] = value / unit if time else value
     return found

@@ -107,10 +107,14 @@ def kron(**settings: Any) -> Callable[[Workload], Contender]:
     return lambda w: OurKron(w, lambda p: Kron(p, **settings), UPDATES)
 
 
-def kron_torch(workload: Workload) -> Contender:
+def kron_torch_class() -> Any:
     import kron_torch as package
 
-    make, probability = package.Kron, 1 / PERIOD
+    return package.Kron
+
+
+def kron_torch(workload: Workload) -> Contender:
+    make, probability = kron_torch_class(), 1 / PERIOD
     return Torch(
         workload, lambda p: make(p, lr=1e-4, preconditioner_update_probability=probability), MIXED
     )

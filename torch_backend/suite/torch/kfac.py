@@ -78,7 +78,9 @@ class KFAC(torch.optim.Optimizer):
             call the model itself then, and use the activation checkpointing without reentrance.
         likelihood: what the outputs mean, for 'mc' and 'type-2': a `Categorical`, `Bernoulli` or
             `Gaussian`, or such a name in lower case. 'empirical' has no use for it.
-        output_of: picks the tensor that `likelihood` is about from what the model returns.
+        output_of: picks the tensor that `likelihood` is about from what the model returns. Its last axis
+            is of classes or coordinates, the others count the loss's terms: of n scalars it has to be
+            (n, 1), as (n,) is one term of n coordinates.
         fisher_samples: how many targets 'mc' draws.
         seed: of the noise behind 'mc' and `max_rows`.
         weight_sharing: 'expand' takes every position (token, pixel) as a row, 'reduce' every example,

@@ -1,0 +1,93 @@
+"""Markdown tables of the JSON files that `step_time.py` and `race.py` write.
+
+python benchmarks/table.py benchmarks/results/race.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+PERIOD = 10  # of step_time
+
+
+def race_table(name: str, report: dict[str, Any]) -> str:
+    """Steps and seconds to the target, and both over AdamW's."""
+    adamw = report["contenders"]["AdamW"]
+    lines = [
+        f"**{name}**: {report['about']}; loss {report['target']:g}, at most {report['budget']} steps",
+        "",
+        "| | steps | / AdamW's | CPU seconds | / AdamW's | ms a step | tuned |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for contender, one in report["contenders"].items():
+        settings = ", ".join(
+            f"{key} {one[key]:g}{' (edge)' if key in one['edges'] else ''}"
+            for key in report["grids"][contender]
+        )
+        count = len(one["steps_of_seeds"])
+        if one["steps"] is None:
+            cells = [f"not reached ({one['reached']} of {count})", "", "", ""]
+        else:
+            missed = "" if one["reached"] == count else f" ({one['reached']} of {count} arrive)"
+            cells = [f"{one['steps']:.0f}{missed}", _over(one["steps"], adamw["steps"])]
+            cells += [f"{one['seconds']:.2f}", _over(one["seconds"], adamw["seconds"])]
+        cells += [f"{one['milliseconds_per_step']:.1f}", settings]
+        lines.append(f"| {contender} | {' | '.join(cells)} |")
+    lines += [f"| {contender} | failed: {error} |" for contender, error in report["failed"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _over(value: float, unit: float | None) -> str:
+    return "" if unit is None else f"{value / unit:.2f}"
+
+
+def step_time_table(name: str, report: dict[str, Any]) -> str:
+    """Amortised step and each kind of step, over AdamW's."""
+    adamw = report["contenders"]["AdamW"]["amortised"]
+    floors, fb = report["floors"], report["forward_backward"]
+    plain = fb + floors["two products"]
+    kfac = plain + floors["inverses"] / PERIOD
+    bounds = [
+        plain + floors["Kron's update"] / PERIOD,
+        kfac + floors["statistics"],
+        kfac + floors["statistics"] / PERIOD,
+    ]
+    kron, every, tenth = (f"{bound / adamw:.2f}" for bound in bounds)
+    lines = [
+        f"**{name}**: floors with dense sides: Kron {kron}; K-FAC {every}, with statistics in every "
+        f"tenth step {tenth}",
+        "",
+        "| | amortised | plain step | with statistics | with new inverses or factors | worst step | "
+        "plain step's optimizer / two products | bytes of state a parameter | first step, seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for contender, one in report["contenders"].items():
+        steps = one["steps"]
+        costly = steps.get("refresh") or steps.get("update")
+        cheap = steps.get("plain") or steps.get("statistics") or steps["mixed"]
+        cells = [f"{one['amortised'] / adamw:.2f}"]
+        cells += [
+            f"{kind['total'] / adamw:.2f}" if kind else ""
+            for kind in (steps.get("plain"), steps.get("statistics"), costly)
+        ]
+        cells += [f"{max(kind['worst'] for kind in steps.values()) / adamw:.2f}"]
+        cells += [f"{cheap['optimizer'] / floors['two products']:.2f}"]
+        cells += [f"{one['bytes_per_parameter']:.1f}", f"{one['first_step']:.2f}"]
+        lines.append(f"| {contender} | {' | '.join(cells)} |")
+    lines += [f"| {contender} | failed: {error} |" for contender, error in report["failed"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    workloads = json.loads(parser.parse_args().file.read_text())["workloads"]
+    for name, report in workloads.items():
+        print((race_table if "target" in report else step_time_table)(name, report))
+
+
+if __name__ == "__main__":
+    main()
