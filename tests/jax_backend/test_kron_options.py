@@ -71,16 +71,17 @@ def test_gradients_of_another_structure_or_shape_are_an_error():
 
 
 def test_batches_bound_the_memory_of_a_step():
-    """XLA's own count of temporary bytes."""
+    """XLA's own count of temporary bytes; the new state, which it has in it, is the same for both."""
     params = {"w": jnp.zeros((64, 96, 96), jnp.float32)}
 
     def temporary(**settings):
         tx = scale_by_kron(scanned_layers={"w": True}, **settings)
         compiled = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        memory = compiled.memory_analysis()
+        return memory.temp_size_in_bytes - memory.output_size_in_bytes
 
-    # What is left is the new state; the products of a step are 4 of 64 blocks' instead of all.
-    assert temporary(lax_map_scanned_layers=True, lax_map_batch_size=4) < 0.85 * temporary()
+    # The products of a step are 4 of 64 blocks' instead of all.
+    assert temporary(lax_map_scanned_layers=True, lax_map_batch_size=4) < 0.6 * temporary()
 
 
 class Box:
