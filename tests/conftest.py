@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import settings
+from hypothesis import strategies as st
 
 # The core's tests also run where only numpy is installed; the libraries that are missing are skipped.
 if find_spec("jax"):
@@ -210,3 +211,24 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, (list, tuple)):
         return isinstance(b, (list, tuple)) and all(map(same, a, b))
     return a == b
+
+
+@st.composite
+def convolutions(draw, ranks=(1, 3), places=3):
+    """(x, kernel, stride, padding, dilation, groups) with at least one place for the kernel.
+
+    Images are at most `places` larger than that needs.
+    """
+    rank = draw(st.integers(*ranks))
+    groups = draw(st.integers(1, 3))
+    kernel = [draw(st.integers(1, 3)) for _ in range(rank)]
+    stride = [draw(st.integers(1, 3)) for _ in range(rank)]
+    dilation = [draw(st.integers(1, 2)) for _ in range(rank)]
+    padding = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(rank)]
+    spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    sizes = [
+        max(1, span - sum(pad)) + draw(st.integers(0, places))
+        for span, pad in zip(spans, padding, strict=True)
+    ]
+    channels = groups * draw(st.integers(1, 2))
+    return normal(draw(st.integers(1, 2)), channels, *sizes), kernel, stride, padding, dilation, groups

@@ -170,6 +170,10 @@ CASES = {
         transposed_first(lambda x, y: statistics.unit_second_moment_sum(x, y, both=False)[0, ...]),
         (normal(B, 5), normal(B, 5, seed=1)),
     ),
+    "statistics.batch_norm_second_moment_sum": (
+        transposed_first(lambda x, y: statistics.batch_norm_second_moment_sum(x, y, 0.1, both=True)),
+        (normal(B, 5), normal(B, 5, seed=1)),
+    ),
     "statistics.elementwise_second_moment_sum": (
         lambda g, x: statistics.elementwise_second_moment_sum(g, x, "right", (g.shape[0], 4, 2)),
         (normal(B, 5, 2), normal(B, 5, 4)),
@@ -456,7 +460,7 @@ OTHERS = {
     *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
     *("linalg.norm", "linalg.bilinear", "kfac.is_cheaper_by_rows", "padding.size_classes"),
     *("linalg.eye_like", "linalg.finite_mark", "linalg.inner_product", "step_size.kl_clip_coefficient"),
-    "step_size.check_clip",
+    *("step_size.check_clip", "linalg.summed_gram"),
 }
 
 

@@ -5,27 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import assert_close, assert_identical, library, normal
+from conftest import assert_close, assert_identical, convolutions, library, normal
 from oracles import convolution_rows
-from suite.core.patches import output_rows, output_size, patches, patches_at, second_moment_sum
-
-
-@st.composite
-def convolutions(draw, ranks=(1, 3)):
-    """(x, kernel, stride, padding, dilation, groups) with at least one place for the kernel."""
-    rank = draw(st.integers(*ranks))
-    groups = draw(st.integers(1, 3))
-    kernel = [draw(st.integers(1, 3)) for _ in range(rank)]
-    stride = [draw(st.integers(1, 3)) for _ in range(rank)]
-    dilation = [draw(st.integers(1, 2)) for _ in range(rank)]
-    padding = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(rank)]
-    spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
-    sizes = [
-        max(1, span - sum(pad)) + draw(st.integers(0, 3))
-        for span, pad in zip(spans, padding, strict=True)
-    ]
-    channels = groups * draw(st.integers(1, 2))
-    return normal(draw(st.integers(1, 2)), channels, *sizes), kernel, stride, padding, dilation, groups
+from suite.core.patches import output_rows, output_size, patches, patches_at
 
 
 @given(convolutions())
@@ -39,35 +21,6 @@ def test_chosen_rows_are_those_of_all_rows(convolution, data):
     index = st.integers(0, rows.shape[1] - 1)
     chosen = np.array(data.draw(st.lists(index, min_size=1, max_size=5)))
     assert_identical(patches_at(*convolution, chosen), rows[:, chosen])
-
-
-def sum_of_outer_products(rows, bias):
-    """(groups, n, d) -> (groups, d', d'), a 1 appended to every row with `bias`."""
-    rows = np.concatenate([rows, np.ones((*rows.shape[:2], 1))], axis=-1) if bias else rows
-    return np.einsum("gri,grj->gij", rows, rows)
-
-
-@given(convolutions(ranks=(2, 2)), st.booleans())
-def test_second_moments_without_patches_are_those_of_the_rows(convolution, bias):
-    x, kernel, stride, *rest = convolution
-    stride = (1, stride[1])
-    rows = np.stack(convolution_rows(x, kernel, stride, *rest))
-    assert_close(
-        second_moment_sum(x, kernel, stride, *rest, bias=bias), sum_of_outer_products(rows, bias)
-    )
-
-
-def test_second_moments_without_patches_are_the_same_in_every_library(xp):
-    x, *geometry = normal(2, 4, 6, 5), (3, 2), (1, 2), ((1, 2), (0, 1)), (2, 1), 2
-    rows = np.stack(convolution_rows(x, *geometry))
-    for bias in (False, True):
-        got = xp.run(lambda x, bias=bias: second_moment_sum(x, *geometry, bias=bias), xp.asarray(x))
-        assert_close(got, sum_of_outer_products(rows, bias))
-
-
-def test_second_moments_without_patches_need_stride_one_along_the_first_axis():
-    with pytest.raises(ValueError, match=r"^stride\[0\] must be 1, got 2$"):
-        second_moment_sum(normal(1, 1, 4, 4), (2, 2), (2, 1), ((0, 0), (0, 0)), (1, 1))
 
 
 EXAMPLES = [

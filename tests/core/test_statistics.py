@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from conftest import (
 from suite.core.statistics import (
     LayerStatistics,
     add_transposed,
+    batch_norm_second_moment_sum,
     cross_moment_sum,
     elementwise_second_moment_sum,
     normalize,
@@ -142,6 +145,22 @@ def test_a_unit_sums_the_outer_products_of_its_scale_and_shift(xp):
         for c in range(3):
             z = np.array([scales[r, c], shifts[r, c]])
             expected[c] += np.outer(z, z)
+    assert_close(blocks, expected)
+    assert_close(diagonal, expected[None, :, 0, 0])
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4, 3, 6), (70, 2, 50, 41), (3, 1, 2, 1, 2)])
+def test_units_of_a_batch_norm_are_those_of_its_normalized_input(xp, shape):
+    x, g = normal(*shape) * 3 + 7, normal(*shape, seed=1)
+    axes = tuple(i for i in range(len(shape)) if i != 1)
+    normalized = x - x.mean(axes, keepdims=True)
+    normalized = normalized / np.sqrt(normalized.var(axes, keepdims=True) + 0.1)
+    z = np.stack([g * normalized, g], axis=-1)
+    expected = np.einsum("nclz,ncly->czy", *2 * (z.reshape(*shape[:2], math.prod(shape[2:]), 2),))
+    args = xp.asarray(x), xp.asarray(g)
+    blocks, diagonal = (
+        xp.run(batch_norm_second_moment_sum, *args, eps=0.1, both=both) for both in (True, False)
+    )
     assert_close(blocks, expected)
     assert_close(diagonal, expected[None, :, 0, 0])
 

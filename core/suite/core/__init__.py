@@ -7,6 +7,7 @@ counts and hyperparameters that change are arguments.
 from suite.core import (
     blocks,
     buckets,
+    correlations,
     damping,
     dense,
     ekfac,
@@ -36,6 +37,7 @@ __all__ = [
     "__version__",
     "blocks",
     "buckets",
+    "correlations",
     "damping",
     "dense",
     "ekfac",

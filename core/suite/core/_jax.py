@@ -102,6 +102,39 @@ def gram(x: jax.Array) -> jax.Array:
     return jnp.matmul(x.mT, x)
 
 
+def parts(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    """`x`: the compiler decides what is made at once."""
+    del count
+    return (x,)
+
+
+def summed_gram(x: jax.Array) -> jax.Array:
+    """Σ x xᵀ over the first axis of (k, m, n)."""
+    return jnp.tensordot(x, x, axes=((0, 2), (0, 2)))
+
+
+def correlations(
+    x: jax.Array, kernel: tuple[int, int], dilation: tuple[int, int], groups: int
+) -> jax.Array:
+    """See `_numpy.correlations`; a convolution of the image with itself, examples as its channels."""
+    n, _, height, width = x.shape
+    below, beside = ((k - 1) * d for k, d in zip(kernel, dilation, strict=True))
+
+    def correlate(x: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            x,
+            x,
+            tuple(dilation),
+            ((0, below), (beside, beside)),
+            dimension_numbers=("NCHW", "OIHW", "NCHW"),
+            precision="highest",
+        )
+
+    x = jnp.swapaxes(x, 0, 1).reshape(groups, -1, n, height, width)
+    sums = correlate(x[0])[None] if groups == 1 else jax.vmap(correlate)(x)
+    return jnp.transpose(sums, (0, 3, 4, 2, 1))
+
+
 @jax.jit
 def qr(x: jax.Array) -> jax.Array:
     """The orthonormal factor of finite square matrices, by Householder reflections."""

@@ -30,9 +30,10 @@ def factorizations(xp: Namespace) -> Any:
     """What the core needs beyond the standard, for a namespace: a module of functions on matrices.
 
     `cholesky_inverse`, `eigh`, `qr` and `solve_triangular`, for the standard's own raise on a bad
-    matrix, wait for the device to find out, or do not exist; `gram`, `diagonal`, `trace`, `are_finite`,
-    `inner_product` and `add_diagonal`, which in the standard's words compute, copy or compile more than
-    they need to; `usually`, a `where` that may look.
+    matrix, wait for the device to find out, or do not exist; `gram`, `summed_gram`, `correlations`,
+    `diagonal`, `trace`, `are_finite`, `inner_product` and `add_diagonal`, which in the standard's words
+    compute, copy or compile more than they need to; `usually`, a `where` that may look; `parts`, what
+    to work on at a time.
     """
     name = xp.__name__
     if name == "suite.core._torch":

@@ -95,6 +95,47 @@ def gram(x: Array) -> Array:
     return xp.matmul(xp.matrix_transpose(x), x)
 
 
+def parts(x: Array, count: int) -> list[Array]:
+    """`x` cut along its first axis into pieces of at most `count`, one at least."""
+    n = x.shape[0]
+    starts = range(0, max(n, 1), count)
+    return [x[start : min(start + count, n), ...] for start in starts]
+
+
+def summed_gram(x: Array) -> Array:
+    """Σ x xᵀ over the first axis of (k, m, n)."""
+    xp = array_namespace(x)
+    return xp.sum(xp.matmul(x, xp.matrix_transpose(x)), axis=0)
+
+
+def correlations(x: Array, kernel: tuple[int, int], dilation: tuple[int, int], groups: int) -> Array:
+    """Products of an image with itself, shifted by every difference of two places of a kernel.
+
+    Args:
+        x: (n, channels, height, width).
+        kernel: (tall, wide), how many places.
+        dilation: how far apart they are.
+
+    Returns:
+        (groups, tall, 2 wide - 1, c, c), c = channels / groups: at [:, i, j] the sum over x and its
+        positions p of x[p] x[p + d]ᵀ, d = (i, j - wide + 1) * dilation, zeros around x.
+    """
+    xp = array_namespace(x)
+    n, channels, height, width = x.shape
+    x = xp.permute_dims(xp.reshape(x, (n, groups, -1, height, width)), (1, 0, 3, 4, 2))
+    sums = []
+    for i in range(kernel[0]):
+        down = min(i * dilation[0], height)
+        for j in range(1 - kernel[1], kernel[1]):
+            right, left = (min(max(k * dilation[1], 0), width) for k in (j, -j))
+            here = x[:, :, : height - down, left : width - right, :]
+            there = x[:, :, down:, right : width - left, :]
+            here, there = (xp.reshape(part, (groups, -1, channels // groups)) for part in (here, there))
+            sums.append(xp.matmul(xp.matrix_transpose(here), there))
+    stacked = xp.stack(sums, axis=1)
+    return xp.reshape(stacked, (groups, kernel[0], 2 * kernel[1] - 1, *stacked.shape[2:]))
+
+
 def qr(x: Array) -> Array:
     """The orthonormal factor of finite square matrices, by Householder reflections."""
     return _each(lambda m: (np.linalg.qr(m).Q,), x)[0]

@@ -6,13 +6,17 @@ Only names that the core uses are here, each a plain alias or a one-line functio
 
 from __future__ import annotations
 
+import builtins
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F
+from torch.nn import grad
 
 _SMALLEST_HALVED = 384  # sides from which half a product is faster than a whole one: measured
+_POSITIONS_AT_ONCE = 16384  # that a convolution sums in one float32 accumulator
 
 abs = torch.abs
 all = torch.all
@@ -197,6 +201,48 @@ def gram(x: torch.Tensor) -> torch.Tensor:
         product[..., start:stop, :stop] = strip
         product[..., :start, start:stop] = strip[..., :start].mT
     return product
+
+
+def parts(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """On a CPU `x` cut along its first axis into pieces of at most `count`; else `x`."""
+    return x.split(count) if x.device.type == "cpu" else (x,)
+
+
+def summed_gram(x: torch.Tensor) -> torch.Tensor:
+    """Σ x xᵀ over the first axis of (k, m, n), without an array of products."""
+    zero = torch.zeros((x.shape[1], x.shape[1]), dtype=x.dtype, device=x.device)
+    return torch.addbmm(zero, x, x.mT)
+
+
+def correlations(
+    x: torch.Tensor, kernel: tuple[int, int], dilation: tuple[int, int], groups: int
+) -> torch.Tensor:
+    """See `_numpy.correlations`. In float32 on a CPU the gradient of a convolution's weight."""
+    below, beside = ((k - 1) * d for k, d in zip(kernel, dilation, strict=True))
+    _, channels, height, width = x.shape
+    tall, wide = kernel[0], 2 * kernel[1] - 1
+    c = channels // groups
+    if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        # Images one below the other, zeros between them, channels together.
+        total = torch.zeros((), dtype=x.dtype)
+        for part in x.split(builtins.max(1, _POSITIONS_AT_ONCE // (height * width))):
+            image = F.pad(part.permute(0, 2, 3, 1), (0, 0, 0, 0, 0, below))
+            image = image.reshape(1, -1, width, channels).permute(0, 3, 1, 2)
+            base = image[:, :, : image.shape[2] - below]
+            size, around = (channels, c, tall, wide), (0, beside)
+            total = total + grad.conv2d_weight(image, size, base, 1, around, dilation, groups)
+        return total.reshape(groups, c, c, tall, wide).permute(0, 3, 4, 1, 2)
+    # Shifted views of one buffer; the zeros between lines and images make them meet nothing else.
+    flat = F.pad(x.permute(0, 2, 3, 1), (0, 0, 0, beside, 0, below))
+    flat = flat.reshape(-1, groups, c).transpose(0, 1)
+    sums: dict[tuple[int, int], torch.Tensor] = {}
+    for i in range(tall):
+        for j in range(-(wide // 2) if i else 0, wide // 2 + 1):
+            shift = i * dilation[0] * (width + beside) + j * dilation[1]
+            sums[i, j] = flat[:, : flat.shape[1] - shift].mT @ flat[:, shift:]
+            sums[-i, -j] = sums[i, j].mT
+    order = [sums[i, j] for i in range(tall) for j in range(-(wide // 2), wide // 2 + 1)]
+    return torch.stack(order, dim=1).reshape(groups, tall, wide, c, c)
 
 
 def qr(x: torch.Tensor) -> torch.Tensor:

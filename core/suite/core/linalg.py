@@ -34,6 +34,12 @@ def gram(x: Array) -> Array:
     return product
 
 
+def summed_gram(x: Array) -> Array:
+    """Σ x xᵀ over the first axis: (k, m, n) -> (m, m), symmetric."""
+    total: Array = factorizations(array_namespace(x)).summed_gram(x)
+    return total
+
+
 def symmetrize(x: Array) -> Array:
     """(x + xᵀ) / 2."""
     return (x + transpose(x)) * 0.5

@@ -17,13 +17,16 @@ too (of k equal shares, Σ a aᵀ and R both lose the factor k; N Σ g gᵀ keep
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 from suite.core import linalg
-from suite.core._namespace import Array, array_namespace, device_of, lift
+from suite.core._namespace import Array, array_namespace, device_of, factorizations, lift
 
 LossReduction = Literal["mean", "sum"]
 FactorScaling = Literal["fisher", "kfac_pytorch"]
+
+_ENTRIES_AT_ONCE = 2**18  # of float32 a megabyte
 
 
 class LayerStatistics(NamedTuple):
@@ -102,6 +105,42 @@ def unit_second_moment_sum(scales: Array, shifts: Array, both: bool, channel_axi
         return squares[None, :]
     cross, shifted = xp.sum(scales * shifts, axis=rows), xp.sum(shifts * shifts, axis=rows)
     return xp.reshape(xp.stack([squares, cross, cross, shifted], axis=-1), (-1, 2, 2))
+
+
+def batch_norm_second_moment_sum(x: Array, gradient: Array, eps: float, both: bool) -> Array:
+    """`unit_second_moment_sum` of a layer that scales and shifts what is normalized over the batch.
+
+    Examples go by a few at a time, so that what is made of them stays in the processor's cache.
+
+    Args:
+        x: (n, channels, *sizes), the layer's input, before it is normalized.
+        gradient: like x, of the loss by the layer's output.
+        eps: added to each channel's variance.
+        both: see `unit_second_moment_sum`.
+    """
+    xp = array_namespace(x)
+    n, channels, *sizes = x.shape
+    shape = (n, channels, math.prod(sizes))
+    x, gradient = xp.reshape(lift(x), shape), xp.reshape(lift(gradient), shape)
+
+    def total(products: Array) -> Array:
+        return xp.sum(xp.sum(products, axis=-1), axis=0)
+
+    rows = float(n * shape[2])
+    mean = total(x)[:, None] / rows
+    step = max(_ENTRIES_AT_ONCE // max(channels * shape[2], 1), 1)
+    parts = []
+    cut = factorizations(xp).parts
+    for some, shifts in zip(cut(x, step), cut(gradient, step), strict=True):
+        centered = some - mean
+        scales = centered * shifts
+        parts.append([total(a * a) for a in (centered, scales, shifts)] + [total(scales * shifts)])
+    squares, scaled, shifted, cross = (sum(part[1:], part[0]) for part in zip(*parts, strict=True))
+    deviation = xp.sqrt(squares / rows + eps)
+    scaled, cross = scaled / (deviation * deviation), cross / deviation
+    if not both:
+        return scaled[None, :]
+    return xp.reshape(xp.stack([scaled, cross, cross, shifted], axis=-1), (-1, 2, 2))
 
 
 def elementwise_second_moment_sum(

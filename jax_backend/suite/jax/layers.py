@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from suite.core import patches
+from suite.core import correlations, patches
 from suite.core.ekfac import second_moment_in_basis
 from suite.core.statistics import (
     cross_moment_sum,
@@ -352,13 +352,11 @@ def _convolved(product: Convolution, x: jax.Array) -> tuple[jax.Array, tuple[tup
 
 
 def _without_patches(product: Product, diagonal: bool) -> bool:
-    """Whether Σ a aᵀ can be had from `patches.second_moment_sum`."""
-    if not isinstance(product, Convolution) or diagonal or len(product.kernel) != 2:
-        return False
-    return product.kernel[0] > 1 and product.stride[0] == 1
+    """Whether Σ a aᵀ can be had from `correlations.second_moment_sum`."""
+    return isinstance(product, Convolution) and not diagonal
 
 
 def _convolution_second_moment(product: Any, x: jax.Array, bias: bool) -> jax.Array:
     x, padding = _convolved(product, x)
     given: Any = (product.kernel, product.stride, padding, product.dilation, product.groups)
-    return patches.second_moment_sum(x, *given, bias=bias)
+    return correlations.second_moment_sum(x, *given, bias=bias)

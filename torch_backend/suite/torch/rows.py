@@ -8,9 +8,13 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from suite.core import patches
+from suite.core import correlations, patches
 from suite.core.ekfac import second_moment_in_basis
-from suite.core.statistics import second_moment_sum, unit_second_moment_sum
+from suite.core.statistics import (
+    batch_norm_second_moment_sum,
+    second_moment_sum,
+    unit_second_moment_sum,
+)
 
 Bases = tuple[torch.Tensor | None, torch.Tensor | None]  # eigenvectors of (A, G)
 
@@ -81,14 +85,17 @@ def sums(
     if noise is not None and 0 < spec.max_rows < total and not spec.reduce:
         chosen = stratified(noise, total)
         share = total / spec.max_rows
-    if chosen is None and bases is None and _without_patches(spec):
+    if chosen is None and bases is None and _without_rows(spec):
         A = None
         if want_A:
             given = (spec.kernel, spec.stride, spec.padding, spec.dilation, spec.groups)
-            A = patches.second_moment_sum(_batched(x, spec), *given, bias=spec.bias)  # type: ignore[arg-type]
-        outputs = patches.output_rows(_batched(gradient, spec), spec.groups)
-        G = second_moment_sum(outputs, diagonal=spec.diagonal[1])
-        return Sums(A, G, _counts(gradient, outputs.shape[1], positions), None)
+            A = correlations.second_moment_sum(_batched(x, spec), *given, bias=spec.bias)
+        gradient = _batched(gradient, spec)
+        if spec.diagonal[1]:
+            G = second_moment_sum(patches.output_rows(gradient, spec.groups), diagonal=True)
+        else:
+            G = correlations.output_second_moment_sum(gradient, spec.groups)
+        return Sums(A, G, _counts(gradient, positions, positions), None)
     inputs, outputs = _rows(spec, x, gradient, chosen)
     A = None
     if want_A:
@@ -189,11 +196,10 @@ def _rows(
     return inputs, outputs
 
 
-def _without_patches(spec: LayerSpec) -> bool:
-    """Whether Σ a aᵀ can be had from `patches.second_moment_sum`."""
+def _without_rows(spec: LayerSpec) -> bool:
+    """Whether `correlations` has Σ a aᵀ and Σ g gᵀ."""
     plain = spec.kind == "convolution" and spec.padding_mode == "zeros" and not spec.reduce
-    tall = len(spec.kernel) == 2 and spec.kernel[0] > 1 and spec.stride[0] == 1
-    return plain and tall and not spec.diagonal[0]
+    return plain and not spec.diagonal[0]
 
 
 def _row_count(spec: LayerSpec, x: torch.Tensor) -> int:
@@ -224,6 +230,9 @@ def _norm_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positio
     elif spec.norm == "group":
         x = F.group_norm(x, spec.norm_size, eps=eps)
     elif spec.norm == "batch":
+        if not spec.reduce and x.numel():
+            A = batch_norm_second_moment_sum(x, gradient, eps, spec.bias)
+            return _unit_sums(A, gradient, positions, positions)
         x = F.batch_norm(x, None, None, training=True, eps=eps)
     elif spec.norm == "instance":
         if x.ndim == -spec.channel_axis:  # no batch axis
@@ -236,7 +245,10 @@ def _norm_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positio
         inner = tuple(i for i in range(1, x.ndim) if i != axis)
         scales, shifts, axis = scales.sum(inner), shifts.sum(inner), 1
     A = unit_second_moment_sum(scales, shifts, spec.bias, axis)
-    rows = scales.numel() // channels
+    return _unit_sums(A, gradient, scales.numel() // channels, positions)
+
+
+def _unit_sums(A: torch.Tensor, gradient: torch.Tensor, rows: int, positions: int) -> Sums:
     ones = gradient.new_full((A.shape[0], 1, 1), rows)
     return Sums(A, ones, _counts(gradient, rows, positions), None)
 
