@@ -131,6 +131,9 @@ CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
         w, compute_method="inverse", factor_update_steps=PERIOD
     ),
 }
+EXACT, SUBSET = "K-FAC, inverse", "K-FAC, inverse, of 1/8 of the examples"
+WITHOUT = "K-FAC, inverse, statistics every 10"
+CONVOLUTIONS = ("W2", "G1")  # workloads that are also measured with fewer examples
 PEERS = {"kron_torch": kron_torch}
 
 
@@ -147,7 +150,10 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     failed: dict[str, str] = {}
     found: dict[str, Contender] = {}
     first: dict[str, float] = {}
-    for contender, make in arguments.chosen.items():
+    chosen = dict(arguments.chosen)
+    if name in CONVOLUTIONS and {EXACT, WITHOUT} <= set(chosen):
+        chosen[SUBSET] = lambda w: OurKFAC(w, compute_method="inverse", max_examples=w.examples // 8)
+    for contender, make in chosen.items():
         torch.manual_seed(arguments.seed)
         start = clock(device)
         try:
@@ -202,10 +208,23 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "failed": failed,
     }
+    if {EXACT, WITHOUT} <= set(found):
+        report["statistics"] = {
+            contender: _statistics(report, contender)
+            for contender in (EXACT, SUBSET)
+            if contender in found
+        }
     for one in report["contenders"].values():
         steps = one["steps"].values()
         one["amortised"] = sum(s["total"] * s["count"] for s in steps) / sum(s["count"] for s in steps)
     return report
+
+
+def _statistics(report: dict[str, Any], contender: str) -> float:
+    """What a step takes longer with statistics than without, over forward and backward."""
+    steps = report["contenders"][contender]["steps"]["statistics"]["total"]
+    without = report["contenders"][WITHOUT]["steps"]["plain"]["total"]
+    return (steps - without) / report["forward_backward"]
 
 
 def _typical(kind: str, times: list[float]) -> float:
@@ -246,6 +265,10 @@ def table(report: dict[str, Any]) -> str:
         cells += [f"{max(s['worst'] for s in steps.values()) / adamw:8.2f}", f"{over:11.2f}"]
         cells += [f"{one['bytes_per_parameter']:9.1f}", f"{one['first_step']:9.2f}"]
         lines.append(f"  {name:38s}{''.join(cells)}")
+    lines += [
+        f"  statistics of {name} / (forward + backward): {ratio:.2f}"
+        for name, ratio in report.get("statistics", {}).items()
+    ]
     lines += [f"  {name}: failed: {error}" for name, error in report["failed"].items()]
     return "\n".join(lines)
 

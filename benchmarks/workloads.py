@@ -23,6 +23,7 @@ class Workload(NamedTuple):
     loss: Callable[[], torch.Tensor]  # of one forward pass over its batch
     matrices: list[tuple[int, int]]  # (d_out, d_in) of the weights, for floors
     rows: list[int]  # of each of them, in one batch
+    examples: int  # in one batch
     precision: Any = None  # autocast's dtype
 
 
@@ -119,4 +120,4 @@ def _of(
         run()
     for handle in handles:
         handle.remove()
-    return Workload(model, run, matrices, rows, precision)
+    return Workload(model, run, matrices, rows, len(x), precision)

@@ -460,7 +460,7 @@ OTHERS = {
     *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
     *("linalg.norm", "linalg.bilinear", "kfac.is_cheaper_by_rows", "padding.size_classes"),
     *("linalg.eye_like", "linalg.finite_mark", "linalg.inner_product", "step_size.kl_clip_coefficient"),
-    *("step_size.check_clip", "linalg.summed_gram"),
+    *("step_size.check_clip", "linalg.summed_gram", "statistics.normalized_over_batch"),
 }
 
 

@@ -24,6 +24,7 @@ from suite.core.statistics import (
     elementwise_second_moment_sum,
     normalize,
     normalize_products,
+    normalized_over_batch,
     second_moment_sum,
     unit_second_moment_sum,
 )
@@ -163,6 +164,14 @@ def test_units_of_a_batch_norm_are_those_of_its_normalized_input(xp, shape):
     )
     assert_close(blocks, expected)
     assert_close(diagonal, expected[None, :, 0, 0])
+
+
+def test_chosen_examples_are_normalized_as_all_of_them_say(xp):
+    x, chosen = normal(5, 3, 2, 4) * 3 + 7, np.array([4, 1, 1])
+    deviation = np.sqrt(x.var((0, 2, 3), keepdims=True) + 0.1)
+    expected = (x - x.mean((0, 2, 3), keepdims=True)) / deviation
+    got = xp.run(normalized_over_batch, xp.asarray(x), 0.1, xp.asarray(chosen))
+    assert_close(got, expected[chosen])
 
 
 def test_units_in_half_precision_are_summed_in_single_precision(xp):

@@ -561,6 +561,7 @@ SETTINGS = {
     "warm start": {"warm_start": True},
     "mc": {"fisher": "mc", "likelihood": "categorical", "seed": 3},
     "max_rows": {"max_rows": 5},
+    "max_examples": {"max_examples": 2},
     "reduce": {"weight_sharing": "reduce"},
     "kfac_pytorch": {"factor_scaling": "kfac_pytorch"},
 }

@@ -375,6 +375,60 @@ def test_a_random_subset_of_rows_is_unbiased(name):
     assert_close(samples[:, -1], full[-1].expand(steps))  # the count is that of all rows
 
 
+EXAMPLES = {
+    "conv2d": (lambda: nn.Conv2d(2, 3, 3, padding=1), (6, 2, 4, 3)),
+    "strided": (lambda: nn.Conv2d(4, 2, 3, stride=2, groups=2, bias=False), (6, 4, 5, 5)),
+    "reduce": (lambda: nn.Conv1d(2, 3, 2), (6, 2, 5)),
+    "circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (6, 2, 4, 3)),
+    "transposed1d": (lambda: nn.ConvTranspose1d(3, 2, 3, stride=2), (6, 3, 6)),
+    "batch norm": (lambda: nn.BatchNorm2d(3), (6, 3, 4, 2)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (6, 4, 5)),
+    "instance norm": (lambda: nn.InstanceNorm1d(3, affine=True), (6, 3, 5)),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_random_subset_of_examples_is_unbiased(name):
+    """Over the subsets that there are, one of every two examples, each as likely."""
+    make, shape = EXAMPLES[name]
+    model, x = double(make), numbers(*shape)
+    found = {}
+    settings = {"weight_sharing": "reduce" if name == "reduce" else "expand"}
+    for noise in [None, *itertools.product((0.1, 0.6), repeat=3)]:
+        kfac = KFAC(model, max_examples=None if noise is None else 3, **settings)
+        if noise is not None:
+            chosen = stratified(torch.tensor(noise), 6)
+            kfac._engine.clock.chosen = lambda *args, chosen=chosen: chosen
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        sums = kfac._engine.take_statistics()[0].main
+        found[noise] = torch.cat([sums.A.flatten(), sums.G.flatten(), sums.rows[None]])
+        kfac.detach()
+    expected, samples = found.pop(None), torch.stack(list(found.values()))
+    assert (samples.std(0)[:-1] > 0).any()
+    assert_close(samples.mean(0), expected)
+    assert_close(samples[:, -1], expected[-1].expand(8))  # the count is that of all rows
+
+
+def test_examples_are_drawn_anew_in_every_step():
+    model, x = double(lambda: nn.Conv2d(2, 3, 3)), numbers(8, 2, 4, 4)
+    kfac, found = KFAC(model, max_examples=4), []
+    for step in range(6):
+        kfac._engine.clock.count.fill_(step)
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        found.append(kfac._engine.take_statistics()[0].main.A)
+    assert len({tuple(A.flatten().tolist()) for A in found}) > 2  # of sixteen that there are
+
+
+def test_a_batch_of_no_more_examples_is_taken_whole():
+    model, x = double(lambda: nn.Conv2d(2, 3, 3)), numbers(4, 2, 5, 5)
+    found = [held(stepped(copy.deepcopy(model), x, max_examples=n))[""] for n in (None, 4, 99)]
+    for other in found[1:]:
+        for factor, expected in zip(other, found[0], strict=True):
+            torch.testing.assert_close(factor, expected, rtol=0, atol=0)
+
+
 def test_a_subset_that_is_not_smaller_is_everything():
     model, x = double(lambda: nn.Linear(4, 3)), numbers(3, 5, 4)
     found = [held(stepped(copy.deepcopy(model), x, max_rows=n))[""] for n in (None, 15, 99)]

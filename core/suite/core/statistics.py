@@ -18,7 +18,7 @@ too (of k equal shares, Σ a aᵀ and R both lose the factor k; N Σ g gᵀ keep
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from suite.core import linalg
 from suite.core._namespace import Array, array_namespace, device_of, factorizations, lift
@@ -110,8 +110,6 @@ def unit_second_moment_sum(scales: Array, shifts: Array, both: bool, channel_axi
 def batch_norm_second_moment_sum(x: Array, gradient: Array, eps: float, both: bool) -> Array:
     """`unit_second_moment_sum` of a layer that scales and shifts what is normalized over the batch.
 
-    Examples go by a few at a time, so that what is made of them stays in the processor's cache.
-
     Args:
         x: (n, channels, *sizes), the layer's input, before it is normalized.
         gradient: like x, of the loss by the layer's output.
@@ -119,28 +117,54 @@ def batch_norm_second_moment_sum(x: Array, gradient: Array, eps: float, both: bo
         both: see `unit_second_moment_sum`.
     """
     xp = array_namespace(x)
-    n, channels, *sizes = x.shape
-    shape = (n, channels, math.prod(sizes))
-    x, gradient = xp.reshape(lift(x), shape), xp.reshape(lift(gradient), shape)
-
-    def total(products: Array) -> Array:
-        return xp.sum(xp.sum(products, axis=-1), axis=0)
-
-    rows = float(n * shape[2])
-    mean = total(x)[:, None] / rows
-    step = max(_ENTRIES_AT_ONCE // max(channels * shape[2], 1), 1)
-    parts = []
-    cut = factorizations(xp).parts
-    for some, shifts in zip(cut(x, step), cut(gradient, step), strict=True):
+    x, gradient = _places_last(x), _places_last(gradient)
+    mean = _channel_sums(x)[:, None] / float(x.shape[0] * x.shape[2])
+    sums = []
+    for some, shifts in zip(_parts(x), _parts(gradient), strict=True):
         centered = some - mean
         scales = centered * shifts
-        parts.append([total(a * a) for a in (centered, scales, shifts)] + [total(scales * shifts)])
-    squares, scaled, shifted, cross = (sum(part[1:], part[0]) for part in zip(*parts, strict=True))
-    deviation = xp.sqrt(squares / rows + eps)
+        products = centered * centered, scales * scales, scales * shifts, shifts * shifts
+        sums.append([_channel_sums(product) for product in products])
+    squares, scaled, cross, shifted = (sum(some[1:], some[0]) for some in zip(*sums, strict=True))
+    deviation = xp.sqrt(squares / float(x.shape[0] * x.shape[2]) + eps)
     scaled, cross = scaled / (deviation * deviation), cross / deviation
     if not both:
         return scaled[None, :]
     return xp.reshape(xp.stack([scaled, cross, cross, shifted], axis=-1), (-1, 2, 2))
+
+
+def normalized_over_batch(x: Array, eps: float, chosen: Array) -> Array:
+    """The `chosen` examples of (n, channels, *sizes), normalized as all n of them say.
+
+    Args:
+        x: the input of a batch norm.
+        eps: added to each channel's variance.
+        chosen: (examples,), integers in [0, n).
+    """
+    xp = array_namespace(x)
+    rows, shape = float(math.prod(x.shape) // x.shape[1]), (1, -1, *(1,) * (x.ndim - 2))
+    flat = _places_last(x)
+    mean = _channel_sums(flat) / rows
+    squares = [_channel_sums((some - mean[:, None]) ** 2) for some in _parts(flat)]
+    deviation = xp.sqrt(sum(squares[1:], squares[0]) / rows + eps)
+    return (xp.take(lift(x), chosen, axis=0) - xp.reshape(mean, shape)) / xp.reshape(deviation, shape)
+
+
+def _places_last(x: Array) -> Array:
+    """(n, channels, *sizes) -> (n, channels, places), in at least single precision."""
+    return array_namespace(x).reshape(lift(x), (*x.shape[:2], math.prod(x.shape[2:])))
+
+
+def _channel_sums(x: Array) -> Array:
+    """(n, channels, places) -> (channels,)."""
+    xp = array_namespace(x)
+    return xp.sum(xp.sum(x, axis=-1), axis=0)
+
+
+def _parts(x: Array) -> Any:
+    """A few examples at a time, so that what is made of them stays in the processor's cache."""
+    of_an_example = max(math.prod(x.shape[1:]), 1)
+    return factorizations(array_namespace(x)).parts(x, max(_ENTRIES_AT_ONCE // of_an_example, 1))
 
 
 def elementwise_second_moment_sum(

@@ -22,7 +22,16 @@ from suite.torch.dtensors import is_sharded, like, local
 from suite.torch.free import FreeParameters, Watched
 from suite.torch.hooks import Hook, ModeAround, in_backward
 from suite.torch.layers import Layer, Site
-from suite.torch.rows import Bases, LayerSpec, bag_second_moments, output_positions, sums
+from suite.torch.rows import (
+    Bases,
+    LayerSpec,
+    bag_second_moments,
+    example_count,
+    output_positions,
+    row_count,
+    stratified,
+    sums,
+)
 from suite.torch.thin import KeptRows
 
 
@@ -47,14 +56,14 @@ class _Probe(torch.autograd.Function):
         counts: torch.Tensor,
         products: torch.Tensor | None,
         scale: torch.Tensor | None,
-        noise: torch.Tensor | None,
+        chosen: torch.Tensor | None,
         vectors_A: torch.Tensor | None,
         vectors_G: torch.Tensor | None,
         spec: LayerSpec,
         clock: CaptureClock | None,
     ) -> torch.Tensor:
         ctx.clock = clock
-        ctx.save_for_backward(x, scale, noise, vectors_A, vectors_G)
+        ctx.save_for_backward(x, scale, chosen, vectors_A, vectors_G)
         ctx.spec = spec
         ctx.dtype = G.dtype
         # An alias, not a view: an output that is a view of an input breaks in-place ops after it.
@@ -65,7 +74,7 @@ class _Probe(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         if not wanted[3] or (ctx.clock is not None and not ctx.clock.sampling):
             return (gradient, *(None,) * 11)
-        x, scale, noise, vectors_A, vectors_G = ctx.saved_tensors
+        x, scale, chosen, vectors_A, vectors_G = ctx.saved_tensors
         bases: Bases | None = (vectors_A, vectors_G) if wanted[5] else None
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             g = gradient.to(ctx.dtype)
@@ -73,7 +82,7 @@ class _Probe(torch.autograd.Function):
                 g = g * scale
             if x is not None and x.is_floating_point():
                 x = x.to(ctx.dtype)
-            A, G, counts, products = sums(ctx.spec, x, g, noise=noise, want_A=wanted[2], bases=bases)
+            A, G, counts, products = sums(ctx.spec, x, g, chosen=chosen, want_A=wanted[2], bases=bases)
         return gradient, None, A, G, counts, products, *(None,) * 6
 
 
@@ -83,7 +92,7 @@ class LayerCapture:
     def __init__(self, layer: Layer, dtype: torch.dtype, clock: CaptureClock, stream: int) -> None:
         self.layer = layer
         self.clock = clock
-        self.stream = stream  # of the noise that chooses rows
+        self.stream = stream  # of the noise that chooses rows or examples
         self.bases: Bases | None = None  # set to sum second moments in
         self.input_of: LayerCapture | None = None  # whose A is this layer's, too
         self.incomplete = False  # what `left_out` was for what was taken last
@@ -181,7 +190,7 @@ class LayerCapture:
             slots[2],
             None if bases is None else self.products,
             scale,
-            self._noise(spec, y.device),
+            self._chosen(spec, x, y),
             *(bases or (None, None)),
             spec,
             self.clock if self.clock.sampled else None,
@@ -217,13 +226,15 @@ class LayerCapture:
         self.clock.strangers.add(self.layer.name)
         return False
 
-    def _noise(self, spec: LayerSpec, device: torch.device) -> torch.Tensor | None:
-        """Uniform numbers that choose rows: from the step count, not from torch's generator."""
-        if not spec.max_rows:
+    def _chosen(self, spec: LayerSpec, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
+        """The examples or rows that statistics are taken from; None: all of them."""
+        total = example_count(spec, y) if spec.max_examples else row_count(spec, x)
+        count = spec.max_examples or spec.max_rows
+        if not 0 < count < total:
             return None
-        streams = torch.tensor([self.stream], dtype=torch.int32, device=device)
-        noise = unit_noise(streams, self.clock.count.to(device), (spec.max_rows,), torch.float32)
-        return (noise[0] / (2 * 3**0.5) + 0.5).clamp(0, 1 - 2**-24)
+        if spec.max_examples:
+            return self.clock.examples(count, total, y.device)
+        return self.clock.chosen(self.stream, count, total, y.device)
 
     def _forget_what_was_discarded(self) -> None:
         """Setting the model's gradients to None, whoever does it, clears its statistics."""
@@ -399,6 +410,23 @@ class CaptureClock:
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
         self.calls = 0
+        self.stream = 0  # of the noise that chooses examples
+        self._examples: tuple[Any, torch.Tensor] | None = None
+
+    def chosen(self, stream: int, count: int, total: int, device: torch.device) -> torch.Tensor:
+        """(count,), indices below `total`: from the step count, not from torch's generator."""
+        streams = torch.tensor([stream], dtype=torch.int32, device=device)
+        noise = unit_noise(streams, self.count.to(device), (count,), torch.float32)
+        return stratified((noise[0] / (2 * 3**0.5) + 0.5).clamp(0, 1 - 2**-24), total)
+
+    def examples(self, count: int, total: int, device: torch.device) -> torch.Tensor:
+        """`chosen`, drawn once in a step for all layers."""
+        if torch.compiler.is_compiling():
+            return self.chosen(self.stream, count, total, device)
+        key = (count, total, device, self.count._version)
+        if self._examples is None or self._examples[0] != key:
+            self._examples = key, self.chosen(self.stream, count, total, device)
+        return self._examples[1]
 
     def ran(self, layer: Layer, transposed: bool, positions: int, again: bool) -> None:
         """A covered layer produced an output, possibly one that was made before."""

@@ -52,6 +52,7 @@ class FoundLayers:
         max_factor_size: int = 8192,
         weight_sharing: str | Mapping[str, str] = "expand",
         max_rows: int = 0,
+        max_examples: int = 0,
         only: tuple[type[nn.Module], ...] | None = None,
         moved: set[int] | None = None,
     ) -> None:
@@ -62,6 +63,7 @@ class FoundLayers:
         self._max_factor_size = max_factor_size
         self._weight_sharing = weight_sharing
         self._max_rows = max_rows
+        self._max_examples = max_examples
         self._only = only
         self._moved = moved
         if not isinstance(weight_sharing, str):
@@ -225,7 +227,8 @@ class FoundLayers:
                 dilation=tuple(module.dilation),
                 padding_mode=module.padding_mode,
                 reduce=reduce,
-                max_rows=self._max_rows,
+                max_rows=0 if self._max_examples else self._max_rows,
+                max_examples=self._max_examples,
             )
         if isinstance(module, nn.Embedding):
             padding = -1 if module.padding_idx is None else module.padding_idx
@@ -233,7 +236,9 @@ class FoundLayers:
             return LayerSpec("embedding", padding_index=padding, norm_size=rows)
         if isinstance(module, nn.EmbeddingBag):
             return LayerSpec("bag", norm_size=module.num_embeddings)
-        return _norm_spec(module, reduce)
+        spec = _norm_spec(module, reduce)
+        over_positions = spec.norm in ("batch", "group", "instance")
+        return spec._replace(max_examples=self._max_examples if over_positions else 0)
 
     def _reduces(self, module: nn.Module) -> bool:
         if isinstance(self._weight_sharing, str):

@@ -82,12 +82,15 @@ class KFAC(torch.optim.Optimizer):
             is of classes or coordinates, the others count the loss's terms: of n scalars it has to be
             (n, 1), as (n,) is one term of n coordinates.
         fisher_samples: how many targets 'mc' draws.
-        seed: of the noise behind 'mc' and `max_rows`.
+        seed: of the noise behind 'mc', `max_rows` and `max_examples`.
         weight_sharing: 'expand' takes every position (token, pixel) as a row, 'reduce' every example,
             with averaged inputs and summed gradients (Eschenhagen et al. 2023, arXiv:2311.00636); or a
             dict from class names, such as {'Conv2d': 'reduce'}.
         max_rows: statistics of linear and convolution layers from a random subset of at most so many
             rows of each call, scaled to be unbiased; None: all rows.
+        max_examples: statistics of convolutions, and of batch, group and instance norms, from a random
+            subset of at most so many examples of each call, scaled to be unbiased; None: all. Costs
+            less than as many rows from all examples; of convolutions it is taken instead of `max_rows`.
         factor_scaling: 'fisher', or 'kfac_pytorch' for that package's numbers: its layers (Linear and
             Conv2d), its scaling, its running averages started at the identity, its undivided damping.
         skip_layers: regular expressions; layers whose name or class name one of them matches (by
@@ -165,6 +168,7 @@ class KFAC(torch.optim.Optimizer):
         seed: int = 0,
         weight_sharing: str | Mapping[str, str] = "expand",
         max_rows: int | None = None,
+        max_examples: int | None = None,
         factor_scaling: str = "fisher",
         skip_layers: Sequence[str] | None = None,
         factor_dtype: torch.dtype | None = None,
@@ -204,6 +208,8 @@ class KFAC(torch.optim.Optimizer):
         check_integer("accumulation_steps", accumulation_steps, at_least=1)
         if max_rows is not None:
             check_integer("max_rows", max_rows, at_least=1)
+        if max_examples is not None:
+            check_integer("max_examples", max_examples, at_least=1)
         kinds = weight_sharing if isinstance(weight_sharing, Mapping) else {"": weight_sharing}
         for kind, value in kinds.items():
             check_choice(f"weight_sharing[{kind!r}]" if kind else "weight_sharing", value, SHARINGS)
@@ -260,6 +266,7 @@ class KFAC(torch.optim.Optimizer):
             max_factor_size=max_factor_size,
             weight_sharing=weight_sharing,
             max_rows=max_rows or 0,
+            max_examples=max_examples or 0,
             only=(nn.Linear, nn.Conv2d) if factor_scaling == "kfac_pytorch" else None,
             moved=None if optimizer is None else _moved_by(optimizer),
         )
@@ -311,6 +318,7 @@ class KFAC(torch.optim.Optimizer):
             "seed": seed,
             "weight_sharing": weight_sharing,
             "max_rows": max_rows,
+            "max_examples": max_examples,
             "factor_scaling": factor_scaling,
             "skip_layers": skip_layers,
             "factor_dtype": factor_dtype,

@@ -93,6 +93,7 @@ class KFACEngine:
         self.layers, self.routing = found.layers, found.routing
         self.routing.require_preconditioned("K-FAC")
         self.clock = CaptureClock()
+        (self.clock.stream,) = stream_numbers(-1, 1, seed)  # apart from that of every layer
         self.captures: list[LayerCapture] = []
         self.kept: dict[int, KeptRows] = {}  # by layer
         self._attached: list[Any] = []  # everything with hooks

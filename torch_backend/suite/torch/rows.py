@@ -12,6 +12,7 @@ from suite.core import correlations, patches
 from suite.core.ekfac import second_moment_in_basis
 from suite.core.statistics import (
     batch_norm_second_moment_sum,
+    normalized_over_batch,
     second_moment_sum,
     unit_second_moment_sum,
 )
@@ -40,6 +41,7 @@ class LayerSpec(NamedTuple):
     padding_index: int = -1  # of 'embedding'
     reduce: bool = False  # one row an example (K-FAC-reduce), not one a position (K-FAC-expand)
     max_rows: int = 0  # statistics from a random subset of at most so many rows; 0: from all
+    max_examples: int = 0  # likewise of examples
 
 
 class Sums(NamedTuple):
@@ -56,7 +58,7 @@ def sums(
     x: torch.Tensor | None,
     gradient: torch.Tensor,
     *,
-    noise: torch.Tensor | None,
+    chosen: torch.Tensor | None = None,
     want_A: bool = True,
     bases: Bases | None = None,
 ) -> Sums:
@@ -65,10 +67,13 @@ def sums(
     Args:
         x: the layer's input; of a bag, its second moments (`bag_second_moments`); of a bias, None.
         gradient: of the loss by the layer's output.
-        noise: (max_rows,), uniform on (0, 1), for a subset of rows.
+        chosen: the indices of the examples (if the spec has `max_examples`) or of the rows to take; None:
+            all of them.
         want_A: whether Σ a aᵀ is to be computed; another layer with the same input may have it.
         bases: eigenvectors of A and G, to sum second moments in; None: do not.
     """
+    if chosen is not None and spec.max_examples:
+        return _sums_of_some(spec, x, gradient, chosen, want_A, bases)
     positions = output_positions(spec, gradient)
     if spec.kind == "bias":
         rows = _channel_rows(gradient, spec)
@@ -80,11 +85,7 @@ def sums(
         return _norm_sums(spec, x, gradient, positions)
     if spec.kind in ("embedding", "bag"):
         return _embedding_sums(spec, x, gradient, positions)
-    total = _row_count(spec, x)
-    chosen, share = None, 1.0
-    if noise is not None and 0 < spec.max_rows < total and not spec.reduce:
-        chosen = stratified(noise, total)
-        share = total / spec.max_rows
+    share = 1.0 if chosen is None else row_count(spec, x) / chosen.numel()
     if chosen is None and bases is None and _without_rows(spec):
         A = None
         if want_A:
@@ -108,6 +109,38 @@ def sums(
         A, G = None if A is None else A * share, G * share
         products = None if products is None else products * share
     return Sums(A, G, _counts(gradient, round(inputs.shape[1] * share), positions), products)
+
+
+def _sums_of_some(
+    spec: LayerSpec,
+    x: torch.Tensor | None,
+    gradient: torch.Tensor,
+    chosen: torch.Tensor,
+    want_A: bool,
+    bases: Bases | None,
+) -> Sums:
+    """`sums` from the chosen examples, in proportion."""
+    assert x is not None
+    share = gradient.shape[0] / chosen.numel()
+    if spec.norm == "batch":  # every example has a part in how each is normalized
+        x = normalized_over_batch(x, spec.eps or 0.0, chosen)
+        spec = spec._replace(norm="")
+    else:
+        x = x.index_select(0, chosen)
+    spec, gradient = spec._replace(max_examples=0), gradient.index_select(0, chosen)
+    A, G, counts, products = sums(spec, x, gradient, want_A=want_A, bases=bases)
+    return Sums(
+        None if A is None else A * share,
+        G * share,
+        torch.round(counts * share),
+        None if products is None else products * share,
+    )
+
+
+def example_count(spec: LayerSpec, y: torch.Tensor) -> int:
+    """How many examples a call of a layer had, if it has `max_examples`; 1 without a batch axis."""
+    axes = 1 + len(spec.kernel) if spec.kernel else max(-spec.channel_axis, 1)
+    return 1 if y.ndim == axes else y.shape[0]
 
 
 def output_positions(spec: LayerSpec, y: torch.Tensor) -> int:
@@ -202,7 +235,10 @@ def _without_rows(spec: LayerSpec) -> bool:
     return plain and not spec.diagonal[0]
 
 
-def _row_count(spec: LayerSpec, x: torch.Tensor) -> int:
+def row_count(spec: LayerSpec, x: torch.Tensor) -> int:
+    """How many rows a call of a layer had, if it has `max_rows` and more than one row an example."""
+    if spec.reduce or not spec.max_rows:
+        return 0
     if spec.kind == "dense":
         return x.numel() // x.shape[-1]
     x = _batched(x, spec)
