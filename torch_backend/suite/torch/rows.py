@@ -67,8 +67,8 @@ def sums(
     Args:
         x: the layer's input; of a bag, its second moments (`bag_second_moments`); of a bias, None.
         gradient: of the loss by the layer's output.
-        chosen: the indices of the examples (if the spec has `max_examples`) or of the rows to take; None:
-            all of them.
+        chosen: the indices of the examples (if the spec has `max_examples`) or of the rows to take;
+            None: all of them.
         want_A: whether Σ a aᵀ is to be computed; another layer with the same input may have it.
         bases: eigenvectors of A and G, to sum second moments in; None: do not.
     """
