@@ -209,7 +209,10 @@ def parts(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
 
 
 def summed_gram(x: torch.Tensor) -> torch.Tensor:
-    """Σ x xᵀ over the first axis of (k, m, n), without an array of products."""
+    """Σ x xᵀ over the first axis of (k, m, n); on a CPU without an array of products or a copy of x."""
+    if x.device.type != "cpu":  # there each of `addbmm`'s k products is a launch
+        flat = x.transpose(0, 1).flatten(1)
+        return flat @ flat.mT
     zero = torch.zeros((x.shape[1], x.shape[1]), dtype=x.dtype, device=x.device)
     return torch.addbmm(zero, x, x.mT)
 
