@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from conftest import assert_close, assert_identical, convolutions, library, normal, to_numpy
 from oracles import convolution_rows
-from suite.core import linalg
+from suite.core import correlations, linalg
 from suite.core._namespace import array_namespace, factorizations
 from suite.core.correlations import output_second_moment_sum, second_moment_sum
 
@@ -30,10 +31,34 @@ def test_second_moments_are_those_of_the_rows(convolution, bias):
 
 
 @given(convolutions(ranks=(1, 2), places=5), st.booleans())
+def test_second_moments_without_patches_are_those_of_the_rows(convolution, bias):
+    """Whatever is less work."""
+    with mock.patch.object(correlations._Plane, "work", return_value=0):
+        got = second_moment_sum(*convolution, bias=bias)
+    assert_close(got, oracle(*convolution, bias=bias))
+
+
+@given(convolutions(ranks=(1, 2), places=5), st.booleans())
 def test_second_moments_at_stride_one_are_those_of_the_rows(convolution, bias):
     x, kernel, stride, *rest = convolution
     geometry = kernel, [1] * len(stride), *rest
     assert_close(second_moment_sum(x, *geometry, bias=bias), oracle(x, *geometry, bias=bias))
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding", "made"),
+    [
+        *[(32, 3, 1, 1, False), (7, 3, 1, 1, False), (64, 7, 2, 3, False)],
+        *[(3, 3, 1, 0, True), (32, 3, 2, 1, True)],
+    ],
+)
+def test_patches_are_made_where_they_are_less_work(size, kernel, stride, padding, made):
+    geometry = (kernel,) * 2, (stride,) * 2, ((padding,) * 2,) * 2, (1, 1)
+    plane = correlations._Plane.second_moment_sum
+    with mock.patch.object(correlations._Plane, "second_moment_sum", autospec=True) as used:
+        used.side_effect = plane
+        second_moment_sum(normal(1, 1, size, size), *geometry)
+    assert used.called != made
 
 
 # Every kind of border: the same size, one side only, more padding than the kernel reaches, none, images
@@ -58,6 +83,11 @@ GEOMETRIES = [
     ((2, 3, 5, 6), (1, 1), (2, 1), ((1, 0), (0, 1)), (1, 1), 3),
     ((2, 3, 5, 6), (1, 3), (2, 1), ((0, 0), (1, 1)), (1, 1), 1),
     ((2, 4, 6, 5), (3, 2), (1, 2), ((1, 2), (0, 1)), (2, 1), 2),
+    ((2, 2, 13, 12), (7, 7), (2, 2), ((3, 3), (3, 3)), (1, 1), 1),
+    ((2, 4, 13, 11), (7, 5), (3, 2), ((3, 1), (0, 2)), (1, 1), 2),
+    ((2, 2, 17, 16), (5, 5), (2, 1), ((2, 2), (4, 4)), (1, 2), 1),
+    ((2, 2, 23, 22), (5, 5), (2, 2), ((4, 0), (0, 3)), (2, 1), 1),
+    ((2, 2, 30), (9,), (2,), ((4, 3),), (1,), 1),
     ((2, 3, 9), (5,), (1,), ((2, 2),), (1,), 1),
     ((2, 4, 9), (3,), (1,), ((0, 4),), (2,), 2),
     ((1, 2, 3, 4, 3), (2, 2, 3), (1, 1, 1), ((1, 0), (0, 0), (1, 1)), (1, 1, 1), 1),

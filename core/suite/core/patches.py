@@ -44,7 +44,7 @@ def patches(
     out = [
         output_size(*sides) for sides in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
     ]
-    x = _pad(x, padding)
+    x = zero_padded(x, padding)
     slices = [
         x[
             (
@@ -88,7 +88,7 @@ def patches_at(
     out = [
         output_size(*sides) for sides in zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
     ]
-    x = _pad(x, padding)
+    x = zero_padded(x, padding)
     sizes = x.shape[2:]
     # The flat position of each row's first kernel place, and from there of all others.
     place, first, scale = chosen, chosen * 0, 1
@@ -120,7 +120,7 @@ def output_rows(y: Array, groups: int = 1) -> Array:
     return xp.reshape(y, (groups, n * places, channels // groups))
 
 
-def _pad(x: Array, padding: Sequence[tuple[int, int]]) -> Array:
+def zero_padded(x: Array, padding: Sequence[tuple[int, int]]) -> Array:
     """Zeros around the spatial axes; the standard has no pad."""
     xp = array_namespace(x)
     for axis, (before, after) in enumerate(padding, start=2):
