@@ -37,6 +37,10 @@ def race_table(name: str, report: dict[str, Any]) -> str:
         cells += [f"{one['milliseconds_per_step']:.1f}", settings]
         lines.append(f"| {contender} | {' | '.join(cells)} |")
     lines += [f"| {contender} | failed: {error} |" for contender, error in report["failed"].items()]
+    lines += [
+        f"\nStatistics of {contender} over forward and backward: {ratio:.2f}"
+        for contender, ratio in report.get("statistics", {}).items()
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -78,6 +82,10 @@ def step_time_table(name: str, report: dict[str, Any]) -> str:
         cells += [f"{one['bytes_per_parameter']:.1f}", f"{one['first_step']:.2f}"]
         lines.append(f"| {contender} | {' | '.join(cells)} |")
     lines += [f"| {contender} | failed: {error} |" for contender, error in report["failed"].items()]
+    lines += [
+        f"\nStatistics of {contender} over forward and backward: {ratio:.2f}"
+        for contender, ratio in report.get("statistics", {}).items()
+    ]
     return "\n".join(lines) + "\n"
 
 
