@@ -202,6 +202,30 @@ def test_a_compiled_model_gives_the_same_statistics():
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("settings", [{}, {"max_examples": 4}, {"max_rows": 30}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_compiled_convolutional_network_gives_the_same_statistics(settings, dtype):
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 4, 3, 2),
+        nn.Conv2d(4, 2, 1),
+    ]
+    model, x = nn.Sequential(*layers).to(dtype), torch.randn(6, 3, 7, 6, dtype=dtype)
+    results = []
+    for compiled in (False, True):
+        one = copy.deepcopy(model)
+        kfac = KFAC(one, **settings)
+        run = torch.compile(one, backend="aot_eager", fullgraph=True) if compiled else one
+        run(x).square().sum().backward()
+        results.append(taken(kfac))
+    for eager, traced in zip(*results, strict=True):
+        for a, b in zip(eager, traced, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_the_hooked_model_computes_what_it_did():
     model = double(lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2)))
     reference = copy.deepcopy(model)

@@ -17,6 +17,7 @@ from torch.nn import grad
 
 # Sides from which half a product is faster than a whole one; with rows twice as many. Measured.
 _SMALLEST_HALVED, _SMALLEST_HALVED_TALL = 384, 128
+_ONEDNN = torch.backends.mkldnn.is_available()  # asked here, for torch.compile cannot
 _POSITIONS_AT_ONCE = 16384  # that a convolution sums in one float32 accumulator
 
 abs = torch.abs
@@ -227,7 +228,7 @@ def correlations(
     _, channels, height, width = x.shape
     tall, wide = kernel[0], 2 * kernel[1] - 1
     c = channels // groups
-    if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+    if x.device.type == "cpu" and x.dtype == torch.float32 and _ONEDNN:
         # Images one below the other, zeros between them, channels together.
         total = torch.zeros((), dtype=x.dtype)
         for part in x.split(builtins.max(1, _POSITIONS_AT_ONCE // (height * width))):
