@@ -121,10 +121,11 @@ def batch_norm_second_moment_sum(x: Array, gradient: Array, eps: float, both: bo
     mean = _channel_sums(x)[:, None] / float(x.shape[0] * x.shape[2])
     sums = []
     for some, shifts in zip(_parts(x), _parts(gradient), strict=True):
-        centered = some - mean
-        scales = centered * shifts
-        products = centered * centered, scales * scales, scales * shifts, shifts * shifts
-        sums.append([_channel_sums(product) for product in products])
+        scales = some - mean
+        squares = _channel_sums(scales * scales)
+        scales *= shifts  # where it is: memory that is new costs more than what is done with it
+        pairs = (scales, scales), (scales, shifts), (shifts, shifts)
+        sums.append([squares, *(_channel_sums(a * b) for a, b in pairs)])
     squares, scaled, cross, shifted = (sum(some[1:], some[0]) for some in zip(*sums, strict=True))
     deviation = xp.sqrt(squares / float(x.shape[0] * x.shape[2]) + eps)
     scaled, cross = scaled / (deviation * deviation), cross / deviation
@@ -145,7 +146,8 @@ def normalized_over_batch(x: Array, eps: float, chosen: Array) -> Array:
     rows, shape = float(math.prod(x.shape) // x.shape[1]), (1, -1, *(1,) * (x.ndim - 2))
     flat = _places_last(x)
     mean = _channel_sums(flat) / rows
-    squares = [_channel_sums((some - mean[:, None]) ** 2) for some in _parts(flat)]
+    centered = (some - mean[:, None] for some in _parts(flat))
+    squares = [_channel_sums(some * some) for some in centered]
     deviation = xp.sqrt(sum(squares[1:], squares[0]) / rows + eps)
     return (xp.take(lift(x), chosen, axis=0) - xp.reshape(mean, shape)) / xp.reshape(deviation, shape)
 
