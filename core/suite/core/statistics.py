@@ -146,8 +146,11 @@ def normalized_over_batch(x: Array, eps: float, chosen: Array) -> Array:
     rows, shape = float(math.prod(x.shape) // x.shape[1]), (1, -1, *(1,) * (x.ndim - 2))
     flat = _places_last(x)
     mean = _channel_sums(flat) / rows
-    centered = (some - mean[:, None] for some in _parts(flat))
-    squares = [_channel_sums(some * some) for some in centered]
+    squares = []
+    for some in _parts(flat):
+        centered = some - mean[:, None]
+        centered *= centered
+        squares.append(_channel_sums(centered))
     deviation = xp.sqrt(sum(squares[1:], squares[0]) / rows + eps)
     return (xp.take(lift(x), chosen, axis=0) - xp.reshape(mean, shape)) / xp.reshape(deviation, shape)
 
