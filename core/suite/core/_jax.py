@@ -99,7 +99,9 @@ def usually(condition: jax.Array, x: jax.Array, other: Callable[[], Any]) -> jax
 
 def gram(x: jax.Array) -> jax.Array:
     """xᵀ x; the compiler decides how."""
-    return jnp.matmul(x.mT, x)
+    batch = tuple(range(x.ndim - 2))
+    rows = (x.ndim - 2,)
+    return lax.dot_general(x, x, ((rows, rows), (batch, batch)))
 
 
 @jax.jit
