@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from suite.core import buckets, ekfac, linalg, padding, statistics
+from suite.core import buckets, ekfac, linalg, moments, padding, statistics
 from suite.core import kfac as core_kfac
 from suite.jax.factors_state import (
     FactorsState,
@@ -25,6 +25,16 @@ from suite.jax.spread import Spread
 
 # Above this side a stack of layers costs a copy of every gradient and saves nothing.
 _STACKED_UP_TO = 128
+
+
+class Stack(NamedTuple):
+    """Factors of one size."""
+
+    n: int
+    diagonal: bool
+    dtype: Any  # of the parameters
+    layers: list[int]
+    side: int  # 0 for A and 1 for G
 
 
 class _Place(NamedTuple):
@@ -62,17 +72,16 @@ class Factors:
         keys = []
         for i, layer in enumerate(self.layers):
             alone = i if max(layer.sizes) > _STACKED_UP_TO else None
-            keys.append(((layer.sizes, layer.diagonal, plan.dtypes[layer.leaf], alone), layer.groups))
+            kind = layer.sizes, layer.diagonal, plan.dtypes[layer.leaf], layer.input_first
+            keys.append(((*kind, alone), layer.groups))
         self.buckets = buckets.plan_buckets(keys)
         at = {layer.name: i for i, layer in enumerate(self.layers)}
         # A layer whose leader is not here leads itself; its statistics then come from the leader's.
         self.leader = [at.get(layer.input_of or layer.name, i) for i, layer in enumerate(self.layers)]
         self.places: dict[tuple[int, int], _Place] = {}
-        self.stacks: list[
-            tuple[int, bool, Any, list[int], int]
-        ] = []  # side, diagonal, dtype, layers, at
+        self.stacks: list[Stack] = []
         for bucket in self.buckets:
-            sizes, diagonal, dtype, _ = bucket.key
+            sizes, diagonal, dtype, *_ = bucket.key
             for side in (0, 1):
                 owners, count = [], 0
                 for member in bucket.members:
@@ -84,19 +93,29 @@ class Factors:
                     owners.append(member.index)
                     count += groups
                 if owners:
-                    self.stacks.append((sizes[side], diagonal[side], dtype, owners, side))
+                    self.stacks.append(Stack(sizes[side], diagonal[side], dtype, owners, side))
         for i, leader in enumerate(self.leader):
             self.places[i, 0] = self.places[leader, 0]
+
+    @property
+    def written(self) -> list[bool]:
+        """By leaf."""
+        own = {i for layer in self.layers for i in (layer.leaf, layer.bias)}
+        return [i in own for i in range(len(self.plan.names))]
 
     @functools.cached_property
     def first(self) -> list[int]:
         """The number of each stack's first factor, counting through all, and one behind the last."""
-        counts = [sum(self.layers[i].groups for i in owners) for _, _, _, owners, _ in self.stacks]
+        counts = [sum(self.layers[i].groups for i in stack.layers) for stack in self.stacks]
         return [int(x) for x in np.cumsum([0, *counts])]
 
     def numbers(self, stack: int) -> range:
         """Of its factors."""
         return range(self.first[stack], self.first[stack + 1])
+
+    def entries(self, stack: int) -> slice:
+        """Where its factors are among all."""
+        return slice(self.first[stack], self.first[stack + 1])
 
     def number(self, layer: int, side: int, group: int) -> int:
         """Of one factor."""
@@ -106,19 +125,27 @@ class Factors:
     # ---- init ----------------------------------------------------------------------------------
 
     def init(self) -> FactorsState:
-        factors = []
-        for number, (n, diagonal, _, owners, _) in enumerate(self.stacks):
-            count = sum(self.layers[i].groups for i in owners)
+        averages, inverses = [], []
+        for number, stack in enumerate(self.stacks):
             like, inverse_like = (jnp.zeros((), dtype) for dtype in self.dtypes(number))
-            factors.append(self.rule.init_factor(like, (count,), n, diagonal, inverse_like))
+            count = len(self.numbers(number))
+            factor = self.rule.init_factor(like, (count,), stack.n, stack.diagonal, inverse_like)
+            averages.append(factor.average)
+            inverses.append(factor.inverse)
         products = []
         if self.keeps_products:
             for bucket in self.buckets:
-                sizes, _, dtype, _ = bucket.key
+                sizes, _, dtype, *_ = bucket.key
                 wide = jnp.promote_types(self.inv_dtype or dtype, jnp.float32)
                 shape = (bucket.blocks, sizes[1], sizes[0])
                 products.append((jnp.zeros(shape, wide), jnp.ones(bucket.blocks, wide)))
-        return FactorsState(tuple(factors), tuple(products))
+        return FactorsState(tuple(averages), tuple(inverses), *self.no_evidence(), tuple(products))
+
+    def no_evidence(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Weight, ready and failures of all factors before the first step."""
+        kinds = [jnp.promote_types(stack.dtype, jnp.float32) for stack in self.stacks]
+        count, kind = self.first[-1], jnp.result_type(*kinds) if kinds else jnp.float32
+        return jnp.zeros(count, kind), jnp.zeros(count, bool), jnp.zeros(count, jnp.int32)
 
     # ---- now and then --------------------------------------------------------------------------
 
@@ -146,10 +173,18 @@ class Factors:
 
     def update(self, state: FactorsState, given: Statistics, factor_decay: Any) -> FactorsState:
         """Average normalized statistics in."""
-        factors = [
-            self.rule.update_factor(factor, new, seen, factor_decay)
-            for factor, (new, seen) in zip(state.factors, self._new(given), strict=True)
+        if not self.stacks:
+            return state
+        new, seen = self._new(given)
+        kept = jnp.where(seen, factor_decay, 1.0).astype(state.weight.dtype)
+        averages = [
+            moments.mix(average, x, kept[self.entries(number)])
+            for number, (average, x) in enumerate(zip(state.averages, new, strict=True))
         ]
+        state = state._replace(
+            averages=tuple(averages),
+            weight=moments.mix(state.weight, jnp.ones_like(state.weight), kept),
+        )
         products = list(state.products)
         for number, bucket in enumerate(self.buckets if self.keeps_products else ()):
             average, weight = products[number]
@@ -172,17 +207,17 @@ class Factors:
                     seen_parts.append(sums.rows > 0)
             seen = jnp.concatenate(seen_parts) & ready & ready_G
             products[number] = ekfac.update(average, weight, jnp.concatenate(parts), seen, factor_decay)
-        return state._replace(factors=tuple(factors), products=tuple(products))
+        return state._replace(products=tuple(products))
 
-    def _new(self, given: Statistics) -> list[tuple[jax.Array, jax.Array]]:
+    def _new(self, given: Statistics) -> tuple[list[jax.Array], jax.Array]:
         """For each stack what was seen now, normalized, and of which factors anything was."""
-        new = [self._normalized(layer, given) for layer in self.layers]
-        pairs = []
-        for number, (_, _, _, owners, side) in enumerate(self.stacks):
-            parts = [new[i][side].astype(self.dtypes(number)[0]) for i in owners]
-            seen = [given.layers[self.layers[i].name].main.rows > 0 for i in owners]
-            pairs.append((jnp.concatenate(parts), jnp.concatenate(seen)))
-        return pairs
+        of_layer = [self._normalized(layer, given) for layer in self.layers]
+        new, seen = [], []
+        for number, stack in enumerate(self.stacks):
+            parts = [of_layer[i][stack.side].astype(self.dtypes(number)[0]) for i in stack.layers]
+            new.append(jnp.concatenate(parts))
+            seen += [given.layers[self.layers[i].name].main.rows > 0 for i in stack.layers]
+        return new, jnp.concatenate(seen)
 
     def _normalized(self, layer: Layer, given: Statistics) -> tuple[jax.Array, jax.Array]:
         sums = given.layers[layer.name]
@@ -237,34 +272,55 @@ class Factors:
         prepared: list[Any] = []
         means: list[Any] = [None] * len(self.stacks)
         for (m, diagonal, *_), numbers in self._classes().items():
-            parts = [state.factors[number] for number in numbers]
-            counts = [part.weight.shape[0] for part in parts]
-            weight = jnp.concatenate([part.weight for part in parts])
-            average = jnp.concatenate([_behind(part.average, m) for part in parts])
-            sides = np.repeat([self.stacks[n][0] for n in numbers], counts).tolist()
+            parts = [state.averages[number] for number in numbers]
+            counts = [part.shape[0] for part in parts]
+            entries = np.concatenate([np.asarray(self.numbers(n)) for n in numbers])
+            average = _behind(parts, m)
+            weight = state.weight[entries]
+            sides = np.repeat([self.stacks[n].n for n in numbers], counts).tolist()
             if diagonal:
-                found = core_kfac.mean_eigenvalue(core_kfac.Factor(average, weight, None, None, None))
+                found = core_kfac.mean_eigenvalue(average, weight)
             else:
                 average, found = padding.fill(average, weight, sides, below=self.rule.keeps_eigenbases)
             for number, mean in zip(numbers, _split(found, counts), strict=True):
                 means[number] = mean
-            prepared.append((numbers, counts, average, weight))
+            prepared.append((numbers, counts, entries, average, weight))
         dampings = self._dampings(jnp.concatenate(means), damping)
-        factors = list(state.factors)
-        for numbers, counts, average, weight in prepared:
-            entries = np.concatenate([np.asarray(self.numbers(n)) for n in numbers])
+        new: list[Any] = [None] * len(self.stacks)
+        fine: list[Any] = [None] * len(self.stacks)
+        for numbers, counts, entries, average, weight in prepared:
             inverse = self.rule.invert(average, weight, dampings[entries].astype(weight.dtype))
-            seen, fine = weight > 0, core_kfac.usable(inverse, 1)
+            usable = core_kfac.usable(inverse, 1)
             for number, start, stop in zip(numbers, *_bounds(counts), strict=True):
-                old, own = factors[number], slice(start, stop)
-                replace = (seen & fine)[own]
-                new = _in_front(inverse, own, self.stacks[number][0])
-                factors[number] = old._replace(
-                    inverse=core_kfac.where(replace, new, old.inverse),
-                    ready=old.ready | replace,
-                    failures=old.failures + (seen & ~fine)[own].astype(jnp.int32),
-                )
-        return state._replace(factors=tuple(factors))
+                new[number] = _in_front(inverse, slice(start, stop), self.stacks[number].n)
+                fine[number] = usable[start:stop]
+        seen, computed = state.weight > 0, jnp.concatenate(fine)
+        replaces = seen & computed
+        replaces &= (replaces | state.ready)[self.partners]
+        inverses = [
+            core_kfac.where(replaces[self.entries(number)], x, old)
+            for number, (x, old) in enumerate(zip(new, state.inverses, strict=True))
+        ]
+        return state._replace(
+            inverses=tuple(inverses),
+            ready=state.ready | replaces,
+            failures=state.failures + (seen & ~computed).astype(jnp.int32),
+        )
+
+    @functools.cached_property
+    def partners(self) -> np.ndarray:
+        """Of each factor, the one without which it is not replaced: of the other side, in `pairs`."""
+        found = np.arange(self.first[-1])
+        for i, layer in enumerate(self.layers):
+            for b in range(layer.groups if self.pairs(i) else 0):
+                A, G = self.number(i, 0, b), self.number(i, 1, b)
+                found[A], found[G] = G, A
+        return found
+
+    def pairs(self, layer: int) -> bool:
+        """Whether both inverses of a layer are identities until both are ready, to be applied always."""
+        shared = [i for i, leader in enumerate(self.leader) if leader == self.leader[layer]]
+        return self.pads and not self.rule.keeps_eigenbases and shared == [layer]
 
     @property
     def pads(self) -> bool:
@@ -288,18 +344,30 @@ class Factors:
 
     def _refresh_by_size(self, state: FactorsState, damping: Any) -> FactorsState:
         dampings = self._dampings(self._means(state), damping)
-        factors = list(state.factors)
+        inverses = list(state.inverses)
+        order, ready, failures = [], [], []
         for numbers in self.sizes().values():
-            parts = [factors[number] for number in numbers]
-            joined = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
             entries = np.concatenate([np.asarray(self.numbers(n)) for n in numbers])
+            joined = core_kfac.Factor(
+                jnp.concatenate([state.averages[n] for n in numbers]),
+                state.weight[entries],
+                jax.tree.map(lambda *xs: jnp.concatenate(xs), *(state.inverses[n] for n in numbers)),
+                state.ready[entries],
+                state.failures[entries],
+            )
             refreshed = self._refreshed(joined, dampings[entries].astype(joined.weight.dtype))
-            start = 0
-            for number, part in zip(numbers, parts, strict=True):
-                stop = start + part.weight.shape[0]
-                factors[number] = jax.tree.map(lambda x, a=start, b=stop: x[a:b], refreshed)
-                start = stop
-        return state._replace(factors=tuple(factors))
+            counts = [len(self.numbers(n)) for n in numbers]
+            for number, start, stop in zip(numbers, *_bounds(counts), strict=True):
+                inverses[number] = jax.tree.map(lambda x, a=start, b=stop: x[a:b], refreshed.inverse)
+            order.append(entries)
+            ready.append(refreshed.ready)
+            failures.append(refreshed.failures)
+        back = np.argsort(np.concatenate(order))
+        return state._replace(
+            inverses=tuple(inverses),
+            ready=jnp.concatenate(ready)[back],
+            failures=jnp.concatenate(failures)[back],
+        )
 
     def sizes(self) -> dict[Any, list[int]]:
         """Stacks by side, whether diagonal, and dtypes of averages and inverses."""
@@ -352,7 +420,12 @@ class Factors:
 
     def _means(self, state: FactorsState) -> jax.Array:
         """Mean eigenvalues of all factors."""
-        return jnp.concatenate([core_kfac.mean_eigenvalue(factor) for factor in state.factors])
+        return jnp.concatenate(
+            [
+                core_kfac.mean_eigenvalue(average, state.weight[self.entries(number)])
+                for number, average in enumerate(state.averages)
+            ]
+        )
 
     # ---- directions ----------------------------------------------------------------------------
 
@@ -369,9 +442,25 @@ class Factors:
                 average, weight = state.products[number]
                 products = average / weight[:, None, None]
             joined = buckets.gather(bucket, gradients)
-            found = self.rule.apply(A, G, ready_A & ready_G, joined, damping, products)
+            ready = None if self.pairs(bucket.members[0].index) else ready_A & ready_G
+            found = self.apply(bucket, A, G, ready, joined, damping, products)
             buckets.scatter(bucket, found, directions)
         return directions
+
+    def apply(
+        self,
+        bucket: buckets.Bucket,
+        A: Any,
+        G: Any,
+        ready: jax.Array | None,
+        gradient: jax.Array,
+        damping: Any,
+        products: jax.Array | None = None,
+    ) -> jax.Array:
+        """Directions of layers of a bucket: G⁻¹ ∇ A⁻¹, or of what is transposed A⁻¹ ∇ᵀ G⁻¹."""
+        if bucket.key[3]:
+            A, G, products = G, A, None if products is None else products.mT
+        return self.rule.apply(A, G, ready, gradient, damping, products)
 
     def bases(self, state: FactorsState) -> dict[str, Any]:
         """Eigenvectors of (A, G) by layer, in which `value_and_grad` measures second moments."""
@@ -382,7 +471,7 @@ class Factors:
             sides = []
             for side in (0, 1):
                 place = self.places[i, side]
-                inverse = state.factors[place.stack].inverse
+                inverse = state.inverses[place.stack]
                 assert isinstance(inverse, core_kfac.Eigen)
                 vectors = inverse.vectors
                 sides.append(None if vectors is None else vectors[place.start : place.stop])
@@ -393,23 +482,27 @@ class Factors:
         """(inverses, ready) of one side of a bucket's layers."""
         places = [self.places[member.index, side] for member in bucket.members]
         first = places[0].stack
-        own = self.stacks[first][3]
-        factor = state.factors[first]
-        if own == [member.index for member in bucket.members] and self.stacks[first][4] == side:
-            return factor.inverse, factor.ready
+        stack = self.stacks[first]
+        if stack.side == side and stack.layers == [member.index for member in bucket.members]:
+            return state.inverses[first], state.ready[self.entries(first)]
         parts = []
         for place in places:
-            factor = state.factors[place.stack]
-            pair = (factor.inverse, factor.ready)
-            parts.append(jax.tree.map(lambda x, p=place: x[p.start : p.stop], pair))
+            own = slice(self.first[place.stack] + place.start, self.first[place.stack] + place.stop)
+            inverse = jax.tree.map(lambda x, p=place: x[p.start : p.stop], state.inverses[place.stack])
+            parts.append((inverse, state.ready[own]))
         inverse, ready = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
         return inverse, ready
 
 
-def _behind(average: jax.Array, side: int) -> jax.Array:
-    """Zeros behind a stack of factors."""
-    missing = side - average.shape[-1]
-    return jnp.pad(average, ((0, 0), *(((0, missing),) * (average.ndim - 1)))) if missing else average
+def _behind(parts: Sequence[jax.Array], side: int) -> jax.Array:
+    """Stacks of factors as one, with zeros behind them; written one by one, which compiles fastest."""
+    first, count = parts[0], sum(part.shape[0] for part in parts)
+    if count == first.shape[0] and side == first.shape[-1]:
+        return first
+    joined = jnp.zeros((count, *(side,) * (first.ndim - 1)), first.dtype)
+    for part, start in zip(parts, _bounds([part.shape[0] for part in parts])[0], strict=True):
+        joined = jax.lax.dynamic_update_slice(joined, part, (start, *(0,) * (first.ndim - 1)))
+    return joined
 
 
 def _in_front(inverse: Any, own: slice, side: int) -> Any:

@@ -178,8 +178,11 @@ def scale_by_kfac(
             require_fit(plan, statistics, factors.keeps_products)
         at = {name: _at(value, state.steps) for name, value in settings.items()}
         finite = all_finite(updates) & finite_statistics(statistics)
-        # The direction of zeros is zero: what is not finite goes no further.
-        leaves = zero_unless(finite, leaves)
+        gradients = [gradient_matrix(leaves, layer) for layer in factors.layers]
+        leaves = [
+            leaf if own else zero_unless(finite, leaf)
+            for leaf, own in zip(leaves, factors.written, strict=True)
+        ]
         new, missed = state.factors, jnp.asarray(False)
         due = finite & (state.steps % at["factor_update_steps"] == 0)
         if statistics is None:
@@ -190,10 +193,11 @@ def scale_by_kfac(
             new = factors.update_if(due & seen, new, statistics, at["factor_decay"])
         due = finite & (state.steps % at["inv_update_steps"] == 0)
         new = factors.refresh_if(due, new, at["damping"])
-        gradients = [gradient_matrix(leaves, layer) for layer in factors.layers]
-        directions = factors.precondition(new, gradients, at["damping"])
+        # The direction of zeros is zero: what is not finite goes no further.
+        directions = factors.precondition(new, zero_unless(finite, gradients), at["damping"])
         if at["kl_clip"] is not None and directions:
             total = sum(inner_product(d, g) for d, g in zip(directions, gradients, strict=True))
+            total = jnp.where(finite, total, 0.0)
             coefficient = kl_clip_coefficient(at["lr"] ** 2 * total, at["kl_clip"])
             directions = [d * coefficient.astype(d.dtype) for d in directions]
         for layer, direction in zip(factors.layers, directions, strict=True):
@@ -343,7 +347,7 @@ def eigenbases(state: Any, plan: Plan) -> AllBases:
     if len(found) != 1:
         raise ValueError(f"state must hold one state of scale_by_kfac, got {len(found)}")
     (own,) = found
-    inverses = [factor.inverse for factor in own.factors.factors]
+    inverses = own.factors.inverses
     if not all(isinstance(inverse, core_kfac.Eigen) for inverse in inverses):
         raise ValueError("this state keeps inverses, not eigenbases: use compute_method='ekfac'")
     factors = Factors(
