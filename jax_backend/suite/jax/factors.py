@@ -1,17 +1,17 @@
-"""The factors of all layers: where they are, and the four verbs on their stacks."""
+"""The factors of all layers: the four verbs on their stacks."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from suite.core import buckets, ekfac, linalg, moments, padding, statistics
+from suite.core import buckets, ekfac, moments, padding, statistics
 from suite.core import kfac as core_kfac
+from suite.jax.factor_layout import FactorLayout
 from suite.jax.factors_state import (
     FactorsState,
     averages_of,
@@ -19,108 +19,12 @@ from suite.jax.factors_state import (
     with_averages,
     with_inverses,
 )
-from suite.jax.layers import Layer, LayerSums, Sums
-from suite.jax.plan import Plan, Statistics
-from suite.jax.spread import Spread
-
-# Above this side a stack of layers costs a copy of every gradient and saves nothing.
-_STACKED_UP_TO = 128
+from suite.jax.layers import Layer, Sums
+from suite.jax.plan import Statistics
 
 
-class Stack(NamedTuple):
-    """Factors of one size."""
-
-    n: int
-    diagonal: bool
-    dtype: Any  # of the parameters
-    layers: list[int]
-    side: int  # 0 for A and 1 for G
-
-
-class _Place(NamedTuple):
-    """Where a layer's factor is."""
-
-    stack: int
-    start: int
-    stop: int
-
-
-class Factors:
-    """What is static about the factors of the layers whose parameters are present.
-
-    Layers of equal sizes are stacked; a refresh stacks all factors of one side, so that each size's
-    factorization is compiled once. Layers may share an A.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        layers: Sequence[Layer],
-        rule: core_kfac.KFAC,
-        *,
-        factor_dtype: Any,
-        inv_dtype: Any,
-        warm_start: bool,
-        loss_reduction: statistics.LossReduction,
-        spread: Spread,
-    ) -> None:
-        self.plan, self.layers, self.rule = plan, list(layers), rule
-        self.factor_dtype, self.inv_dtype = factor_dtype, inv_dtype
-        self.warm_start, self.spread = warm_start, spread
-        self.loss_reduction: statistics.LossReduction = loss_reduction
-        self.keeps_products = rule.compute_method == "ekfac"
-        keys = []
-        for i, layer in enumerate(self.layers):
-            alone = i if max(layer.sizes) > _STACKED_UP_TO else None
-            kind = layer.sizes, layer.diagonal, plan.dtypes[layer.leaf], layer.input_first
-            keys.append(((*kind, alone), layer.groups))
-        self.buckets = buckets.plan_buckets(keys)
-        at = {layer.name: i for i, layer in enumerate(self.layers)}
-        # A layer whose leader is not here leads itself; its statistics then come from the leader's.
-        self.leader = [at.get(layer.input_of or layer.name, i) for i, layer in enumerate(self.layers)]
-        self.places: dict[tuple[int, int], _Place] = {}
-        self.stacks: list[Stack] = []
-        for bucket in self.buckets:
-            sizes, diagonal, dtype, *_ = bucket.key
-            for side in (0, 1):
-                owners, count = [], 0
-                for member in bucket.members:
-                    if side == 0 and self.leader[member.index] != member.index:
-                        continue
-                    groups = member.stop - member.start
-                    place = _Place(len(self.stacks), count, count + groups)
-                    self.places[member.index, side] = place
-                    owners.append(member.index)
-                    count += groups
-                if owners:
-                    self.stacks.append(Stack(sizes[side], diagonal[side], dtype, owners, side))
-        for i, leader in enumerate(self.leader):
-            self.places[i, 0] = self.places[leader, 0]
-
-    @property
-    def written(self) -> list[bool]:
-        """By leaf."""
-        own = {i for layer in self.layers for i in (layer.leaf, layer.bias)}
-        return [i in own for i in range(len(self.plan.names))]
-
-    @functools.cached_property
-    def first(self) -> list[int]:
-        """The number of each stack's first factor, counting through all, and one behind the last."""
-        counts = [sum(self.layers[i].groups for i in stack.layers) for stack in self.stacks]
-        return [int(x) for x in np.cumsum([0, *counts])]
-
-    def numbers(self, stack: int) -> range:
-        """Of its factors."""
-        return range(self.first[stack], self.first[stack + 1])
-
-    def entries(self, stack: int) -> slice:
-        """Where its factors are among all."""
-        return slice(self.first[stack], self.first[stack + 1])
-
-    def number(self, layer: int, side: int, group: int) -> int:
-        """Of one factor."""
-        place = self.places[layer, side]
-        return self.first[place.stack] + place.start + group
+class Factors(FactorLayout):
+    """A refresh stacks factors of about one size, so that one factorization is compiled for all."""
 
     # ---- init ----------------------------------------------------------------------------------
 
@@ -188,8 +92,6 @@ class Factors:
         products = list(state.products)
         for number, bucket in enumerate(self.buckets if self.keeps_products else ()):
             average, weight = products[number]
-            _, ready = self._gathered(state, bucket, 0)
-            _, ready_G = self._gathered(state, bucket, 1)
             parts, seen_parts = [], []
             for member in bucket.members:
                 sums = given.layers[self.layers[member.index].name].main
@@ -205,7 +107,7 @@ class Factors:
                         )
                     )
                     seen_parts.append(sums.rows > 0)
-            seen = jnp.concatenate(seen_parts) & ready & ready_G
+            seen = jnp.concatenate(seen_parts) & self.ready(state, bucket)
             products[number] = ekfac.update(average, weight, jnp.concatenate(parts), seen, factor_decay)
         return state._replace(products=tuple(products))
 
@@ -253,10 +155,8 @@ class Factors:
             return new
         products = []
         for bucket, (average, weight) in zip(self.buckets, state.products, strict=True):
-            A, ready_A = self._gathered(new, bucket, 0)
-            G, ready_G = self._gathered(new, bucket, 1)
-            restarted = ekfac.restart(A, G)
-            ready = ready_A & ready_G
+            restarted = ekfac.restart(self._gathered(new, bucket, 0), self._gathered(new, bucket, 1))
+            ready = self.ready(new, bucket)
             products.append(
                 (
                     core_kfac.where(ready, restarted[0], average),
@@ -271,7 +171,7 @@ class Factors:
             return self._refresh_by_size(state, damping)
         prepared: list[Any] = []
         means: list[Any] = [None] * len(self.stacks)
-        for (m, diagonal, *_), numbers in self._classes().items():
+        for (m, diagonal, *_), numbers in self.classes().items():
             parts = [state.averages[number] for number in numbers]
             counts = [part.shape[0] for part in parts]
             entries = np.concatenate([np.asarray(self.numbers(n)) for n in numbers])
@@ -307,41 +207,6 @@ class Factors:
             failures=state.failures + (seen & ~computed).astype(jnp.int32),
         )
 
-    @functools.cached_property
-    def partners(self) -> np.ndarray:
-        """Of each factor, the one without which it is not replaced: of the other side, in `pairs`."""
-        found = np.arange(self.first[-1])
-        for i, layer in enumerate(self.layers):
-            for b in range(layer.groups if self.pairs(i) else 0):
-                A, G = self.number(i, 0, b), self.number(i, 1, b)
-                found[A], found[G] = G, A
-        return found
-
-    def pairs(self, layer: int) -> bool:
-        """Whether both inverses of a layer are identities until both are ready, to be applied always."""
-        shared = [i for i, leader in enumerate(self.leader) if leader == self.leader[layer]]
-        return self.pads and not self.rule.keeps_eigenbases and shared == [layer]
-
-    @property
-    def pads(self) -> bool:
-        """Whether inverses are computed without those before, which are not padded."""
-        return self.rule.compute_method != "newton_schulz" and not self.warm_start
-
-    def _classes(self) -> dict[Any, list[int]]:
-        """Stacks by padded side, whether diagonal, and dtypes."""
-        counts: dict[Any, dict[int, int]] = {}
-        for number, (n, diagonal, *_) in enumerate(self.stacks):
-            if not diagonal:
-                own = counts.setdefault(self.dtypes(number), {})
-                own[n] = own.get(n, 0) + len(self.numbers(number))
-        classes = {dtypes: padding.size_classes(own) for dtypes, own in counts.items()}
-        groups: dict[Any, list[int]] = {}
-        for number, (n, diagonal, *_) in enumerate(self.stacks):
-            dtypes = self.dtypes(number)
-            side = n if diagonal else classes[dtypes][n]
-            groups.setdefault((side, diagonal, *dtypes), []).append(number)
-        return groups
-
     def _refresh_by_size(self, state: FactorsState, damping: Any) -> FactorsState:
         dampings = self._dampings(self._means(state), damping)
         inverses = list(state.inverses)
@@ -368,18 +233,6 @@ class Factors:
             ready=jnp.concatenate(ready)[back],
             failures=jnp.concatenate(failures)[back],
         )
-
-    def sizes(self) -> dict[Any, list[int]]:
-        """Stacks by side, whether diagonal, and dtypes of averages and inverses."""
-        groups: dict[Any, list[int]] = {}
-        for number, (n, diagonal, _, _, _) in enumerate(self.stacks):
-            groups.setdefault((n, diagonal, *self.dtypes(number)), []).append(number)
-        return groups
-
-    def dtypes(self, stack: int) -> tuple[Any, Any]:
-        """Of the stack's averages and inverses."""
-        wide = jnp.promote_types(self.stacks[stack][2], jnp.float32)
-        return jnp.dtype(self.factor_dtype or wide), jnp.dtype(self.inv_dtype or wide)
 
     def _refreshed(self, factor: core_kfac.Factor, damping: jax.Array) -> core_kfac.Factor:
         if not (self.warm_start and self.rule.keeps_eigenbases) or factor.average.ndim == 2:
@@ -435,14 +288,14 @@ class Factors:
         """Directions of all layers, from their gradient matrices."""
         directions: list[Any] = [None] * len(self.layers)
         for number, bucket in enumerate(self.buckets):
-            A, ready_A = self._gathered(state, bucket, 0)
-            G, ready_G = self._gathered(state, bucket, 1)
+            A, G = self._gathered(state, bucket, 0), self._gathered(state, bucket, 1)
             products = None
             if self.keeps_products:
                 average, weight = state.products[number]
                 products = average / weight[:, None, None]
             joined = buckets.gather(bucket, gradients)
-            ready = None if self.pairs(bucket.members[0].index) else ready_A & ready_G
+            paired = all(self.pairs(member.index) for member in bucket.members)
+            ready = None if paired else self.ready(state, bucket)
             found = self.apply(bucket, A, G, ready, joined, damping, products)
             buckets.scatter(bucket, found, directions)
         return directions
@@ -478,20 +331,23 @@ class Factors:
             found[layer.name] = (sides[0], sides[1])
         return found
 
-    def _gathered(self, state: FactorsState, bucket: buckets.Bucket, side: int) -> tuple[Any, Any]:
-        """(inverses, ready) of one side of a bucket's layers."""
+    def ready(self, state: FactorsState, bucket: buckets.Bucket) -> jax.Array:
+        """Which of a bucket's layers have inverses of both sides, (blocks,)."""
+        groups = [(m.index, b) for m in bucket.members for b in range(self.layers[m.index].groups)]
+        A, G = (np.asarray([self.number(i, side, b) for i, b in groups]) for side in (0, 1))
+        return state.ready[A] & state.ready[G]
+
+    def _gathered(self, state: FactorsState, bucket: buckets.Bucket, side: int) -> Any:
+        """Inverses of one side of a bucket's layers."""
         places = [self.places[member.index, side] for member in bucket.members]
-        first = places[0].stack
-        stack = self.stacks[first]
+        stack = self.stacks[places[0].stack]
         if stack.side == side and stack.layers == [member.index for member in bucket.members]:
-            return state.inverses[first], state.ready[self.entries(first)]
-        parts = []
-        for place in places:
-            own = slice(self.first[place.stack] + place.start, self.first[place.stack] + place.stop)
-            inverse = jax.tree.map(lambda x, p=place: x[p.start : p.stop], state.inverses[place.stack])
-            parts.append((inverse, state.ready[own]))
-        inverse, ready = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
-        return inverse, ready
+            return state.inverses[places[0].stack]
+        parts = [
+            jax.tree.map(lambda x, p=place: x[p.start : p.stop], state.inverses[place.stack])
+            for place in places
+        ]
+        return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
 
 def _behind(parts: Sequence[jax.Array], side: int) -> jax.Array:
@@ -524,47 +380,3 @@ def _bounds(counts: Sequence[int]) -> tuple[list[int], list[int]]:
     """Where stacks of so many begin and end, one behind the other."""
     stops = np.cumsum(counts).tolist()
     return [stop - count for stop, count in zip(stops, counts, strict=True)], stops
-
-
-def any_rows(given: Statistics) -> jax.Array:
-    """Whether statistics are of anything, ()."""
-    rows = [jnp.any(sums.main.rows > 0) for sums in given.layers.values()]
-    return jnp.any(jnp.stack(rows))
-
-
-def finite_statistics(given: Statistics | None) -> jax.Array:
-    """Whether all statistics are finite, (); of second moments the diagonal bounds all entries."""
-    if given is None:
-        return jnp.asarray(True)
-    marks = [given.terms]
-    for sums in given.layers.values():
-        for own in (sums.main, sums.transposed):
-            if own is None:
-                continue
-            moments = [x for x in (own.A, own.G) if x is not None]
-            marks += [own.rows, *(linalg.diagonal(x) if x.ndim == 3 else x for x in moments)]
-            if own.products is not None:
-                marks.append(linalg.finite_mark(own.products))
-    kind = jnp.result_type(*marks)
-    return jnp.isfinite(linalg.finite_mark(jnp.concatenate([x.ravel().astype(kind) for x in marks])))
-
-
-def require_fit(plan: Plan, given: Statistics, products: bool) -> None:
-    """Raise unless statistics are of this plan."""
-    if not isinstance(given, Statistics):
-        raise TypeError(
-            f"statistics must be what suite.jax.value_and_grad returns, got {type(given).__name__}"
-        )
-    names = {layer.name for layer in plan.layers}
-    if set(given.layers) != names:
-        missing, unknown = sorted(names - set(given.layers)), sorted(set(given.layers) - names)
-        raise ValueError(f"statistics do not fit the plan: missing {missing}, unknown {unknown}")
-    if products:
-        measured: list[LayerSums] = [
-            given.layers[layer.name] for layer in plan.layers if layer.measures_products
-        ]
-        if any(sums.main.products is None for sums in measured):
-            raise ValueError(
-                "compute_method='ekfac' needs second moments in its eigenbases: call "
-                "value_and_grad(...)(params, ..., bases=suite.jax.eigenbases(tx_state, plan))"
-            )

@@ -118,10 +118,8 @@ class KeptFactors(SpreadFactors):
         joined, ready = [], []
         alike: dict[Any, list[int]] = {}  # buckets of one shape
         for number, bucket in enumerate(self.buckets):
-            _, ready_A = self._gathered(state, bucket, 0)
-            _, ready_G = self._gathered(state, bucket, 1)
             joined.append(buckets.gather(bucket, gradients))
-            ready.append(ready_A & ready_G)
+            ready.append(self.ready(state, bucket))
             alike.setdefault((*bucket.key[:4], joined[-1].dtype), []).append(number)
 
         def local(own: Shares, common: Any) -> Any:

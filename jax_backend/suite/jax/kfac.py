@@ -15,9 +15,10 @@ from suite.core.checks import check_choice, check_flag, check_integer, check_num
 from suite.core.linalg import inner_product
 from suite.core.step_size import kl_clip_coefficient
 from suite.jax.capture import AllBases
-from suite.jax.factors import Factors, any_rows, finite_statistics, require_fit
+from suite.jax.factors import Factors
 from suite.jax.factors_state import FactorsState, Shares
 from suite.jax.finite import all_finite, select, zero_unless
+from suite.jax.given import any_rows, finite_statistics, require_fit
 from suite.jax.kept_factors import KeptFactors
 from suite.jax.layers import gradient_matrix, write_gradient
 from suite.jax.plan import Plan, Statistics

@@ -33,10 +33,7 @@ class Size(NamedTuple):
 
 
 class SpreadFactors(Factors):
-    """Each device factorizes its share, as the core's placement says, and all get all results.
-
-    Factors have numbers here: those of the stacks, one behind the other.
-    """
+    """Each device factorizes its share, as the core's placement says, and all get all results."""
 
     # ---- who has what --------------------------------------------------------------------------
 
