@@ -50,7 +50,7 @@ def exact_blocks(plan, losses, params, index=0):
     total = 0.0
     for loss in losses:
         matrix = np.asarray(gradient_matrix(jax.tree.leaves(jax.grad(loss)(params)), layer))
-        flat = matrix.reshape(layer.groups, -1)
+        flat = (matrix.swapaxes(1, 2) if layer.input_first else matrix).reshape(layer.groups, -1)
         total = total + flat[:, :, None] * flat[:, None, :]
     return total
 

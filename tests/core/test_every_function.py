@@ -144,6 +144,10 @@ CASES = {
         lambda s, x: moments.update_average(s, x, 0.9),
         (normal(B, 4, 2), normal(B, 4, 2, seed=1)),
     ),
+    "moments.mix": (
+        moments.mix,
+        (normal(B, 4, 2), normal(B, 4, 2, seed=1), np.array([0.5, 1.0, 0.0])),
+    ),
     "padding.fill": (
         lambda x, w: padding.fill(x, w, [3] * x.shape[0], below=True),
         (positive_definite(B, 4), np.array([0.5, 1.0, 0.1])),
@@ -255,6 +259,8 @@ CASES = {
     ),
     "linalg.largest_entry": (lambda x: linalg.largest_entry(x, (-2, -1)), (normal(B, 4, 3),)),
     "linalg.usually": (lambda x: linalg.usually(x > 0, x, lambda: -2 * x), (normal(B, 4, 3),)),
+    "linalg.transposed_times": (linalg.transposed_times, (normal(B, 4, 2), normal(B, 4, 3, seed=1))),
+    "linalg.times_transposed": (linalg.times_transposed, (normal(B, 2, 4), normal(B, 3, 4, seed=1))),
     "linalg.gram": (linalg.gram, (normal(B, 4, 3),)),
     "linalg.spectral_norm_bound": (linalg.spectral_norm_bound, (positive_definite(B, 4),)),
     "kronecker.apply": (
@@ -344,7 +350,10 @@ for method, diagonal in (
         kfac_step(method),
         (kfac_state(method, diagonal), *kfac_factors(diagonal), SEEN, normal(B, 3, 4)),
     )
-CASES["kfac.mean_eigenvalue"] = (kfac.mean_eigenvalue, (factor_of("eigen", positive_definite(B, 4)),))
+CASES["kfac.mean_eigenvalue"] = (
+    kfac.mean_eigenvalue,
+    (positive_definite(B, 4), np.array([0.5, 1.0, 0.1])),
+)
 CASES["kfac.eigenvalue_products"] = (kfac.eigenvalue_products, (eigen_of(4), eigen_of(3)))
 CASES["kfac.where"] = (kfac.where, (SEEN, eigen_of(4), eigen_of(4, seed=1)))
 CASES["kfac.KFAC.split_damping"] = (

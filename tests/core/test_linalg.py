@@ -409,6 +409,16 @@ def test_gram_is_the_product_and_symmetric(xp, shape):
         np.testing.assert_allclose(got, np.swapaxes(got, -1, -2), rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("batch", [(), (1,), (2, 3)])
+def test_products_with_transposed_matrices(xp, batch):
+    generator = np.random.default_rng(0)
+    x, y, z = (generator.normal(size=(*batch, *shape)) for shape in ((4, 2), (4, 3), (5, 2)))
+    first = xp.numpy(xp.run(linalg.transposed_times, xp.asarray(x), xp.asarray(y)))
+    second = xp.numpy(xp.run(linalg.times_transposed, xp.asarray(x), xp.asarray(z)))
+    np.testing.assert_allclose(first, np.einsum("...ni,...nj->...ij", x, y), rtol=1e-12)
+    np.testing.assert_allclose(second, np.einsum("...in,...jn->...ij", x, z), rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     "function",
     [

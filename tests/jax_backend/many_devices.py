@@ -266,9 +266,9 @@ def failures():
         found, state = params, jax.jit(tx.init)(params)
         for _ in range(4):
             found, state = step(found, state, dead)
-        factors = state.preconditioner.factors.factors
+        failures = state.preconditioner.factors.failures
         out["alone" if fraction is None else str(fraction)] = {
-            "failures": [int(n) for factor in factors for n in factor.failures],
+            "failures": [int(n) for n in failures],
             "numbers": [float(x) for x in jnp.concatenate([found["w"].ravel(), found["v"].ravel()])],
         }
     return out

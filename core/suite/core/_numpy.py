@@ -89,6 +89,18 @@ def usually(condition: Array, x: Array, other: Callable[[], Array]) -> Array:
     return array_namespace(x).where(condition, x, other())
 
 
+def transposed_times(x: Array, y: Array) -> Array:
+    """xᵀ y."""
+    xp = array_namespace(x)
+    return xp.matmul(xp.matrix_transpose(x), y)
+
+
+def times_transposed(x: Array, y: Array) -> Array:
+    """x yᵀ."""
+    xp = array_namespace(x)
+    return xp.matmul(x, xp.matrix_transpose(y))
+
+
 def gram(x: Array) -> Array:
     """xᵀ x."""
     xp = array_namespace(x)

@@ -191,6 +191,16 @@ def _is_at_hand(x: torch.Tensor) -> Any:
     )
 
 
+def transposed_times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """xᵀ y."""
+    return x.mT @ y
+
+
+def times_transposed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x yᵀ."""
+    return x @ y.mT
+
+
 def gram(x: torch.Tensor) -> torch.Tensor:
     """xᵀ x. On a CPU, of large matrices, 5/8 of it are computed and the rest is mirrored."""
     n = x.shape[-1]

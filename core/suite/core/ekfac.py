@@ -51,7 +51,7 @@ def second_moment_in_basis(
         a = a + vectors_A[..., -1:, :] if bias else a
     if vectors_G is not None:
         g = xp.matmul(g, xp.astype(vectors_G, g.dtype))
-    return xp.matmul(linalg.transpose(g * g), a * a)
+    return linalg.transposed_times(g * g, a * a)
 
 
 def restart(A: Eigen, G: Eigen) -> tuple[Array, Array]:

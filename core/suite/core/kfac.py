@@ -132,8 +132,8 @@ class KFAC:
             damping: λ >= 0. It enters inverses here and eigenbases in `precondition`.
         """
         damping_A, damping_G = self.split_damping(
-            mean_eigenvalue(state.A),
-            mean_eigenvalue(state.G),
+            mean_eigenvalue(state.A.average, state.A.weight),
+            mean_eigenvalue(state.G.average, state.G.weight),
             damping,
             (state.A.average.shape[-1], state.G.average.shape[-1]),
         )
@@ -201,16 +201,9 @@ class KFAC:
         xp = array_namespace(factor.weight)
         one = xp.zeros_like(factor.weight) + 1
         kept = xp.where(seen, as_scalar(factor_decay, one) * one, one)
-
-        def average(old: Array, new: Array) -> Array:
-            # Numbers, not a choice between arrays, which compilers take ten times as long for.
-            shape = (*seen.shape, *(1,) * (old.ndim - seen.ndim))
-            old_share, new_share = (
-                xp.reshape(xp.astype(share, old.dtype), shape) for share in (kept, 1 - kept)
-            )
-            return old * old_share + xp.astype(new, old.dtype) * new_share
-
-        return factor._replace(average=average(factor.average, new), weight=average(factor.weight, one))
+        return factor._replace(
+            average=moments.mix(factor.average, new, kept), weight=moments.mix(factor.weight, one, kept)
+        )
 
     def split_damping(
         self, mean_A: Array, mean_G: Array, damping: Scalar, sizes: tuple[int, int]
@@ -289,7 +282,7 @@ class KFAC:
         self,
         A: Eigen | Array,
         G: Eigen | Array,
-        ready: Array,
+        ready: Array | None,
         gradient: Array,
         damping: Scalar,
         products: Array | None = None,
@@ -298,7 +291,8 @@ class KFAC:
 
         Args:
             A, G: of `Factor.inverse`.
-            ready: (...,) bool.
+            ready: (...,) bool; None of inverses that are all to be applied. Eigenbases that are not
+                ready only turn the gradient there and back.
             products: (..., d_out, d_in), eigenvalues of the Kronecker product in place of d_G d_Aᵀ.
         """
         xp = array_namespace(gradient)
@@ -307,17 +301,20 @@ class KFAC:
             assert isinstance(G, Eigen)
             x = xp.astype(gradient, lift(A.values).dtype)
             x = _rotate(G.vectors, x, A.vectors, back=False)
-            if products is None:
-                products = eigenvalue_products(A, G)
-            x = x * tikhonov(lift(products), damping)
-            x = _rotate(G.vectors, x, A.vectors, back=True)
-        else:
-            A, G = lift(A), lift(G)
-            x = xp.astype(gradient, A.dtype)
-            batch = gradient.ndim - 2
-            x = G[..., :, None] * x if G.ndim == batch + 1 else xp.matmul(G, x)
-            x = x * A[..., None, :] if A.ndim == batch + 1 else xp.matmul(x, A)
-        return linalg.usually(ready[..., None, None], xp.astype(x, gradient.dtype), lambda: gradient)
+            if ready is not None:  # their eigenvalues become 0, their damping 1
+                known = xp.astype(ready[..., None, None], x.dtype)
+                damping = as_scalar(damping, x) * known + (1 - known)
+                G = G._replace(values=lift(G.values) * known[..., 0])
+                products = None if products is None else products * known
+            x = x * tikhonov(eigenvalue_products(A, G) if products is None else lift(products), damping)
+            return xp.astype(_rotate(G.vectors, x, A.vectors, back=True), gradient.dtype)
+        A, G = lift(A), lift(G)
+        x = xp.astype(gradient, A.dtype)
+        batch = gradient.ndim - 2
+        x = G[..., :, None] * x if G.ndim == batch + 1 else xp.matmul(G, x)
+        x = x * A[..., None, :] if A.ndim == batch + 1 else xp.matmul(x, A)
+        x = xp.astype(x, gradient.dtype)
+        return x if ready is None else linalg.usually(ready[..., None, None], x, lambda: gradient)
 
     def apply_to_rows(
         self, A: Array, G: Array, inputs: Array, outputs: Array, *, bias: bool = False
@@ -393,10 +390,13 @@ def _root_of_squares(x: Array) -> Array:
     return array_namespace(x).linalg.vector_norm(x, axis=(-2, -1))
 
 
-def mean_eigenvalue(factor: Factor) -> Array:
-    """tr F / n of the unbiased averages: (...,), 0 without evidence."""
-    average = lift(moments.unbiased(factor.average, factor.weight))
-    return _mean(average, factor.weight.ndim)
+def mean_eigenvalue(average: Array, weight: Array) -> Array:
+    """tr F / n of the unbiased averages: (...,), 0 without evidence.
+
+    Args:
+        average, weight: as in `Factor`.
+    """
+    return _mean(lift(moments.unbiased(average, weight)), weight.ndim)
 
 
 def eigenvalue_products(A: Eigen, G: Eigen) -> Array:
@@ -415,10 +415,10 @@ def _rotate(left: Array | None, x: Array, right: Array | None, *, back: bool) ->
     xp = array_namespace(x)
     if left is not None:
         left = lift(left)
-        x = xp.matmul(left if back else linalg.transpose(left), x)
+        x = xp.matmul(left, x) if back else linalg.transposed_times(left, x)
     if right is not None:
         right = lift(right)
-        x = xp.matmul(x, linalg.transpose(right) if back else right)
+        x = linalg.times_transposed(x, right) if back else xp.matmul(x, right)
     return x
 
 
@@ -438,7 +438,7 @@ def _eigen(average: Array, old: Any, batch: int, extra: Scalar, warm: bool) -> E
 def usable(inverse: Eigen | Array, batch: int) -> Array:
     """(...,) bool: which of `KFAC.invert`'s results are inverses; one that is not is NaN throughout."""
     if isinstance(inverse, Eigen):
-        marks = inverse.values
+        marks = inverse.values if inverse.vectors is None else inverse.values[..., :1]
     else:
         marks = inverse if inverse.ndim == batch + 1 else inverse[..., 0, :1]
     xp = array_namespace(marks)

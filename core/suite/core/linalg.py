@@ -28,6 +28,18 @@ def transpose(x: Array) -> Array:
     return array_namespace(x).matrix_transpose(x)
 
 
+def transposed_times(x: Array, y: Array) -> Array:
+    """xᵀ y: (..., n, m) and (..., n, k) -> (..., m, k), without a copy of xᵀ."""
+    product: Array = factorizations(array_namespace(x)).transposed_times(x, y)
+    return product
+
+
+def times_transposed(x: Array, y: Array) -> Array:
+    """x yᵀ: (..., m, n) and (..., k, n) -> (..., m, k), without a copy of yᵀ."""
+    product: Array = factorizations(array_namespace(x)).times_transposed(x, y)
+    return product
+
+
 def gram(x: Array) -> Array:
     """xᵀ x: (..., m, n) -> (..., n, n), symmetric."""
     product: Array = factorizations(array_namespace(x)).gram(x)
@@ -128,7 +140,7 @@ def usually(condition: Array, x: Array, other: Callable[[], Array]) -> Array:
     """`x` where `condition`, else `other()`; where the host can see that it always holds, `x` itself.
 
     Args:
-        condition: broadcasts to `x`.
+        condition: broadcasts to `x`, which must not be NaN where it holds.
         other: of a shape and dtype that do not change those of `x`.
     """
     chosen: Array = factorizations(array_namespace(x)).usually(condition, x, other)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from suite.core._namespace import Array, array_namespace, device_of, lift
 from suite.core.checks import check_number
-from suite.core.linalg import diagonal, eye_like, trace
+from suite.core.linalg import eye_like, trace
 
 
 def size_classes(counts: Mapping[int, int], allowance: float = 0.05) -> dict[int, int]:
@@ -48,7 +48,7 @@ def fill(average: Array, weight: Array, sides: Sequence[int], *, below: bool) ->
         weight: (k,), how much evidence the sums hold.
         sides: n of each, k numbers.
         below: whether what is behind is below all eigenvalues of a positive semi-definite factor (minus
-            its largest entry), so that an ascending order starts with it; else it is 1, times `weight`.
+            their mean), so that an ascending order starts with it; else it is 1, times `weight`.
 
     Returns:
         average (k, m, m), and in at least single precision the means tr / n, (k,), of sums divided by
@@ -58,15 +58,14 @@ def fill(average: Array, weight: Array, sides: Sequence[int], *, below: bool) ->
     wide, device = lift(average), device_of(average)
     eye = eye_like(wide)
     own = xp.asarray(sides, device=device)
-    on_it = diagonal(wide)
     weight = xp.astype(weight, wide.dtype)
     usable = weight > 0
     one = xp.zeros_like(weight) + 1
-    means = trace(wide) / (xp.where(usable, weight, one) * xp.astype(own, wide.dtype))
+    sums = trace(wide) / xp.astype(own, wide.dtype)
     behind = xp.where(usable, weight, one)
+    means = xp.where(usable, sums / behind, xp.zeros_like(sums))
     if below:
-        largest = xp.max(on_it, axis=-1)
-        behind = -xp.where(largest > 0, largest, behind)
+        behind = -xp.where(sums > 0, sums, behind)
     outside = xp.arange(average.shape[-1], device=device) >= own[:, None]
-    added = xp.where(outside, behind[:, None], xp.zeros_like(on_it))[:, :, None] * eye
-    return average + xp.astype(added, average.dtype), xp.where(usable, means, xp.zeros_like(means))
+    added = (xp.astype(outside, wide.dtype) * behind[:, None])[:, :, None] * eye
+    return average + xp.astype(added, average.dtype), means

@@ -13,7 +13,8 @@ from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedu
 from suite.jax.capture import probe, value_and_grad, verify
 from suite.jax.fisher import Bernoulli, Categorical, Gaussian
 from suite.jax.hessian import hessian_vector_product
-from suite.jax.kfac import eigenbases, kfac, scale_by_kfac, state_specs
+from suite.jax.kfac import kfac, scale_by_kfac
+from suite.jax.kfac_state import eigenbases, state_specs
 from suite.jax.kron import get_opt_state_partition_specs, kron, routing, scale_by_kron
 from suite.jax.lra import dense_newton, lra, scale_by_dense, scale_by_lra
 from suite.jax.plan import Plan, Statistics

@@ -1,17 +1,17 @@
-"""The factors of all layers: where they are, and the four verbs on their stacks."""
+"""The factors of all layers: the four verbs on their stacks."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from suite.core import buckets, ekfac, linalg, padding, statistics
+from suite.core import buckets, ekfac, moments, padding, statistics
 from suite.core import kfac as core_kfac
+from suite.jax.factor_layout import FactorLayout
 from suite.jax.factors_state import (
     FactorsState,
     averages_of,
@@ -19,106 +19,37 @@ from suite.jax.factors_state import (
     with_averages,
     with_inverses,
 )
-from suite.jax.layers import Layer, LayerSums, Sums
-from suite.jax.plan import Plan, Statistics
-from suite.jax.spread import Spread
-
-# Above this side a stack of layers costs a copy of every gradient and saves nothing.
-_STACKED_UP_TO = 128
+from suite.jax.layers import Layer, Sums
+from suite.jax.plan import Statistics
 
 
-class _Place(NamedTuple):
-    """Where a layer's factor is."""
-
-    stack: int
-    start: int
-    stop: int
-
-
-class Factors:
-    """What is static about the factors of the layers whose parameters are present.
-
-    Layers of equal sizes are stacked; a refresh stacks all factors of one side, so that each size's
-    factorization is compiled once. Layers may share an A.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        layers: Sequence[Layer],
-        rule: core_kfac.KFAC,
-        *,
-        factor_dtype: Any,
-        inv_dtype: Any,
-        warm_start: bool,
-        loss_reduction: statistics.LossReduction,
-        spread: Spread,
-    ) -> None:
-        self.plan, self.layers, self.rule = plan, list(layers), rule
-        self.factor_dtype, self.inv_dtype = factor_dtype, inv_dtype
-        self.warm_start, self.spread = warm_start, spread
-        self.loss_reduction: statistics.LossReduction = loss_reduction
-        self.keeps_products = rule.compute_method == "ekfac"
-        keys = []
-        for i, layer in enumerate(self.layers):
-            alone = i if max(layer.sizes) > _STACKED_UP_TO else None
-            keys.append(((layer.sizes, layer.diagonal, plan.dtypes[layer.leaf], alone), layer.groups))
-        self.buckets = buckets.plan_buckets(keys)
-        at = {layer.name: i for i, layer in enumerate(self.layers)}
-        # A layer whose leader is not here leads itself; its statistics then come from the leader's.
-        self.leader = [at.get(layer.input_of or layer.name, i) for i, layer in enumerate(self.layers)]
-        self.places: dict[tuple[int, int], _Place] = {}
-        self.stacks: list[
-            tuple[int, bool, Any, list[int], int]
-        ] = []  # side, diagonal, dtype, layers, at
-        for bucket in self.buckets:
-            sizes, diagonal, dtype, _ = bucket.key
-            for side in (0, 1):
-                owners, count = [], 0
-                for member in bucket.members:
-                    if side == 0 and self.leader[member.index] != member.index:
-                        continue
-                    groups = member.stop - member.start
-                    place = _Place(len(self.stacks), count, count + groups)
-                    self.places[member.index, side] = place
-                    owners.append(member.index)
-                    count += groups
-                if owners:
-                    self.stacks.append((sizes[side], diagonal[side], dtype, owners, side))
-        for i, leader in enumerate(self.leader):
-            self.places[i, 0] = self.places[leader, 0]
-
-    @functools.cached_property
-    def first(self) -> list[int]:
-        """The number of each stack's first factor, counting through all, and one behind the last."""
-        counts = [sum(self.layers[i].groups for i in owners) for _, _, _, owners, _ in self.stacks]
-        return [int(x) for x in np.cumsum([0, *counts])]
-
-    def numbers(self, stack: int) -> range:
-        """Of its factors."""
-        return range(self.first[stack], self.first[stack + 1])
-
-    def number(self, layer: int, side: int, group: int) -> int:
-        """Of one factor."""
-        place = self.places[layer, side]
-        return self.first[place.stack] + place.start + group
+class Factors(FactorLayout):
+    """A refresh stacks factors of about one size, so that one factorization is compiled for all."""
 
     # ---- init ----------------------------------------------------------------------------------
 
     def init(self) -> FactorsState:
-        factors = []
-        for number, (n, diagonal, _, owners, _) in enumerate(self.stacks):
-            count = sum(self.layers[i].groups for i in owners)
+        averages, inverses = [], []
+        for number, stack in enumerate(self.stacks):
             like, inverse_like = (jnp.zeros((), dtype) for dtype in self.dtypes(number))
-            factors.append(self.rule.init_factor(like, (count,), n, diagonal, inverse_like))
+            count = len(self.numbers(number))
+            factor = self.rule.init_factor(like, (count,), stack.n, stack.diagonal, inverse_like)
+            averages.append(factor.average)
+            inverses.append(factor.inverse)
         products = []
         if self.keeps_products:
             for bucket in self.buckets:
-                sizes, _, dtype, _ = bucket.key
+                sizes, _, dtype, *_ = bucket.key
                 wide = jnp.promote_types(self.inv_dtype or dtype, jnp.float32)
                 shape = (bucket.blocks, sizes[1], sizes[0])
                 products.append((jnp.zeros(shape, wide), jnp.ones(bucket.blocks, wide)))
-        return FactorsState(tuple(factors), tuple(products))
+        return FactorsState(tuple(averages), tuple(inverses), *self.no_evidence(), tuple(products))
+
+    def no_evidence(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Weight, ready and failures of all factors before the first step."""
+        kinds = [jnp.promote_types(stack.dtype, jnp.float32) for stack in self.stacks]
+        count, kind = self.first[-1], jnp.result_type(*kinds) if kinds else jnp.float32
+        return jnp.zeros(count, kind), jnp.zeros(count, bool), jnp.zeros(count, jnp.int32)
 
     # ---- now and then --------------------------------------------------------------------------
 
@@ -146,15 +77,21 @@ class Factors:
 
     def update(self, state: FactorsState, given: Statistics, factor_decay: Any) -> FactorsState:
         """Average normalized statistics in."""
-        factors = [
-            self.rule.update_factor(factor, new, seen, factor_decay)
-            for factor, (new, seen) in zip(state.factors, self._new(given), strict=True)
+        if not self.stacks:
+            return state
+        new, seen = self._new(given)
+        kept = jnp.where(seen, factor_decay, 1.0).astype(state.weight.dtype)
+        averages = [
+            moments.mix(average, x, kept[self.entries(number)])
+            for number, (average, x) in enumerate(zip(state.averages, new, strict=True))
         ]
+        state = state._replace(
+            averages=tuple(averages),
+            weight=moments.mix(state.weight, jnp.ones_like(state.weight), kept),
+        )
         products = list(state.products)
         for number, bucket in enumerate(self.buckets if self.keeps_products else ()):
             average, weight = products[number]
-            _, ready = self._gathered(state, bucket, 0)
-            _, ready_G = self._gathered(state, bucket, 1)
             parts, seen_parts = [], []
             for member in bucket.members:
                 sums = given.layers[self.layers[member.index].name].main
@@ -170,19 +107,19 @@ class Factors:
                         )
                     )
                     seen_parts.append(sums.rows > 0)
-            seen = jnp.concatenate(seen_parts) & ready & ready_G
+            seen = jnp.concatenate(seen_parts) & self.ready(state, bucket)
             products[number] = ekfac.update(average, weight, jnp.concatenate(parts), seen, factor_decay)
-        return state._replace(factors=tuple(factors), products=tuple(products))
+        return state._replace(products=tuple(products))
 
-    def _new(self, given: Statistics) -> list[tuple[jax.Array, jax.Array]]:
+    def _new(self, given: Statistics) -> tuple[list[jax.Array], jax.Array]:
         """For each stack what was seen now, normalized, and of which factors anything was."""
-        new = [self._normalized(layer, given) for layer in self.layers]
-        pairs = []
-        for number, (_, _, _, owners, side) in enumerate(self.stacks):
-            parts = [new[i][side].astype(self.dtypes(number)[0]) for i in owners]
-            seen = [given.layers[self.layers[i].name].main.rows > 0 for i in owners]
-            pairs.append((jnp.concatenate(parts), jnp.concatenate(seen)))
-        return pairs
+        of_layer = [self._normalized(layer, given) for layer in self.layers]
+        new, seen = [], []
+        for number, stack in enumerate(self.stacks):
+            parts = [of_layer[i][stack.side].astype(self.dtypes(number)[0]) for i in stack.layers]
+            new.append(jnp.concatenate(parts))
+            seen += [given.layers[self.layers[i].name].main.rows > 0 for i in stack.layers]
+        return new, jnp.concatenate(seen)
 
     def _normalized(self, layer: Layer, given: Statistics) -> tuple[jax.Array, jax.Array]:
         sums = given.layers[layer.name]
@@ -218,10 +155,8 @@ class Factors:
             return new
         products = []
         for bucket, (average, weight) in zip(self.buckets, state.products, strict=True):
-            A, ready_A = self._gathered(new, bucket, 0)
-            G, ready_G = self._gathered(new, bucket, 1)
-            restarted = ekfac.restart(A, G)
-            ready = ready_A & ready_G
+            restarted = ekfac.restart(self._gathered(new, bucket, 0), self._gathered(new, bucket, 1))
+            ready = self.ready(new, bucket)
             products.append(
                 (
                     core_kfac.where(ready, restarted[0], average),
@@ -236,82 +171,68 @@ class Factors:
             return self._refresh_by_size(state, damping)
         prepared: list[Any] = []
         means: list[Any] = [None] * len(self.stacks)
-        for (m, diagonal, *_), numbers in self._classes().items():
-            parts = [state.factors[number] for number in numbers]
-            counts = [part.weight.shape[0] for part in parts]
-            weight = jnp.concatenate([part.weight for part in parts])
-            average = jnp.concatenate([_behind(part.average, m) for part in parts])
-            sides = np.repeat([self.stacks[n][0] for n in numbers], counts).tolist()
+        for (m, diagonal, *_), numbers in self.classes().items():
+            parts = [state.averages[number] for number in numbers]
+            counts = [part.shape[0] for part in parts]
+            entries = np.concatenate([np.asarray(self.numbers(n)) for n in numbers])
+            average = _behind(parts, m)
+            weight = state.weight[entries]
+            sides = np.repeat([self.stacks[n].n for n in numbers], counts).tolist()
             if diagonal:
-                found = core_kfac.mean_eigenvalue(core_kfac.Factor(average, weight, None, None, None))
+                found = core_kfac.mean_eigenvalue(average, weight)
             else:
                 average, found = padding.fill(average, weight, sides, below=self.rule.keeps_eigenbases)
             for number, mean in zip(numbers, _split(found, counts), strict=True):
                 means[number] = mean
-            prepared.append((numbers, counts, average, weight))
+            prepared.append((numbers, counts, entries, average, weight))
         dampings = self._dampings(jnp.concatenate(means), damping)
-        factors = list(state.factors)
-        for numbers, counts, average, weight in prepared:
-            entries = np.concatenate([np.asarray(self.numbers(n)) for n in numbers])
+        new: list[Any] = [None] * len(self.stacks)
+        fine: list[Any] = [None] * len(self.stacks)
+        for numbers, counts, entries, average, weight in prepared:
             inverse = self.rule.invert(average, weight, dampings[entries].astype(weight.dtype))
-            seen, fine = weight > 0, core_kfac.usable(inverse, 1)
+            usable = core_kfac.usable(inverse, 1)
             for number, start, stop in zip(numbers, *_bounds(counts), strict=True):
-                old, own = factors[number], slice(start, stop)
-                replace = (seen & fine)[own]
-                new = _in_front(inverse, own, self.stacks[number][0])
-                factors[number] = old._replace(
-                    inverse=core_kfac.where(replace, new, old.inverse),
-                    ready=old.ready | replace,
-                    failures=old.failures + (seen & ~fine)[own].astype(jnp.int32),
-                )
-        return state._replace(factors=tuple(factors))
-
-    @property
-    def pads(self) -> bool:
-        """Whether inverses are computed without those before, which are not padded."""
-        return self.rule.compute_method != "newton_schulz" and not self.warm_start
-
-    def _classes(self) -> dict[Any, list[int]]:
-        """Stacks by padded side, whether diagonal, and dtypes."""
-        counts: dict[Any, dict[int, int]] = {}
-        for number, (n, diagonal, *_) in enumerate(self.stacks):
-            if not diagonal:
-                own = counts.setdefault(self.dtypes(number), {})
-                own[n] = own.get(n, 0) + len(self.numbers(number))
-        classes = {dtypes: padding.size_classes(own) for dtypes, own in counts.items()}
-        groups: dict[Any, list[int]] = {}
-        for number, (n, diagonal, *_) in enumerate(self.stacks):
-            dtypes = self.dtypes(number)
-            side = n if diagonal else classes[dtypes][n]
-            groups.setdefault((side, diagonal, *dtypes), []).append(number)
-        return groups
+                new[number] = _in_front(inverse, slice(start, stop), self.stacks[number].n)
+                fine[number] = usable[start:stop]
+        seen, computed = state.weight > 0, jnp.concatenate(fine)
+        replaces = seen & computed
+        replaces &= (replaces | state.ready)[self.partners]
+        inverses = [
+            core_kfac.where(replaces[self.entries(number)], x, old)
+            for number, (x, old) in enumerate(zip(new, state.inverses, strict=True))
+        ]
+        return state._replace(
+            inverses=tuple(inverses),
+            ready=state.ready | replaces,
+            failures=state.failures + (seen & ~computed).astype(jnp.int32),
+        )
 
     def _refresh_by_size(self, state: FactorsState, damping: Any) -> FactorsState:
         dampings = self._dampings(self._means(state), damping)
-        factors = list(state.factors)
+        inverses = list(state.inverses)
+        order, ready, failures = [], [], []
         for numbers in self.sizes().values():
-            parts = [factors[number] for number in numbers]
-            joined = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
             entries = np.concatenate([np.asarray(self.numbers(n)) for n in numbers])
+            joined = core_kfac.Factor(
+                jnp.concatenate([state.averages[n] for n in numbers]),
+                state.weight[entries],
+                jax.tree.map(lambda *xs: jnp.concatenate(xs), *(state.inverses[n] for n in numbers)),
+                state.ready[entries],
+                state.failures[entries],
+            )
             refreshed = self._refreshed(joined, dampings[entries].astype(joined.weight.dtype))
-            start = 0
-            for number, part in zip(numbers, parts, strict=True):
-                stop = start + part.weight.shape[0]
-                factors[number] = jax.tree.map(lambda x, a=start, b=stop: x[a:b], refreshed)
-                start = stop
-        return state._replace(factors=tuple(factors))
-
-    def sizes(self) -> dict[Any, list[int]]:
-        """Stacks by side, whether diagonal, and dtypes of averages and inverses."""
-        groups: dict[Any, list[int]] = {}
-        for number, (n, diagonal, _, _, _) in enumerate(self.stacks):
-            groups.setdefault((n, diagonal, *self.dtypes(number)), []).append(number)
-        return groups
-
-    def dtypes(self, stack: int) -> tuple[Any, Any]:
-        """Of the stack's averages and inverses."""
-        wide = jnp.promote_types(self.stacks[stack][2], jnp.float32)
-        return jnp.dtype(self.factor_dtype or wide), jnp.dtype(self.inv_dtype or wide)
+            counts = [len(self.numbers(n)) for n in numbers]
+            for number, start, stop in zip(numbers, *_bounds(counts), strict=True):
+                inverses[number] = jax.tree.map(lambda x, a=start, b=stop: x[a:b], refreshed.inverse)
+            order.append(entries)
+            ready.append(refreshed.ready)
+            failures.append(refreshed.failures)
+        back = np.argsort(np.concatenate(order))
+        return state._replace(
+            inverses=tuple(inverses),
+            ready=jnp.concatenate(ready)[back],
+            failures=jnp.concatenate(failures)[back],
+        )
 
     def _refreshed(self, factor: core_kfac.Factor, damping: jax.Array) -> core_kfac.Factor:
         if not (self.warm_start and self.rule.keeps_eigenbases) or factor.average.ndim == 2:
@@ -352,7 +273,12 @@ class Factors:
 
     def _means(self, state: FactorsState) -> jax.Array:
         """Mean eigenvalues of all factors."""
-        return jnp.concatenate([core_kfac.mean_eigenvalue(factor) for factor in state.factors])
+        return jnp.concatenate(
+            [
+                core_kfac.mean_eigenvalue(average, state.weight[self.entries(number)])
+                for number, average in enumerate(state.averages)
+            ]
+        )
 
     # ---- directions ----------------------------------------------------------------------------
 
@@ -362,16 +288,32 @@ class Factors:
         """Directions of all layers, from their gradient matrices."""
         directions: list[Any] = [None] * len(self.layers)
         for number, bucket in enumerate(self.buckets):
-            A, ready_A = self._gathered(state, bucket, 0)
-            G, ready_G = self._gathered(state, bucket, 1)
+            A, G = self._gathered(state, bucket, 0), self._gathered(state, bucket, 1)
             products = None
             if self.keeps_products:
                 average, weight = state.products[number]
                 products = average / weight[:, None, None]
             joined = buckets.gather(bucket, gradients)
-            found = self.rule.apply(A, G, ready_A & ready_G, joined, damping, products)
+            paired = all(self.pairs(member.index) for member in bucket.members)
+            ready = None if paired else self.ready(state, bucket)
+            found = self.apply(bucket, A, G, ready, joined, damping, products)
             buckets.scatter(bucket, found, directions)
         return directions
+
+    def apply(
+        self,
+        bucket: buckets.Bucket,
+        A: Any,
+        G: Any,
+        ready: jax.Array | None,
+        gradient: jax.Array,
+        damping: Any,
+        products: jax.Array | None = None,
+    ) -> jax.Array:
+        """Directions of layers of a bucket: G⁻¹ ∇ A⁻¹, or of what is transposed A⁻¹ ∇ᵀ G⁻¹."""
+        if bucket.key[3]:
+            A, G, products = G, A, None if products is None else products.mT
+        return self.rule.apply(A, G, ready, gradient, damping, products)
 
     def bases(self, state: FactorsState) -> dict[str, Any]:
         """Eigenvectors of (A, G) by layer, in which `value_and_grad` measures second moments."""
@@ -382,34 +324,41 @@ class Factors:
             sides = []
             for side in (0, 1):
                 place = self.places[i, side]
-                inverse = state.factors[place.stack].inverse
+                inverse = state.inverses[place.stack]
                 assert isinstance(inverse, core_kfac.Eigen)
                 vectors = inverse.vectors
                 sides.append(None if vectors is None else vectors[place.start : place.stop])
             found[layer.name] = (sides[0], sides[1])
         return found
 
-    def _gathered(self, state: FactorsState, bucket: buckets.Bucket, side: int) -> tuple[Any, Any]:
-        """(inverses, ready) of one side of a bucket's layers."""
+    def ready(self, state: FactorsState, bucket: buckets.Bucket) -> jax.Array:
+        """Which of a bucket's layers have inverses of both sides, (blocks,)."""
+        groups = [(m.index, b) for m in bucket.members for b in range(self.layers[m.index].groups)]
+        A, G = (np.asarray([self.number(i, side, b) for i, b in groups]) for side in (0, 1))
+        return state.ready[A] & state.ready[G]
+
+    def _gathered(self, state: FactorsState, bucket: buckets.Bucket, side: int) -> Any:
+        """Inverses of one side of a bucket's layers."""
         places = [self.places[member.index, side] for member in bucket.members]
-        first = places[0].stack
-        own = self.stacks[first][3]
-        factor = state.factors[first]
-        if own == [member.index for member in bucket.members] and self.stacks[first][4] == side:
-            return factor.inverse, factor.ready
-        parts = []
-        for place in places:
-            factor = state.factors[place.stack]
-            pair = (factor.inverse, factor.ready)
-            parts.append(jax.tree.map(lambda x, p=place: x[p.start : p.stop], pair))
-        inverse, ready = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
-        return inverse, ready
+        stack = self.stacks[places[0].stack]
+        if stack.side == side and stack.layers == [member.index for member in bucket.members]:
+            return state.inverses[places[0].stack]
+        parts = [
+            jax.tree.map(lambda x, p=place: x[p.start : p.stop], state.inverses[place.stack])
+            for place in places
+        ]
+        return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
 
-def _behind(average: jax.Array, side: int) -> jax.Array:
-    """Zeros behind a stack of factors."""
-    missing = side - average.shape[-1]
-    return jnp.pad(average, ((0, 0), *(((0, missing),) * (average.ndim - 1)))) if missing else average
+def _behind(parts: Sequence[jax.Array], side: int) -> jax.Array:
+    """Stacks of factors as one, with zeros behind them; written one by one, which compiles fastest."""
+    first, count = parts[0], sum(part.shape[0] for part in parts)
+    if count == first.shape[0] and side == first.shape[-1]:
+        return first
+    joined = jnp.zeros((count, *(side,) * (first.ndim - 1)), first.dtype)
+    for part, start in zip(parts, _bounds([part.shape[0] for part in parts])[0], strict=True):
+        joined = jax.lax.dynamic_update_slice(joined, part, (start, *(0,) * (first.ndim - 1)))
+    return joined
 
 
 def _in_front(inverse: Any, own: slice, side: int) -> Any:
@@ -431,47 +380,3 @@ def _bounds(counts: Sequence[int]) -> tuple[list[int], list[int]]:
     """Where stacks of so many begin and end, one behind the other."""
     stops = np.cumsum(counts).tolist()
     return [stop - count for stop, count in zip(stops, counts, strict=True)], stops
-
-
-def any_rows(given: Statistics) -> jax.Array:
-    """Whether statistics are of anything, ()."""
-    rows = [jnp.any(sums.main.rows > 0) for sums in given.layers.values()]
-    return jnp.any(jnp.stack(rows))
-
-
-def finite_statistics(given: Statistics | None) -> jax.Array:
-    """Whether all statistics are finite, (); of second moments the diagonal bounds all entries."""
-    if given is None:
-        return jnp.asarray(True)
-    marks = [given.terms]
-    for sums in given.layers.values():
-        for own in (sums.main, sums.transposed):
-            if own is None:
-                continue
-            moments = [x for x in (own.A, own.G) if x is not None]
-            marks += [own.rows, *(linalg.diagonal(x) if x.ndim == 3 else x for x in moments)]
-            if own.products is not None:
-                marks.append(linalg.finite_mark(own.products))
-    kind = jnp.result_type(*marks)
-    return jnp.isfinite(linalg.finite_mark(jnp.concatenate([x.ravel().astype(kind) for x in marks])))
-
-
-def require_fit(plan: Plan, given: Statistics, products: bool) -> None:
-    """Raise unless statistics are of this plan."""
-    if not isinstance(given, Statistics):
-        raise TypeError(
-            f"statistics must be what suite.jax.value_and_grad returns, got {type(given).__name__}"
-        )
-    names = {layer.name for layer in plan.layers}
-    if set(given.layers) != names:
-        missing, unknown = sorted(names - set(given.layers)), sorted(set(given.layers) - names)
-        raise ValueError(f"statistics do not fit the plan: missing {missing}, unknown {unknown}")
-    if products:
-        measured: list[LayerSums] = [
-            given.layers[layer.name] for layer in plan.layers if layer.measures_products
-        ]
-        if any(sums.main.products is None for sums in measured):
-            raise ValueError(
-                "compute_method='ekfac' needs second moments in its eigenbases: call "
-                "value_and_grad(...)(params, ..., bases=suite.jax.eigenbases(tx_state, plan))"
-            )

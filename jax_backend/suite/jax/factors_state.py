@@ -6,19 +6,21 @@ from typing import Any, NamedTuple
 
 import jax
 
-from suite.core import kfac as core_kfac
-
 
 class FactorsState(NamedTuple):
-    """Arrays of all factors."""
+    """Arrays of all factors; those of one entry each are in one array, so that one operation has all."""
 
-    factors: tuple[core_kfac.Factor, ...]  # one stack for each bucket of layers and side
+    averages: tuple[jax.Array, ...]  # (k, n, n) or (k, n), of each stack
+    inverses: tuple[Any, ...]  # inverses or eigenbases, of each stack
+    weight: jax.Array  # (factors,): how much evidence is in the averages
+    ready: jax.Array  # (factors,): whether inverses are of evidence
+    failures: jax.Array  # (factors,): factorizations that failed
     products: tuple[tuple[jax.Array, jax.Array], ...]  # EKFAC: (second moments, weight), a bucket each
     shares: Shares | None = None  # averages and inverses, where devices keep some of them each
 
 
 class Shares(NamedTuple):
-    """By dtype, a row for each device (see `suite.jax.shares`); `Factor`s then have () for theirs."""
+    """By dtype, a row for each device (see `suite.jax.shares`); the state has no others then."""
 
     averages: dict[str, jax.Array]
     inverses: dict[str, jax.Array]
@@ -27,33 +29,26 @@ class Shares(NamedTuple):
 def averages_of(state: FactorsState) -> Any:
     """What an update changes."""
     rows = None if state.shares is None else state.shares.averages
-    return [(factor.average, factor.weight) for factor in state.factors], state.products, rows
+    return state.averages, state.weight, state.products, rows
 
 
 def with_averages(state: FactorsState, new: Any) -> FactorsState:
     """The state with other `averages_of`."""
-    pairs, products, rows = new
-    factors = [
-        factor._replace(average=average, weight=weight)
-        for factor, (average, weight) in zip(state.factors, pairs, strict=True)
-    ]
+    averages, weight, products, rows = new
     shares = None if state.shares is None else state.shares._replace(averages=rows)
-    return FactorsState(tuple(factors), products, shares)
+    return state._replace(averages=averages, weight=weight, products=products, shares=shares)
 
 
 def inverses_of(state: FactorsState) -> Any:
     """What a refresh changes."""
     rows = None if state.shares is None else state.shares.inverses
-    parts = [(factor.inverse, factor.ready, factor.failures) for factor in state.factors]
-    return parts, state.products, rows
+    return state.inverses, state.ready, state.failures, state.products, rows
 
 
 def with_inverses(state: FactorsState, new: Any) -> FactorsState:
     """The state with other `inverses_of`."""
-    parts, products, rows = new
-    factors = [
-        factor._replace(inverse=inverse, ready=ready, failures=failures)
-        for factor, (inverse, ready, failures) in zip(state.factors, parts, strict=True)
-    ]
+    inverses, ready, failures, products, rows = new
     shares = None if state.shares is None else state.shares._replace(inverses=rows)
-    return FactorsState(tuple(factors), products, shares)
+    return state._replace(
+        inverses=inverses, ready=ready, failures=failures, products=products, shares=shares
+    )

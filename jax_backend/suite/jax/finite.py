@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from suite.core.linalg import finite_mark
+from suite.core.linalg import finite_mark, usually
 
 T = TypeVar("T")
 
@@ -27,4 +27,4 @@ def select(condition: jax.Array, new: T, old: T) -> T:
 
 def zero_unless(condition: jax.Array, tree: T) -> T:
     """The pytree itself, or zeros."""
-    return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
+    return jax.tree.map(lambda x: usually(condition, x, lambda: jnp.zeros_like(x)), tree)

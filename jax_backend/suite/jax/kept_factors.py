@@ -14,7 +14,7 @@ from suite.core import kfac as core_kfac
 from suite.jax import shares
 from suite.jax.factors_state import FactorsState, Shares
 from suite.jax.plan import Statistics
-from suite.jax.spread_factors import Rows, SpreadFactors, small_arrays
+from suite.jax.spread_factors import Rows, SpreadFactors
 
 
 class KeptFactors(SpreadFactors):
@@ -30,24 +30,17 @@ class KeptFactors(SpreadFactors):
         return self.homes[number]
 
     def init(self) -> FactorsState:
-        whole = jax.eval_shape(super().init)
         rows = self.spread.rows_here()
 
         def zeros(stores: dict[str, shares.Store]) -> Rows:
             made = {dtype: jnp.zeros(own.shape(rows), dtype) for dtype, own in stores.items()}
             return {dtype: self.spread.divided(x) for dtype, x in made.items()}
 
-        factors = []
-        for factor in whole.factors:
-            weight, ready, failures = (
-                jnp.zeros(x.shape, x.dtype) for x in (factor.weight, factor.ready, factor.failures)
-            )
-            factors.append(core_kfac.Factor((), weight, (), ready, failures))
         averages, inverses = self.stores
-        return FactorsState(tuple(factors), (), Shares(zeros(averages), zeros(inverses)))
+        return FactorsState((), (), *self.no_evidence(), (), Shares(zeros(averages), zeros(inverses)))
 
     def update(self, state: FactorsState, given: Statistics, factor_decay: Any) -> FactorsState:
-        pairs = self._new(given)
+        new, seen = self._new(given)
         kept = _shares(state)
 
         def local(own: Shares, common: Any) -> Any:
@@ -59,14 +52,10 @@ class KeptFactors(SpreadFactors):
                 averages[dtype] = self.walk(size.walk, one, averages[dtype])
             return own._replace(averages=_as_row(averages)), ()
 
-        new = [new for new, _ in pairs]
-        seen = jnp.concatenate([seen for _, seen in pairs])
         kept, _ = self.spread.run(local, kept, (new, seen, factor_decay))
-        factors = []
-        for factor, (_, seen) in zip(state.factors, pairs, strict=True):
-            weight = moments.update_average(factor.weight, jnp.ones_like(factor.weight), factor_decay)
-            factors.append(factor._replace(weight=core_kfac.where(seen, weight, factor.weight)))
-        return state._replace(factors=tuple(factors), shares=kept)
+        share = jnp.where(seen, factor_decay, 1.0).astype(state.weight.dtype)
+        weight = moments.mix(state.weight, jnp.ones_like(state.weight), share)
+        return state._replace(weight=weight, shares=kept)
 
     def _update_one(
         self, size: Any, averages: Rows, new: Sequence[jax.Array], seen: Any, decay: Any
@@ -91,8 +80,6 @@ class KeptFactors(SpreadFactors):
         return (*self.stacks[stack][:2], names) == (size.n, size.diagonal, size.dtypes)
 
     def _means(self, state: FactorsState) -> jax.Array:
-        weight, _, _ = small_arrays(state)
-
         def local(own: Shares, weight: jax.Array) -> Any:
             averages = _row(own.averages)
             total = self.spread.vary(jnp.zeros_like(weight))
@@ -100,16 +87,15 @@ class KeptFactors(SpreadFactors):
                 total = self.walk(size.walk, self._mean_one(size, averages, weight), total)
             return (), self.spread.total(total)
 
-        _, means = self.spread.run(local, _shares(state), weight)
+        _, means = self.spread.run(local, _shares(state), state.weight)
         return means
 
     def _mean_one(self, size: Any, averages: Rows, weight: jax.Array) -> Callable[..., Any]:
         read = self.reader(size, averages)
-        first = self.rule.init_factor(jnp.zeros((), size.dtypes[0]), (1,), 1)
 
         def one(k: jax.Array, f: jax.Array, total: jax.Array) -> jax.Array:
-            factor = first._replace(average=read(k), weight=weight[f][None].astype(first.weight.dtype))
-            return total.at[f].set(core_kfac.mean_eigenvalue(factor)[0].astype(total.dtype))
+            mean = core_kfac.mean_eigenvalue(read(k), weight[f][None])
+            return total.at[f].set(mean[0].astype(total.dtype))
 
         return one
 
@@ -119,13 +105,10 @@ class KeptFactors(SpreadFactors):
             rows, *counts = self.refresh_own(_row(own.averages), _row(own.inverses), small, damping)
             return own._replace(inverses=_as_row(rows)), counts
 
-        common = small_arrays(state), self._dampings(self._means(state), damping)
+        small = state.weight, state.ready, state.failures
+        common = small, self._dampings(self._means(state), damping)
         kept, (ready, failures) = self.spread.run(local, _shares(state), common)
-        factors = []
-        for stack, factor in enumerate(state.factors):
-            own = slice(self.numbers(stack).start, self.numbers(stack).stop)
-            factors.append(factor._replace(ready=ready[own], failures=failures[own]))
-        return state._replace(factors=tuple(factors), shares=kept)
+        return state._replace(ready=ready, failures=failures, shares=kept)
 
     # ---- directions ----------------------------------------------------------------------------
 
@@ -135,11 +118,9 @@ class KeptFactors(SpreadFactors):
         joined, ready = [], []
         alike: dict[Any, list[int]] = {}  # buckets of one shape
         for number, bucket in enumerate(self.buckets):
-            _, ready_A = self._gathered(state, bucket, 0)
-            _, ready_G = self._gathered(state, bucket, 1)
             joined.append(buckets.gather(bucket, gradients))
-            ready.append(ready_A & ready_G)
-            alike.setdefault((*bucket.key[:3], joined[-1].dtype), []).append(number)
+            ready.append(self.ready(state, bucket))
+            alike.setdefault((*bucket.key[:4], joined[-1].dtype), []).append(number)
 
         def local(own: Shares, common: Any) -> Any:
             joined, ready, damping = common
@@ -167,6 +148,7 @@ class KeptFactors(SpreadFactors):
     ) -> list[jax.Array]:
         """Of buckets of one shape: those of this device's group, and zeros for the rest."""
         gradient, ready = jnp.concatenate(given), jnp.concatenate(ready)
+        bucket = self.buckets[numbers[0]]
         blocks = [
             (member.index, b)
             for number in numbers
@@ -179,7 +161,8 @@ class KeptFactors(SpreadFactors):
         read = [self._reader_of_side(side, blocks, walk, inverses) for side in (0, 1)]
 
         def one(k: jax.Array, j: jax.Array, out: jax.Array) -> jax.Array:
-            found = self.rule.apply(read[0](k), read[1](k), ready[j][None], gradient[j][None], damping)
+            sides = read[0](k), read[1](k)
+            found = self.apply(bucket, *sides, ready[j][None], gradient[j][None], damping)
             return out.at[j].set(found[0])
 
         out = self.walk(walk, one, self.spread.vary(jnp.zeros_like(gradient)))

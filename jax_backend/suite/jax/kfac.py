@@ -2,56 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from suite.core import kfac as core_kfac
 from suite.core import statistics as core_statistics
 from suite.core.checks import check_choice, check_flag, check_integer, check_number
 from suite.core.linalg import inner_product
 from suite.core.step_size import kl_clip_coefficient
-from suite.jax.capture import AllBases
-from suite.jax.factors import Factors, any_rows, finite_statistics, require_fit
-from suite.jax.factors_state import FactorsState, Shares
+from suite.jax.factors import Factors
 from suite.jax.finite import all_finite, select, zero_unless
+from suite.jax.given import any_rows, finite_statistics, require_fit
 from suite.jax.kept_factors import KeptFactors
+from suite.jax.kfac_state import KFACOptState, ScaleByKFACState
 from suite.jax.layers import gradient_matrix, write_gradient
 from suite.jax.plan import Plan, Statistics
-from suite.jax.spread import Spread, spread_of
+from suite.jax.spread import spread_of
 from suite.jax.spread_factors import SpreadFactors
 
 Schedule = Any  # a number, a 0-d array, or a function of the step count
 
 _MISSING: Any = object()
-
-
-class ScaleByKFACState(NamedTuple):
-    """State of `scale_by_kfac`."""
-
-    steps: jax.Array  # (): steps, without skipped ones: what was due then is due next
-    factors: FactorsState
-    skipped_steps: jax.Array  # (): steps that changed nothing because something was not finite
-    missed_updates: jax.Array  # (): steps in which factors were due and no statistics came
-
-
-class KFACOptState(NamedTuple):
-    """State of `kfac`."""
-
-    preconditioner: ScaleByKFACState
-    momentum: Any  # like the parameters, but for leaves of the fallback: optax.MaskedNode
-    fallback: Any  # the fallback's own state
-
-    @property
-    def skipped_steps(self) -> jax.Array:
-        return self.preconditioner.skipped_steps
-
-    @property
-    def missed_updates(self) -> jax.Array:
-        return self.preconditioner.missed_updates
 
 
 def scale_by_kfac(
@@ -178,8 +153,11 @@ def scale_by_kfac(
             require_fit(plan, statistics, factors.keeps_products)
         at = {name: _at(value, state.steps) for name, value in settings.items()}
         finite = all_finite(updates) & finite_statistics(statistics)
-        # The direction of zeros is zero: what is not finite goes no further.
-        leaves = zero_unless(finite, leaves)
+        gradients = [gradient_matrix(leaves, layer) for layer in factors.layers]
+        leaves = [
+            leaf if own else zero_unless(finite, leaf)
+            for leaf, own in zip(leaves, factors.written, strict=True)
+        ]
         new, missed = state.factors, jnp.asarray(False)
         due = finite & (state.steps % at["factor_update_steps"] == 0)
         if statistics is None:
@@ -190,10 +168,11 @@ def scale_by_kfac(
             new = factors.update_if(due & seen, new, statistics, at["factor_decay"])
         due = finite & (state.steps % at["inv_update_steps"] == 0)
         new = factors.refresh_if(due, new, at["damping"])
-        gradients = [gradient_matrix(leaves, layer) for layer in factors.layers]
-        directions = factors.precondition(new, gradients, at["damping"])
+        # The direction of zeros is zero: what is not finite goes no further.
+        directions = factors.precondition(new, zero_unless(finite, gradients), at["damping"])
         if at["kl_clip"] is not None and directions:
             total = sum(inner_product(d, g) for d, g in zip(directions, gradients, strict=True))
+            total = jnp.where(finite, total, 0.0)
             coefficient = kl_clip_coefficient(at["lr"] ** 2 * total, at["kl_clip"])
             directions = [d * coefficient.astype(d.dtype) for d in directions]
         for layer, direction in zip(factors.layers, directions, strict=True):
@@ -330,57 +309,6 @@ def kfac(
         return jax.tree.unflatten(treedef, moved), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def eigenbases(state: Any, plan: Plan) -> AllBases:
-    """The eigenbases in which `value_and_grad` measures second moments for compute_method='ekfac'.
-
-    Args:
-        state: any optax state that holds one of `scale_by_kfac`, for all parameters of the plan.
-        plan: the plan that one was made with.
-    """
-    found = [s for s in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(s)]
-    if len(found) != 1:
-        raise ValueError(f"state must hold one state of scale_by_kfac, got {len(found)}")
-    (own,) = found
-    inverses = [factor.inverse for factor in own.factors.factors]
-    if not all(isinstance(inverse, core_kfac.Eigen) for inverse in inverses):
-        raise ValueError("this state keeps inverses, not eigenbases: use compute_method='ekfac'")
-    factors = Factors(
-        plan,
-        plan.layers,
-        core_kfac.KFAC("ekfac"),
-        factor_dtype=None,
-        inv_dtype=None,
-        warm_start=False,
-        loss_reduction="mean",
-        spread=Spread(),
-    )
-    if len(factors.stacks) != len(inverses):
-        raise ValueError("the state must be of all layers of the plan, and some of them are masked")
-    return factors.bases(own.factors)
-
-
-def state_specs(state: Any, axes: Any) -> Any:
-    """`PartitionSpec`s of an optax state, for `shard_map` or `jit`, where devices keep shares of it.
-
-    Args:
-        state: that holds one of `scale_by_kfac` with `gradient_worker_fraction` below 1.
-        axes: the axis, or axes of the mesh, over which they do.
-
-    Returns:
-        A pytree like `state`: PartitionSpec(axes) for averages and inverses, PartitionSpec() else.
-    """
-
-    def specs(x: Any) -> Any:
-        spec = PartitionSpec(axes) if isinstance(x, Shares) else PartitionSpec()
-        return jax.tree.map(lambda _: spec, x)
-
-    return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, Shares))
-
-
-def _is_state(x: Any) -> bool:
-    return isinstance(x, ScaleByKFACState)
 
 
 def _leaves(plan: Plan, tree: Any) -> list[Any]:

@@ -129,6 +129,12 @@ class Layer(NamedTuple):
         return any(use.transposed for use in self.uses)
 
     @property
+    def input_first(self) -> bool:
+        """Whether d_in comes before d_out in the leaf, and so in `gradient_matrix`."""
+        _, out, into = self.view.axes
+        return bool(out) and bool(into) and min(into) < min(out)
+
+    @property
     def measures_products(self) -> bool:
         """Whether EKFAC's second moments are summed for it."""
         return not self.tied and isinstance(self.uses[0].product, (Dense, Convolution))
@@ -280,21 +286,30 @@ def feature_axes(product: Product) -> Shape:
 
 
 def gradient_matrix(leaves: list[jax.Array], layer: Layer) -> jax.Array:
-    """(groups, d_out, d_in) out of the gradient's leaves, the bias as last column."""
-    matrix = matrices(leaves[layer.leaf], layer.view)
+    """(groups, d_out, d_in) or, with `input_first`, (groups, d_in, d_out) out of the gradient's leaves.
+
+    So nothing is transposed. The bias is the last input.
+    """
+    matrix = matrices(leaves[layer.leaf], _as_in_leaf(layer))
     if layer.bias is None:
         return matrix
-    column = leaves[layer.bias].reshape(layer.groups, layer.sizes[1], 1)
-    return jnp.concatenate([matrix, column.astype(matrix.dtype)], axis=-1)
+    axis = 1 if layer.input_first else 2
+    bias = jnp.expand_dims(leaves[layer.bias].reshape(layer.groups, layer.sizes[1]), axis)
+    return jnp.concatenate([matrix, bias.astype(matrix.dtype)], axis=axis)
 
 
 def write_gradient(leaves: list[jax.Array], layer: Layer, matrix: jax.Array) -> None:
     """Undo `gradient_matrix`: put the direction into the list of leaves."""
     if layer.bias is not None:
         old = leaves[layer.bias]
-        leaves[layer.bias] = matrix[..., -1].reshape(old.shape).astype(old.dtype)
-        matrix = matrix[..., :-1]
-    leaves[layer.leaf] = write_matrices(leaves[layer.leaf], layer.view, matrix)
+        matrix, bias = jnp.split(matrix, [layer.sizes[0] - 1], axis=1 if layer.input_first else 2)
+        leaves[layer.bias] = bias.reshape(old.shape).astype(old.dtype)
+    leaves[layer.leaf] = write_matrices(leaves[layer.leaf], _as_in_leaf(layer), matrix)
+
+
+def _as_in_leaf(layer: Layer) -> View:
+    groups, out, into = layer.view.axes
+    return layer.view._replace(axes=(groups, into, out)) if layer.input_first else layer.view
 
 
 def elementwise_sum(product: Elementwise, x: Any, gradient: jax.Array) -> jax.Array:

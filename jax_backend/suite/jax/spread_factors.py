@@ -33,10 +33,7 @@ class Size(NamedTuple):
 
 
 class SpreadFactors(Factors):
-    """Each device factorizes its share, as the core's placement says, and all get all results.
-
-    Factors have numbers here: those of the stacks, one behind the other.
-    """
+    """Each device factorizes its share, as the core's placement says, and all get all results."""
 
     # ---- who has what --------------------------------------------------------------------------
 
@@ -71,8 +68,8 @@ class SpreadFactors(Factors):
     def homes(self) -> dict[int, tuple[int, int]]:
         """Of each factor, the device that computes it and the group of its gradient workers."""
         found = {}
-        for stack, (_, _, _, owners, side) in enumerate(self.stacks):
-            blocks = [self.block(i, b) for i in owners for b in range(self.layers[i].groups)]
+        for stack, (_, _, _, layers, side) in enumerate(self.stacks):
+            blocks = [self.block(i, b) for i in layers for b in range(self.layers[i].groups)]
             for number, block in zip(self.numbers(stack), blocks, strict=True):
                 owner = self.placement.owner_of[block, "AG"[side]]
                 found[number] = owner, self.placement.group_of[block]
@@ -81,6 +78,9 @@ class SpreadFactors(Factors):
     def shared(self) -> list[int]:
         """The stacks that are shared out: a diagonal factor is not worth the exchange."""
         return [number for number, (_, diagonal, _, _, _) in enumerate(self.stacks) if not diagonal]
+
+    def pairs(self, layer: int) -> bool:
+        return False
 
     def stored_at(self, number: int) -> tuple[int, int]:
         """In which of many stores a factor's average and inverse are; here all have everything."""
@@ -124,26 +124,31 @@ class SpreadFactors(Factors):
     def _refresh_factors(self, state: FactorsState, damping: Any) -> FactorsState:
         """Averages and inverses are packed, inverses computed and unpacked; diagonal ones everywhere."""
         dampings = self._dampings(self._means(state), damping)
-        factors, shared = list(state.factors), self.shared()
-        averages = self._packed(0, {s: _in_one(factors[s].average) for s in shared})
-        inverses = self._packed(1, {s: _in_one(factors[s].inverse) for s in shared})
+        shared = self.shared()
+        averages = self._packed(0, {s: _in_one(state.averages[s]) for s in shared})
+        inverses = self._packed(1, {s: _in_one(state.inverses[s]) for s in shared})
+        small = state.weight, state.ready, state.failures
 
         def local(_: Any, common: Any) -> Any:
             return (), self.refresh_own(*common)
 
-        common = averages, inverses, small_arrays(state), dampings
-        _, (rows, ready, failures) = self.spread.run(local, (), common)
-        found = self._unpacked(rows, {s: factors[s].inverse for s in shared})
-        for stack, factor in enumerate(factors):
-            if stack in found:
-                own = slice(self.first[stack], self.first[stack + 1])
-                factors[stack] = factor._replace(
-                    inverse=found[stack], ready=ready[own], failures=failures[own]
+        _, (rows, ready, failures) = self.spread.run(local, (), (averages, inverses, small, dampings))
+        found = self._unpacked(rows, {s: state.inverses[s] for s in shared})
+        for stack in range(len(self.stacks)):
+            if stack not in found:
+                own = self.entries(stack)
+                factor = core_kfac.Factor(
+                    state.averages[stack],
+                    state.weight[own],
+                    state.inverses[stack],
+                    ready[own],
+                    failures[own],
                 )
-            else:
-                own = slice(self.first[stack], self.first[stack + 1])
-                factors[stack] = self._refreshed(factor, dampings[own].astype(factor.weight.dtype))
-        return state._replace(factors=tuple(factors))
+                factor = self._refreshed(factor, dampings[own].astype(factor.weight.dtype))
+                found[stack] = factor.inverse
+                ready, failures = ready.at[own].set(factor.ready), failures.at[own].set(factor.failures)
+        new = tuple(found[stack] for stack in range(len(self.stacks)))
+        return state._replace(inverses=new, ready=ready, failures=failures)
 
     def refresh_own(self, averages: Rows, inverses: Rows, small: Any, damping: jax.Array) -> Any:
         """On one device: refresh its own factors, and exchange inverses with its group.
@@ -234,12 +239,3 @@ class SpreadFactors(Factors):
 def _in_one(arrays: Any) -> jax.Array:
     """A stack of averages, inverses or eigenbases, their eigenvalues behind them: (count, size)."""
     return jnp.concatenate([x.reshape(x.shape[0], -1) for x in jax.tree.leaves(arrays)], axis=1)
-
-
-def small_arrays(state: FactorsState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weight, ready and failures of all factors."""
-    return (
-        jnp.concatenate([factor.weight for factor in state.factors]),
-        jnp.concatenate([factor.ready for factor in state.factors]),
-        jnp.concatenate([factor.failures for factor in state.factors]),
-    )

@@ -178,7 +178,7 @@ class LayerFactors(FactorStore):
 
     def _mean_eigenvalues(self) -> dict[Key, torch.Tensor]:
         """(blocks,) of every factor of the model, from wherever it is."""
-        means = [core_kfac.mean_eigenvalue(factor) for factor in self.factors]
+        means = [core_kfac.mean_eigenvalue(factor.average, factor.weight) for factor in self.factors]
 
         def here(key: Key) -> torch.Tensor:
             place = self.places.get(key)
