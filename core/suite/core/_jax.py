@@ -137,7 +137,7 @@ def summed_gram(x: jax.Array) -> jax.Array:
 def correlations(
     x: jax.Array, kernel: tuple[int, int], dilation: tuple[int, int], groups: int
 ) -> jax.Array:
-    """See `_numpy.correlations`; a convolution of the image with itself, examples as its channels."""
+    """See `_numpy.correlations`; written as the gradient of a convolution's kernel is."""
     n, _, height, width = x.shape
     below, beside = ((k - 1) * d for k, d in zip(kernel, dilation, strict=True))
 
@@ -147,12 +147,14 @@ def correlations(
             x,
             tuple(dilation),
             ((0, below), (beside, beside)),
-            dimension_numbers=("NCHW", "OIHW", "NCHW"),
+            dimension_numbers=("CNHW", "IOHW", "NCHW"),
             precision="highest",
         )
 
-    x = jnp.swapaxes(x, 0, 1).reshape(groups, -1, n, height, width)
-    sums = correlate(x[0])[None] if groups == 1 else jax.vmap(correlate)(x)
+    if groups == 1:
+        sums = correlate(x)[None]
+    else:
+        sums = jax.vmap(correlate, 1)(x.reshape(n, groups, -1, height, width))
     return jnp.transpose(sums, (0, 3, 4, 2, 1))
 
 
