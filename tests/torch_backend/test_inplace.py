@@ -30,6 +30,17 @@ def test_any_number_that_is_not_finite_is_found(dtype, bad, where):
     assert not bool(all_finite(tensors))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", [0, 1, 40, 98, 99])
+def test_it_is_found_among_many_small_tensors(bad, where):
+    tensors = [
+        torch.full((50, 100 + i), 1e38, dtype=[torch.float64, torch.float32][i % 2]).mT for i in range(100)
+    ]
+    assert bool(all_finite(tensors))
+    tensors[where][-1, -1] = bad
+    assert not bool(all_finite(tensors))
+
+
 def test_complex_numbers_have_two_parts():
     x = torch.ones(3, dtype=torch.complex64)
     assert bool(all_finite([x, x.conj()]))

@@ -289,7 +289,7 @@ class KFAC:
         self,
         A: Eigen | Array,
         G: Eigen | Array,
-        ready: Array,
+        ready: Array | None,
         gradient: Array,
         damping: Scalar,
         products: Array | None = None,
@@ -298,7 +298,7 @@ class KFAC:
 
         Args:
             A, G: of `Factor.inverse`.
-            ready: (...,) bool.
+            ready: (...,) bool; None: all are.
             products: (..., d_out, d_in), eigenvalues of the Kronecker product in place of d_G d_Aᵀ.
         """
         xp = array_namespace(gradient)
@@ -317,7 +317,10 @@ class KFAC:
             batch = gradient.ndim - 2
             x = G[..., :, None] * x if G.ndim == batch + 1 else xp.matmul(G, x)
             x = x * A[..., None, :] if A.ndim == batch + 1 else xp.matmul(x, A)
-        return linalg.usually(ready[..., None, None], xp.astype(x, gradient.dtype), lambda: gradient)
+        direction = xp.astype(x, gradient.dtype)
+        if ready is None:
+            return direction
+        return linalg.usually(ready[..., None, None], direction, lambda: gradient)
 
     def apply_to_rows(
         self, A: Array, G: Array, inputs: Array, outputs: Array, *, bias: bool = False

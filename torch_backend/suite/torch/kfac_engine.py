@@ -254,6 +254,18 @@ class KFACEngine:
         ]
         terms = self._terms(taken)
         finite = self._all_finite(parameters, taken)
+        if self.ranks.alone and self.tensor_ranks.alone:
+            return Agreement(
+                unusable=() if bool(finite) else (0,),
+                present=[i for i, flag in enumerate(flags[0]) if flag],
+                torn=[],
+                seen=flags[1],
+                measured=flags[2],
+                strangers={i for i, flag in enumerate(flags[3]) if flag},
+                incomplete={i for i, flag in enumerate(flags[4]) if flag},
+                terms=torch.where(terms > 0, terms, torch.ones_like(terms)),
+                share=1.0,
+            )
         header = torch.zeros(world + 5 * count, dtype=torch.float64)
         header[world:] = torch.tensor([flag for row in flags for flag in row])
         if self.ranks.alone:
@@ -507,36 +519,39 @@ class KFACEngine:
         whole = self.gradients.whole(agreed.present)
         known = self._directions_of_rows(whole)
         gradients = {i: self.layers[i].gradient_matrix(*p) for i, p in whole.items() if i not in known}
-        directions = _Directions(self.factors, gradients, known, damping)
+        rates = {i: lr_of(self.layers[i].weight.parameter) for i in whole} if kl_clip is not None else {}
+        directions = _Directions(self.factors, gradients, known, damping, rates)
 
-        def inner_of(i: int) -> torch.Tensor:
-            if i in gradients:
-                return inner_product(directions.of(i), gradients[i])
-            parts = zip(self.layers[i].split(directions.of(i)), whole[i], strict=True)
-            return torch.stack([inner_product(d, g) for d, g in parts]).sum()
+        def change_of(chosen: Sequence[int]) -> torch.Tensor:
+            products = directions.products([i for i in chosen if i in gradients])
+            for i in chosen:
+                if i in known:
+                    parts = zip(self.layers[i].split(directions.of(i)), whole[i], strict=True)
+                    products += [(i, inner_product(d, g)) for d, g in parts]
+            return _squared_rates_times([(rates[i], product) for i, product in products])
 
-        def coefficient_of(products: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-            if kl_clip is None:
-                return None
-            products = self._of_all_blocks(products)
-            device = next(iter(products.values())).device
-            lrs = [lr_of(self.layers[i].weight.parameter) for i in products]
-            dtype = functools.reduce(torch.promote_types, (x.dtype for x in products.values()))
-            terms = torch.stack([x.to(device, dtype) for x in products.values()])
-            if any(isinstance(lr, torch.Tensor) for lr in lrs):
-                rates = torch.stack([torch.as_tensor(lr, dtype=dtype, device=device) for lr in lrs])
-            else:
-                rates = torch.tensor(lrs, dtype=dtype, device=device)
-            coefficient: torch.Tensor = kl_clip_coefficient((rates * rates * terms).sum(), kl_clip)
+        def changes_of(chosen: Sequence[int]) -> torch.Tensor:
+            if self.tensor_ranks.alone:
+                return change_of(chosen)[None]
+            split = [i for i in chosen if self.layers[i].tensor_split]
+            both = change_of([i for i in chosen if i not in split]), change_of(split)
+            return torch.stack([x.to(self.tensor_ranks.device, torch.float64) for x in both])
+
+        def coefficient_of(changes: torch.Tensor) -> torch.Tensor:
+            assert kl_clip is not None
+            change = changes[0]
+            if any(self.layers[i].tensor_split for i in agreed.present):
+                phase = "K-FAC's sum for kl_clip over tensor-parallel ranks"
+                change = change + self.tensor_ranks.total(changes[1:], phase)[0]
+            coefficient: torch.Tensor = kl_clip_coefficient(change, kl_clip)
             return coefficient
 
         self.clip_coefficient = self.gradients.deliver(
             agreed.present,
             list(whole),
             directions.of,
-            inner_of,
-            kl_clip is not None,
-            coefficient_of,
+            changes_of,
+            None if kl_clip is None else coefficient_of,
         )
 
     def _directions_of_rows(
@@ -554,15 +569,6 @@ class KFACEngine:
             else:
                 known[i] = direction
         return known
-
-    def _of_all_blocks(self, products: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """Sums over the ranks that have other blocks of a layer."""
-        split = [i for i in products if self.layers[i].tensor_split]
-        if self.tensor_ranks.alone or not split:
-            return products
-        sums = torch.stack([products[i].double() for i in split])
-        sums = self.tensor_ranks.total(sums, "K-FAC's sum for kl_clip over tensor-parallel ranks")
-        return {**products, **dict(zip(split, sums, strict=True))}
 
     def _report_torn(self, torn: Sequence[int]) -> None:
         """Once: warn about layers that have a gradient on some ranks only."""
@@ -672,8 +678,11 @@ class _Directions:
         gradients: Mapping[int, torch.Tensor],
         known: Mapping[int, torch.Tensor],
         damping: float,
+        rates: Mapping[int, Any],
     ) -> None:
         self._factors, self._gradients, self._damping = factors, gradients, damping
+        self._rates = rates
+        self._product: dict[int, torch.Tensor] = {}  # by bucket of layers with one rate
         self._number_of = {m.index: n for n, b in enumerate(factors.buckets) for m in b.members}
         self._found: list[Any] = [known.get(i) for i in range(len(factors.layers))]
 
@@ -683,6 +692,21 @@ class _Directions:
             self._compute(self._number_of[index])
         direction: torch.Tensor = self._found[index]
         return direction
+
+    def products(self, chosen: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
+        """⟨direction, gradient⟩: (layer, its product, or that of all layers of one bucket and rate)."""
+        by_bucket: dict[int, list[int]] = {}
+        for i in chosen:
+            by_bucket.setdefault(self._number_of[i], []).append(i)
+        found = []
+        for number, layers in by_bucket.items():
+            self.of(layers[0])
+            count = sum(m.index in self._gradients for m in self._factors.buckets[number].members)
+            if number in self._product and len(layers) == count:
+                found.append((layers[0], self._product[number]))
+            else:
+                found += [(i, inner_product(self.of(i), self._gradients[i])) for i in layers]
+        return found
 
     def _compute(self, number: int) -> None:
         bucket, gradients = self._factors.buckets[number], self._gradients
@@ -695,10 +719,35 @@ class _Directions:
         ]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         found: list[Any] = [None] * len(self._found)
-        buckets.scatter(bucket, self._factors.directions(number, joined, self._damping), found)
+        direction = self._factors.directions(number, joined, self._damping)
+        buckets.scatter(bucket, direction, found)
+        rates = [self._rates[m.index] for m in bucket.members if m.index in self._rates]
+        if rates and all(_is_same(rate, rates[0]) for rate in rates):
+            self._product[number] = inner_product(direction, joined)
         for member in bucket.members:
             if member.index in gradients:
                 self._found[member.index] = found[member.index]
+
+
+def _is_same(rate: Any, other: Any) -> bool:
+    """Whether two learning rates are known to be equal, the host not waiting for tensors."""
+    tensors = isinstance(rate, torch.Tensor) or isinstance(other, torch.Tensor)
+    return rate is other or (not tensors and rate == other)
+
+
+def _squared_rates_times(products: Sequence[tuple[Any, torch.Tensor]]) -> torch.Tensor:
+    """(): Σ lr² x over pairs (lr, x)."""
+    if not products:
+        return torch.zeros(())
+    dtype = functools.reduce(torch.promote_types, (x.dtype for _, x in products))
+    device = products[0][1].device
+    terms = torch.stack([x.to(device, dtype) for _, x in products])
+    rates = [rate for rate, _ in products]
+    if any(isinstance(rate, torch.Tensor) for rate in rates):
+        factors = torch.stack([torch.as_tensor(rate, dtype=dtype, device=device) for rate in rates])
+    else:
+        factors = torch.tensor(rates, dtype=dtype, device=device)
+    return (factors * factors * terms).sum()
 
 
 RANK_STRIDE = 1_000_003  # between the seeds of ranks: each draws noise for rows of its own
@@ -721,11 +770,15 @@ def _unscaled(captured: Captured, scale: Any, kind: str) -> Captured:
 
 
 def _arrays(captured: Captured) -> list[torch.Tensor]:
-    """What is finite if all of the statistics are: of Σ x xᵀ the diagonal, for |Σ x y|² <= Σ x² Σ y²."""
+    """What is finite if all of the statistics are: of Σ x xᵀ the diagonal, for |Σ x y|² <= Σ x² Σ y².
+
+    Small ones as they are: read in order they come faster out of memory than their diagonals do.
+    """
     arrays = [captured.main.A, captured.main.G]
     if captured.transposed is not None:
         arrays += [captured.transposed.A, captured.transposed.G]
-    arrays = [x.diagonal(dim1=-2, dim2=-1) if x.ndim == 3 else x for x in arrays]
+    large = (x.ndim == 3 and x.shape[-1] > 128 for x in arrays)
+    arrays = [x.diagonal(dim1=-2, dim2=-1) if d else x for x, d in zip(arrays, large, strict=True)]
     return arrays if captured.products is None else [*arrays, captured.products]
 
 
