@@ -50,7 +50,7 @@ class _Probe(torch.autograd.Function):
         clock: CaptureClock | None,
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`rest`: the slot of products, scale, noise, and the bases of A and G; nothing if all are None."""
+        """`rest`: the slot of products, scale, noise, bases of A and G; empty if all are None."""
         ctx.clock = clock
         ctx.save_for_backward(x, *rest[1:])
         ctx.spec = spec

@@ -257,8 +257,8 @@ class LayerFactors(FactorStore):
 
     def direction_of_rows(
         self, index: int, rows: tuple[torch.Tensor, torch.Tensor], gradient: Sequence[torch.Tensor]
-    ) -> torch.Tensor | None:
-        """(1, d_out, d_in) of a layer with inverses, from rows; None if they do not make its gradient.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(1, d_out, d_in) of a layer with inverses, from rows, and (1,) whether they make its gradient.
 
         Args:
             rows: (1, n, d_in without bias) inputs and (1, n, d_out) gradients of outputs.
@@ -268,13 +268,13 @@ class LayerFactors(FactorStore):
         weight, bias = gradient[0][None], gradient[1][None] if len(gradient) > 1 else None
         direction: torch.Tensor = self.rule.apply_to_rows(A, G, *rows, bias=bias is not None)
         fits = core_kfac.direction_fits(A, G, weight, bias, direction)
-        return direction if bool(fits.all()) else None
+        return direction, fits
 
     def _gathered(self, number: int, side: str) -> tuple[Any, torch.Tensor]:
         """(inverses, ready) of one side of a bucket's layers: a view if they are neighbours."""
         known: Any = self._cache.get((number, side))
         if known is not None:
-            return known  # type: ignore[no-any-return]
+            return known
         members = self.buckets[number].members
         places = [self.places.get(self._key(m.index, side)) for m in members]
         here = [place for place in places if place is not None]

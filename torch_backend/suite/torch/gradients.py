@@ -114,8 +114,10 @@ class GradientExchange:
         for i in here:
             parts = parts_of(i)
             if self._boxes is None:
-                targets = [piece.grad() for piece in _pieces(self.layers[i])]
-                places += [(t, part) for t, part in zip(targets, parts, strict=True) if t is not None]
+                for piece, part in zip(_pieces(self.layers[i]), parts, strict=True):
+                    gradient = piece.grad()
+                    if gradient is not None:
+                        places.append((gradient, part))
                 continue
             for j, part in enumerate(parts):
                 box = self._box(rank, i, j)

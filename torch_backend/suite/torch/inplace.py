@@ -13,11 +13,9 @@ def average_in(average: torch.Tensor, new: torch.Tensor, decay: float) -> None:
     average.lerp_(new.to(average.dtype), 1.0 - decay)
 
 
-def all_average_in(
-    averages: Sequence[torch.Tensor], new: Sequence[torch.Tensor], decay: float
-) -> None:
+def all_average_in(averages: Sequence[torch.Tensor], new: Sequence[torch.Tensor], decay: float) -> None:
     """`average_in` of many tensors of one dtype."""
-    torch._foreach_lerp_(averages, [x.to(averages[0].dtype) for x in new], 1.0 - decay)
+    torch._foreach_lerp_(list(averages), [x.to(averages[0].dtype) for x in new], 1.0 - decay)
 
 
 _SMALL = 2**14  # numbers in a tensor below which a call for it costs more than a copy of it

@@ -558,17 +558,20 @@ class KFACEngine:
         self, whole: Mapping[int, Sequence[torch.Tensor]]
     ) -> dict[int, torch.Tensor]:
         """Of layers whose gradients are those of the few rows that were kept."""
-        known = {}
+        found: dict[int, torch.Tensor] = {}
+        fits = []
         for i, kept in self.kept.items():
             rows = kept.take()
-            if rows is None or i not in whole or not self.factors.is_ready(i):
-                continue
-            direction = self.factors.direction_of_rows(i, rows, whole[i])
-            if direction is None:
-                kept.refuse()
-            else:
-                known[i] = direction
-        return known
+            if rows is not None and i in whole and self.factors.is_ready(i):
+                found[i], fit = self.factors.direction_of_rows(i, rows, whole[i])
+                fits.append(fit)
+        if not fits:
+            return found
+        for i, fit in zip(list(found), torch.cat(fits).tolist(), strict=True):  # one wait for all
+            if not fit:
+                self.kept[i].refuse()
+                del found[i]
+        return found
 
     def _report_torn(self, torn: Sequence[int]) -> None:
         """Once: warn about layers that have a gradient on some ranks only."""
