@@ -93,6 +93,7 @@ class LayerCapture:
         self.stream = stream  # of the noise that chooses rows
         self.bases: Bases | None = None  # set to sum second moments in
         self.input_of: LayerCapture | None = None  # whose A is this layer's, too
+        self.leads = False  # whether this layer's A is another's, too
         self.incomplete = False  # what `left_out` was for what was taken last
         self.left_out = False  # whether a call of this step was left to the layer that shares its A
         self.inputs: list[int] = []  # tokens of the inputs of this step's calls
@@ -205,7 +206,7 @@ class LayerCapture:
             self.shape_of_places = math.prod(y.shape[-len(spec.kernel) :])
         if torch.compiler.is_compiling():
             return
-        if self.input_of is None:  # it may lead
+        if self.leads:
             self.seen.append(weakref.ref(x))
         if again:
             return

@@ -490,8 +490,10 @@ class KFACEngine:
 
     def _tell_captures(self) -> None:
         """Whose A is whose, and in which bases to sum second moments."""
+        leaders = set(self.factors.input_of.values())
         for i, capture in enumerate(self.captures):
             leader = self.factors.input_of.get(i)
+            capture.leads = i in leaders
             capture.input_of = None if leader is None else self.captures[leader]
             capture.bases = self.factors.bases(i)
 
