@@ -251,18 +251,14 @@ class LayerCapture:
     def _sum(self, slot: torch.Tensor) -> torch.Tensor | None:
         return self.sampled.get(id(slot)) if self.clock.sampled else slot.grad
 
-    def _is_empty(self) -> bool:
-        if self.sampled or self.G.grad is not None or self.counts.grad is not None:
-            return False
-        return self.A.grad is None and all(slot.grad is None for slot in self.transposed)
+    def take_nothing(self) -> None:
+        """`take` where no slot has a sum."""
+        self.incomplete, self.left_out = self.left_out, False
+        self.seen.clear()
+        self.terms = 0.0
 
     def take(self) -> Captured | None:
         """What was summed since the last `take`; None if no backward pass went through the layer."""
-        if self._is_empty():
-            self.incomplete, self.left_out = self.left_out, False
-            self.seen.clear()
-            self.terms = 0.0
-            return None
         A, G, counts = (self._sum(slot) for slot in (self.A, self.G, self.counts))
         transposed = positions = None
         sums = [self._sum(slot) for slot in self.transposed]

@@ -179,6 +179,7 @@ class KFACEngine:
                 if can_be_thin(capture.layer):
                     self.kept[i] = capture.kept = KeptRows(capture.layer, self.clock)
                     self._attached.append(capture.kept)
+        self._slots = [slot for capture in self.captures for slot in capture.slots()]
         self._uses = UseCounter(model, self.captures)
         self._attached.append(self._uses)
         capture_of = {id(c.layer): c for c in self.captures}
@@ -215,6 +216,10 @@ class KFACEngine:
 
     def take_statistics(self, loss_scale: float = 1.0) -> Taken:
         """What every layer saw since the last call; its gradients were `loss_scale` times too large."""
+        if not self.clock.sampled and all(slot.grad is None for slot in self._slots):
+            for capture in self.captures:
+                capture.take_nothing()
+            return [None for _ in self.captures]
         taken = [capture.take() for capture in self.captures]
         return self._all_unscaled(taken, loss_scale)
 
