@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from suite.core import buckets, linalg, statistics
 from suite.core import kfac as core_kfac
+from suite.core import linalg, statistics
 from suite.core.linalg import inner_product
 from suite.core.noise import stream_numbers
 from suite.core.placement import AssignmentStrategy, LayerShape, Placement, plan_placement
@@ -27,6 +26,7 @@ from suite.torch.capture import (
 )
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Ranks
+from suite.torch.directions import Directions, squared_rates_times
 from suite.torch.dtensors import local
 from suite.torch.factor_store import at_least_single
 from suite.torch.factors import LayerFactors
@@ -527,7 +527,7 @@ class KFACEngine:
         known = self._directions_of_rows(whole)
         gradients = {i: self.layers[i].gradient_matrix(*p) for i, p in whole.items() if i not in known}
         rates = {i: lr_of(self.layers[i].weight.parameter) for i in whole} if kl_clip is not None else {}
-        directions = _Directions(self.factors, gradients, known, damping, rates)
+        directions = Directions(self.factors, gradients, known, damping, rates)
 
         def change_of(chosen: Sequence[int]) -> torch.Tensor:
             products = directions.products([i for i in chosen if i in gradients])
@@ -535,7 +535,7 @@ class KFACEngine:
                 if i in known:
                     parts = zip(self.layers[i].split(directions.of(i)), whole[i], strict=True)
                     products += [(i, inner_product(d, g)) for d, g in parts]
-            return _squared_rates_times([(rates[i], product) for i, product in products])
+            return squared_rates_times([(rates[i], product) for i, product in products])
 
         def changes_of(chosen: Sequence[int]) -> torch.Tensor:
             if self.tensor_ranks.alone:
@@ -677,87 +677,6 @@ class KFACEngine:
         self.factors.rewind(snapshot[0])
         self.clock.discovering = snapshot[1]
         self._tell_captures()
-
-
-class _Directions:
-    """Directions, computed a bucket of layers at a time, when one of them is asked for."""
-
-    def __init__(
-        self,
-        factors: LayerFactors,
-        gradients: Mapping[int, torch.Tensor],
-        known: Mapping[int, torch.Tensor],
-        damping: float,
-        rates: Mapping[int, Any],
-    ) -> None:
-        self._factors, self._gradients, self._damping = factors, gradients, damping
-        self._rates = rates
-        self._product: dict[int, torch.Tensor] = {}  # by bucket of layers with one rate
-        self._number_of = {m.index: n for n, b in enumerate(factors.buckets) for m in b.members}
-        self._found: list[Any] = [known.get(i) for i in range(len(factors.layers))]
-
-    def of(self, index: int) -> torch.Tensor:
-        """(blocks, d_out, d_in) of a layer with a gradient."""
-        if self._found[index] is None:
-            self._compute(self._number_of[index])
-        direction: torch.Tensor = self._found[index]
-        return direction
-
-    def products(self, chosen: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
-        """⟨direction, gradient⟩: (layer, its product, or that of all layers of one bucket and rate)."""
-        by_bucket: dict[int, list[int]] = {}
-        for i in chosen:
-            by_bucket.setdefault(self._number_of[i], []).append(i)
-        found = []
-        for number, layers in by_bucket.items():
-            self.of(layers[0])
-            count = sum(m.index in self._gradients for m in self._factors.buckets[number].members)
-            if number in self._product and len(layers) == count:
-                found.append((layers[0], self._product[number]))
-            else:
-                found += [(i, inner_product(self.of(i), self._gradients[i])) for i in layers]
-        return found
-
-    def _compute(self, number: int) -> None:
-        bucket, gradients = self._factors.buckets[number], self._gradients
-        like = next(gradients[m.index] for m in bucket.members if m.index in gradients)
-        parts = [
-            gradients[m.index]
-            if m.index in gradients
-            else torch.zeros_like(like[:1]).expand(m.stop - m.start, -1, -1)
-            for m in bucket.members
-        ]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        found: list[Any] = [None] * len(self._found)
-        direction = self._factors.directions(number, joined, self._damping)
-        buckets.scatter(bucket, direction, found)
-        rates = [self._rates[m.index] for m in bucket.members if m.index in self._rates]
-        if rates and all(_is_same(rate, rates[0]) for rate in rates):
-            self._product[number] = inner_product(direction, joined)
-        for member in bucket.members:
-            if member.index in gradients:
-                self._found[member.index] = found[member.index]
-
-
-def _is_same(rate: Any, other: Any) -> bool:
-    """Whether two learning rates are known to be equal, the host not waiting for tensors."""
-    tensors = isinstance(rate, torch.Tensor) or isinstance(other, torch.Tensor)
-    return rate is other or (not tensors and rate == other)
-
-
-def _squared_rates_times(products: Sequence[tuple[Any, torch.Tensor]]) -> torch.Tensor:
-    """(): Σ lr² x over pairs (lr, x)."""
-    if not products:
-        return torch.zeros(())
-    dtype = functools.reduce(torch.promote_types, (x.dtype for _, x in products))
-    device = products[0][1].device
-    terms = torch.stack([x.to(device, dtype) for _, x in products])
-    rates = [rate for rate, _ in products]
-    if any(isinstance(rate, torch.Tensor) for rate in rates):
-        factors = torch.stack([torch.as_tensor(rate, dtype=dtype, device=device) for rate in rates])
-    else:
-        factors = torch.tensor(rates, dtype=dtype, device=device)
-    return (factors * factors * terms).sum()
 
 
 RANK_STRIDE = 1_000_003  # between the seeds of ranks: each draws noise for rows of its own
