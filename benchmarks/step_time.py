@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from floors import FLOORS, Floor
 from suite.torch import KFAC, Kron
@@ -137,6 +138,51 @@ CONVOLUTIONS = ("W2", "G1")  # workloads that are also measured with fewer examp
 PEERS = {"kron_torch": kron_torch}
 
 
+_READS = ("aten::_local_scalar_dense", "aten::nonzero")  # operations whose result the host reads
+
+
+class _Lists(TorchFunctionMode):
+    """Counts `tolist`, which on a CPU is no operation."""
+
+    count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.Tensor.tolist
+        return function(*args, **(kwargs or {}))
+
+
+def host_syncs(function: Callable[[], None], device: torch.device) -> int:
+    """How often the host reads a number from a tensor in one call, and on a GPU waits for it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                function()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing CUDA operation" in str(one.message) for one in caught)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with _Lists() as lists, torch.profiler.profile(activities=activities) as seen:
+        function()
+    return lists.count + sum(e.count for e in seen.key_averages() if e.key in _READS)
+
+
+def _syncs_by_kind(one: Contender, device: torch.device) -> dict[str, int]:
+    """The most reads in a whole step of each kind, over one cycle."""
+    most: dict[str, int] = {}
+    for step in range(1, PERIOD + 1):
+        kind = one.kind(step)
+        most[kind] = max(most.get(kind, 0), host_syncs(lambda: _whole(one), device))
+    return most
+
+
+def _whole(one: Contender) -> None:
+    one.workload.loss().backward()
+    one.step()
+
+
 def clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -185,6 +231,7 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             for step in range(1, PERIOD + 1):  # a cycle ends with the costly step
                 kind = one.kind(step)
                 times[contender].setdefault(kind, []).append(_step(one, device))
+    syncs = {contender: _syncs_by_kind(one, device) for contender, one in found.items()}
     parameters = sum(p.numel() for p in plain.model.parameters())
     report = {
         "parameters": parameters,
@@ -200,6 +247,7 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
                         "optimizer": _typical(kind, [b for _, b in seen]),
                         "worst": max(a + b for a, b in seen),
                         "count": len(seen),
+                        "host_syncs": syncs[contender][kind],
                     }
                     for kind, seen in times[contender].items()
                 },
@@ -250,7 +298,7 @@ def table(report: dict[str, Any]) -> str:
         f"{(kfac_floor + floors['statistics']) / adamw:.2f}, every {PERIOD} "
         f"{(kfac_floor + floors['statistics'] / PERIOD) / adamw:.2f}",
         f"  {'':38s}{'amortised':>10s}{'plain':>8s}{'stats':>8s}{'costly':>8s}{'worst':>8s}"
-        f"{'opt/floor':>11s}{'B/param':>9s}{'first s':>9s}",
+        f"{'opt/floor':>11s}{'B/param':>9s}{'first s':>9s}{'host syncs':>12s}",
     ]
     for name, one in report["contenders"].items():
         steps = one["steps"]
@@ -264,6 +312,7 @@ def table(report: dict[str, Any]) -> str:
         ]
         cells += [f"{max(s['worst'] for s in steps.values()) / adamw:8.2f}", f"{over:11.2f}"]
         cells += [f"{one['bytes_per_parameter']:9.1f}", f"{one['first_step']:9.2f}"]
+        cells += [f"{'/'.join(str(kind['host_syncs']) for kind in steps.values()):>12s}"]
         lines.append(f"  {name:38s}{''.join(cells)}")
     lines += [
         f"  statistics of {name} / (forward + backward): {ratio:.2f}"

@@ -65,8 +65,9 @@ def step_time_table(name: str, report: dict[str, Any]) -> str:
         f"tenth step {tenth}",
         "",
         "| | amortised | plain step | with statistics | with new inverses or factors | worst step | "
-        "plain step's optimizer / two products | bytes of state a parameter | first step, seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "plain step's optimizer / two products | bytes of state a parameter | first step, seconds | "
+        "host reads a step |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for contender, one in report["contenders"].items():
         steps = one["steps"]
@@ -80,6 +81,7 @@ def step_time_table(name: str, report: dict[str, Any]) -> str:
         cells += [f"{max(kind['worst'] for kind in steps.values()) / adamw:.2f}"]
         cells += [f"{cheap['optimizer'] / floors['two products']:.2f}"]
         cells += [f"{one['bytes_per_parameter']:.1f}", f"{one['first_step']:.2f}"]
+        cells += [" / ".join(str(kind.get("host_syncs", "")) for kind in steps.values())]
         lines.append(f"| {contender} | {' | '.join(cells)} |")
     lines += [f"| {contender} | failed: {error} |" for contender, error in report["failed"].items()]
     lines += [

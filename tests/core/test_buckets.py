@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import assert_identical, normal
-from suite.core.buckets import gather, plan_buckets, scatter
+from suite.core.buckets import cut, gather, plan_buckets, scatter
 
 KEYED = st.lists(st.tuples(st.sampled_from(["a", "b", (2, 3)]), st.integers(1, 4)), max_size=12)
 
@@ -38,6 +40,21 @@ def test_scatter_undoes_gather(stacks):
     back = [None] * len(arrays)
     for bucket in plan_buckets(stacks):
         scatter(bucket, gather(bucket, arrays), back)
+    assert_identical(back, arrays)
+
+
+@given(KEYED, st.integers(1, 9))
+def test_cut_buckets_hold_the_same_members_and_no_more_blocks_than_asked(stacks, most):
+    arrays = [normal(blocks, 2, seed=i) for i, (_, blocks) in enumerate(stacks)]
+    back = [None] * len(arrays)
+    for bucket in plan_buckets(stacks):
+        parts = cut(bucket, most)
+        assert [m.index for part in parts for m in part.members] == [m.index for m in bucket.members]
+        for part in parts:
+            assert part.key == bucket.key
+            assert part.blocks <= most or len(part.members) == 1
+            scatter(part, gather(part, arrays), back)
+        assert all(a.blocks + b.members[0].stop > most for a, b in itertools.pairwise(parts))
     assert_identical(back, arrays)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from suite.core import moments
-from suite.torch.inplace import all_finite, average_in
+from suite.torch.inplace import all_average_in, all_finite, average_in
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -19,6 +19,14 @@ def test_an_average_in_place_is_the_cores(dtype):
     np.testing.assert_allclose(old.numpy(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-14)
 
 
+def test_many_averages_are_averages():
+    generator = torch.Generator().manual_seed(0)
+    old, new = (torch.randn(3, 5, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    expected = moments.update_average(old.numpy(), new.numpy(), 0.95)
+    all_average_in(old.split([2, 1]), new.split([2, 1]), 0.95)
+    np.testing.assert_allclose(old.numpy(), expected, rtol=1e-14)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", range(3))
@@ -27,6 +35,18 @@ def test_any_number_that_is_not_finite_is_found(dtype, bad, where):
     tensors[1][0] = 1e308  # finite, and too large for a square or a sum
     assert bool(all_finite(tensors))
     tensors[where].view(-1)[-1] = bad
+    assert not bool(all_finite(tensors))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", [0, 1, 40, 98, 99])
+def test_it_is_found_among_many_small_tensors(bad, where):
+    tensors = [
+        torch.full((50, 100 + i), 1e38, dtype=[torch.float64, torch.float32][i % 2]).mT
+        for i in range(100)
+    ]
+    assert bool(all_finite(tensors))
+    tensors[where][-1, -1] = bad
     assert not bool(all_finite(tensors))
 
 

@@ -111,6 +111,38 @@ def test_affine_reparametrisation_leaves_the_trajectory_unchanged():
     assert not torch.allclose(outputs[0], second(torch.tanh(first(x))))
 
 
+@pytest.mark.parametrize(
+    "rates", [(0.5, 0.5, 0.5), (0.5, 0.1, 0.5), (torch.tensor(0.5), 0.1, torch.tensor(0.2))]
+)
+@pytest.mark.parametrize("skipped", [None, 1])
+def test_kl_clip_is_of_all_layers_each_with_its_rate(rates, skipped):
+    """Σ lr² ⟨direction, gradient⟩, layer by layer in numpy, of layers that share a bucket or do not."""
+    directions, kl_clip = {}, 1e-6
+    for clip in (None, kl_clip):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)), nn.Linear(5, 2)).double()
+        groups = [{"params": model[i].parameters(), "lr": lr} for i, lr in enumerate(rates)]
+        groups.append({"params": model[3].parameters(), "lr": 0.3})
+        kfac = KFAC(model, torch.optim.SGD(groups, lr=0.0), damping=0.1, kl_clip=clip)
+        for _ in range(2):
+            kfac.zero_grad()
+            model(torch.randn(8, 5, dtype=torch.float64)).square().mean().backward()
+            if skipped is not None:
+                model[skipped].zero_grad()
+            before = [0.0 if p.grad is None else p.grad.numpy().copy() for p in model.parameters()]
+            saved = [p.detach().clone() for p in model.parameters()]
+            kfac.step()
+            for p, old in zip(model.parameters(), saved, strict=True):
+                p.data.copy_(old)
+        directions[clip] = [0.0 if p.grad is None else p.grad.numpy() for p in model.parameters()]
+    lrs = [float(lr) for lr in (*rates, 0.3) for _ in range(2)]
+    plain = directions[None]
+    change = sum(lr**2 * np.sum(d * g) for lr, d, g in zip(lrs, plain, before, strict=True))
+    assert change > kl_clip
+    for d, clipped in zip(plain, directions[kl_clip], strict=True):
+        np.testing.assert_allclose(clipped, d * np.sqrt(kl_clip / change), rtol=1e-9)
+
+
 def test_kl_clip_bounds_the_step():
     scales = {}
     for kl_clip in (None, 1e-4):

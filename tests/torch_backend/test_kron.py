@@ -105,6 +105,23 @@ def test_blocks_of_a_parameter_do_not_depend_on_their_neighbours():
     torch.testing.assert_close(whole, torch.cat(parts), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("numbers", [1, 60, 200])
+def test_buckets_cut_to_what_a_cache_holds_take_the_same_steps(monkeypatch, numbers):
+    def trajectory() -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6, bias=i % 2 == 0) for i in range(6))).double()
+        kron = Kron(model.parameters(), lr=0.01, preconditioner_update_probability=0.5)
+        run(model, kron, range(6))
+        return [p.detach() for p in model.parameters()], sum(len(e.buckets) for e in kron._engines)
+
+    whole, few = trajectory()
+    monkeypatch.setattr("suite.torch.kron_engine._CACHED", numbers)
+    cut, many = trajectory()
+    assert many > few
+    for a, b in zip(whole, cut, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
 def test_a_closure_runs_once_first_and_under_grad():
     model = network()
     kron = Kron(model.parameters())

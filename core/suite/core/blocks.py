@@ -174,6 +174,8 @@ def split(plan: BlockPlan, x: Array) -> list[Array]:
     xp = array_namespace(x)
     scan = math.prod(plan.shape[: plan.scanned])
     x = xp.reshape(x, (scan, *plan.merged))
+    if _is_one_block(plan):
+        return [x]
     stacks = []
     for tile in plan.tiles:
         part = x
@@ -190,9 +192,15 @@ def split(plan: BlockPlan, x: Array) -> list[Array]:
     return stacks
 
 
+def _is_one_block(plan: BlockPlan) -> bool:
+    return len(plan.tiles) == 1 and all(count == 1 for count in plan.tiles[0].counts)
+
+
 def merge(plan: BlockPlan, stacks: Sequence[Array]) -> Array:
     """Undo `split`."""
     xp = array_namespace(stacks[0])
+    if _is_one_block(plan):
+        return xp.reshape(stacks[0], plan.shape)
     scan = math.prod(plan.shape[: plan.scanned])
     parts = []
     for tile, stack in zip(plan.tiles, stacks, strict=True):

@@ -40,6 +40,22 @@ def plan_buckets(stacks: Sequence[tuple[Hashable, int]]) -> tuple[Bucket, ...]:
     return tuple(Bucket(key, tuple(group)) for key, group in members.items())
 
 
+def cut(bucket: Bucket, most: int) -> tuple[Bucket, ...]:
+    """A bucket as several of at most `most` blocks each; a member with more has one to itself."""
+    groups: list[list[Member]] = []
+    for member in bucket.members:
+        if not groups or member.stop - groups[-1][0].start > most:
+            groups.append([])
+        groups[-1].append(member)
+    return tuple(
+        Bucket(
+            bucket.key,
+            tuple(Member(m.index, m.start - group[0].start, m.stop - group[0].start) for m in group),
+        )
+        for group in groups
+    )
+
+
 def gather(bucket: Bucket, stacks: Sequence[Array]) -> Array:
     """The bucket's members out of all `stacks`, joined: (blocks, ...). No copy for a single member."""
     parts = [stacks[member.index] for member in bucket.members]

@@ -52,16 +52,15 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
     """
     xp = array_namespace(rows)
     rows = lift(rows)
+    if not bias:
+        return xp.sum(rows * rows, axis=1) if diagonal else linalg.gram(rows)
     count = xp.zeros((rows.shape[0], 1), dtype=rows.dtype, device=device_of(rows)) + float(rows.shape[1])
     if diagonal:
-        squares = xp.sum(rows * rows, axis=1)
-        return xp.concat([squares, count], axis=-1) if bias else squares
-    if bias and rows.shape[1] < rows.shape[2]:
+        return xp.concat([xp.sum(rows * rows, axis=1), count], axis=-1)
+    if rows.shape[1] < rows.shape[2]:
         ones = xp.ones((*rows.shape[:2], 1), dtype=rows.dtype, device=device_of(rows))
-        rows, bias = xp.concat([rows, ones], axis=-1), False
+        return linalg.gram(xp.concat([rows, ones], axis=-1))
     products = linalg.gram(rows)
-    if not bias:
-        return products
     sums = xp.sum(rows, axis=1)
     right = xp.concat([sums, count], axis=-1)[..., None]
     return xp.concat([xp.concat([products, sums[:, None, :]], axis=-2), right], axis=-1)

@@ -8,6 +8,7 @@ under activation checkpointing, never in a forward pass without a backward one.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from typing import Any, NamedTuple
@@ -54,16 +55,13 @@ class _Probe(torch.autograd.Function):
         A: torch.Tensor | None,
         G: torch.Tensor,
         counts: torch.Tensor,
-        products: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        chosen: torch.Tensor | None,
-        vectors_A: torch.Tensor | None,
-        vectors_G: torch.Tensor | None,
         spec: LayerSpec,
         clock: CaptureClock | None,
+        *rest: torch.Tensor | None,
     ) -> torch.Tensor:
+        """`rest`: the slot of products, scale, chosen rows, bases of A and G; empty if all are None."""
         ctx.clock = clock
-        ctx.save_for_backward(x, scale, chosen, vectors_A, vectors_G)
+        ctx.save_for_backward(x, *rest[1:])
         ctx.spec = spec
         ctx.dtype = G.dtype
         # An alias, not a view: an output that is a view of an input breaks in-place ops after it.
@@ -73,17 +71,26 @@ class _Probe(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         wanted = ctx.needs_input_grad
         if not wanted[3] or (ctx.clock is not None and not ctx.clock.sampling):
-            return (gradient, *(None,) * 11)
-        x, scale, chosen, vectors_A, vectors_G = ctx.saved_tensors
-        bases: Bases | None = (vectors_A, vectors_G) if wanted[5] else None
-        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+            return (gradient, *(None,) * (len(wanted) - 1))
+        x, *rest = ctx.saved_tensors
+        scale, chosen, *vectors = rest or (None, None)
+        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[7] else None
+        with torch.no_grad(), _without_autocast(gradient.device.type):
             g = gradient.to(ctx.dtype)
             if scale is not None:
                 g = g * scale
             if x is not None and x.is_floating_point():
                 x = x.to(ctx.dtype)
             A, G, counts, products = sums(ctx.spec, x, g, chosen=chosen, want_A=wanted[2], bases=bases)
-        return gradient, None, A, G, counts, products, *(None,) * 6
+        if not rest:
+            return gradient, None, A, G, counts, None, None
+        return gradient, None, A, G, counts, None, None, products, *(None,) * 4
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(device_type):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 class LayerCapture:
@@ -95,6 +102,7 @@ class LayerCapture:
         self.stream = stream  # of the noise that chooses rows or examples
         self.bases: Bases | None = None  # set to sum second moments in
         self.input_of: LayerCapture | None = None  # whose A is this layer's, too
+        self.leads = False  # whether this layer's A is another's, too
         self.incomplete = False  # what `left_out` was for what was taken last
         self.left_out = False  # whether a call of this step was left to the layer that shares its A
         self.inputs: list[int] = []  # tokens of the inputs of this step's calls
@@ -176,24 +184,27 @@ class LayerCapture:
     def _probed(self, site: Site, x: torch.Tensor, y: torch.Tensor, args: Any, kwargs: Any) -> Any:
         spec = site.spec
         again = in_backward()
-        with torch.no_grad():
-            x, scale = _prepared(site, x, y, args, kwargs)
+        scale = None
+        if site.scaling or spec.kind == "bag":
+            with torch.no_grad():
+                x, scale = _prepared(site, x, y, args, kwargs)
         self._note(site, x, y, again)
         slots = self.transposed if site.transposed else (self.A, self.G, self.counts)
         shared = self.input_of is not None and not site.transposed and self._has_input_of(x)
         bases = None if site.transposed else self.bases
+        chosen = self._chosen(spec, x, y)
+        rest: tuple[torch.Tensor | None, ...] = ()
+        if bases is not None or scale is not None or chosen is not None:
+            rest = (None if bases is None else self.products, scale, chosen, *(bases or (None, None)))
         return _Probe.apply(
             y,
             None if spec.kind == "bias" else x,  # what is saved must not be changed in place
             None if shared else slots[0],
             slots[1],
             slots[2],
-            None if bases is None else self.products,
-            scale,
-            self._chosen(spec, x, y),
-            *(bases or (None, None)),
             spec,
             self.clock if self.clock.sampled else None,
+            *rest,
         )
 
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
@@ -204,7 +215,7 @@ class LayerCapture:
             self.shape_of_places = math.prod(y.shape[-len(spec.kernel) :])
         if torch.compiler.is_compiling():
             return
-        if self.input_of is None:  # it may lead
+        if self.leads:
             self.seen.append(weakref.ref(x))
         if again:
             return
@@ -251,6 +262,12 @@ class LayerCapture:
     def _sum(self, slot: torch.Tensor) -> torch.Tensor | None:
         return self.sampled.get(id(slot)) if self.clock.sampled else slot.grad
 
+    def take_nothing(self) -> None:
+        """`take` where no slot has a sum."""
+        self.incomplete, self.left_out = self.left_out, False
+        self.seen.clear()
+        self.terms = 0.0
+
     def take(self) -> Captured | None:
         """What was summed since the last `take`; None if no backward pass went through the layer."""
         A, G, counts = (self._sum(slot) for slot in (self.A, self.G, self.counts))
@@ -283,8 +300,6 @@ def _prepared(
         given = dict(zip(names, args, strict=False)) | kwargs
         moments = _bag(module, given["input"], given.get("offsets"), given.get("per_sample_weights"))
         return moments, None
-    if not site.scaling:
-        return x, None
     shape = (-1,) if isinstance(module, nn.Linear) else (-1, *(1,) * len(module.kernel_size))
     if site.scaling == "magnitude":
         # What the magnitude scales. Not the output divided by it: it may be zero.

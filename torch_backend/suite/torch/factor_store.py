@@ -68,7 +68,7 @@ class FactorStore:
         self.received: dict[Key, tuple[Any, torch.Tensor]] = {}  # (inverses, ready) of others' factors
         self.products: list[Pair] = []  # (second moments, their weight), one for each bucket
         self.retries = 0  # factorizations that a second or third try saved
-        self._cache: dict[tuple[int, str], tuple[Any, torch.Tensor]] = {}
+        self._cache: dict[tuple[int, str], Any] = {}  # what follows from the stacks, until they change
         self._plan({})
 
     def _plan(self, input_of: Mapping[int, int]) -> None:
@@ -216,7 +216,12 @@ class FactorStore:
             return False
         if self.ranks.rank not in self._users((index, "G")):
             return self.refreshed
-        return all(bool(self._inverse_of(index, side)[1].all()) for side in ("A", "G"))
+        key = (index, "layer is ready")
+        if key not in self._cache:
+            ready = (self._inverse_of(index, side)[1] for side in ("A", "G"))
+            self._cache[key] = all(bool(x.all()) for x in ready)
+        found: bool = self._cache[key]
+        return found
 
     def _label(self, key: Key) -> str:
         return f"{self.layers[key[0]].name!r} ({key[1]})"

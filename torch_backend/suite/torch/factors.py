@@ -13,7 +13,7 @@ from suite.core import kfac as core_kfac
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Parcel
 from suite.torch.factor_store import FactorStore, Key, at_least_single, rows_of
-from suite.torch.inplace import average_in
+from suite.torch.inplace import all_average_in, average_in
 from suite.torch.rows import Bases
 
 # Another try at a factor that failed: more damping, in units of its mean eigenvalue, then float64.
@@ -36,12 +36,20 @@ class LayerFactors(FactorStore):
         self.allocate()
         self.updated = True
         for number, bucket in enumerate(self.factor_buckets):
-            factor = self.factors[number]
-            for member in bucket.members:
-                key, at = self.owners[member.index], slice(member.start, member.stop)
+            factor, known = self.factors[number], (number, "parts")
+            if known not in self._cache:
+                ends = [(m.start, m.stop) for m in bucket.members]
+                self._cache[known] = [factor.average[a:b] for a, b in ends]
+            keys = [self.owners[m.index] for m in bucket.members]
+            if all(seen[key] for key in keys):
+                all_average_in(self._cache[known], [new[key] for key in keys], factor_decay)
+                average_in(factor.weight, torch.ones_like(factor.weight), factor_decay)
+                continue
+            for key, member, average in zip(keys, bucket.members, self._cache[known], strict=True):
                 if seen[key]:
-                    average_in(factor.average[at], new[key], factor_decay)
-                    average_in(factor.weight[at], torch.ones_like(factor.weight[at]), factor_decay)
+                    weight = factor.weight[member.start : member.stop]
+                    average_in(average, new[key], factor_decay)
+                    average_in(weight, torch.ones_like(weight), factor_decay)
 
     def update_products(self, new: Mapping[int, torch.Tensor], factor_decay: float) -> None:
         """Average normalized second moments in the eigenbasis in, of the layers that have new ones."""
@@ -231,19 +239,26 @@ class LayerFactors(FactorStore):
 
     def directions(self, number: int, gradient: torch.Tensor, damping: float) -> torch.Tensor:
         """(blocks, d_out, d_in) gradients of a bucket's layers, preconditioned."""
-        A, ready_A = self._gathered(number, "A")
-        G, ready_G = self._gathered(number, "G")
+        A, G = self._gathered(number, "A")[0], self._gathered(number, "G")[0]
         products = None
         if self.keeps_products:
             average, weight = self.products[number]
             products = average / weight[:, None, None]
-        direction: torch.Tensor = self.rule.apply(A, G, ready_A & ready_G, gradient, damping, products)
+        direction: torch.Tensor = self.rule.apply(A, G, self._ready(number), gradient, damping, products)
         return direction
+
+    def _ready(self, number: int) -> torch.Tensor | None:
+        """(blocks,): which blocks of a bucket have inverses; None: all. Only asked after a refresh."""
+        if (number, "ready") not in self._cache:
+            ready = self._gathered(number, "A")[1] & self._gathered(number, "G")[1]
+            self._cache[number, "ready"] = None if bool(ready.all()) else ready
+        found: torch.Tensor | None = self._cache[number, "ready"]
+        return found
 
     def direction_of_rows(
         self, index: int, rows: tuple[torch.Tensor, torch.Tensor], gradient: Sequence[torch.Tensor]
-    ) -> torch.Tensor | None:
-        """(1, d_out, d_in) of a layer with inverses, from rows; None if they do not make its gradient.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(1, d_out, d_in) of a layer with inverses, from rows, and (1,) whether they make its gradient.
 
         Args:
             rows: (1, n, d_in without bias) inputs and (1, n, d_out) gradients of outputs.
@@ -253,11 +268,11 @@ class LayerFactors(FactorStore):
         weight, bias = gradient[0][None], gradient[1][None] if len(gradient) > 1 else None
         direction: torch.Tensor = self.rule.apply_to_rows(A, G, *rows, bias=bias is not None)
         fits = core_kfac.direction_fits(A, G, weight, bias, direction)
-        return direction if bool(fits.all()) else None
+        return direction, fits
 
     def _gathered(self, number: int, side: str) -> tuple[Any, torch.Tensor]:
         """(inverses, ready) of one side of a bucket's layers: a view if they are neighbours."""
-        known = self._cache.get((number, side))
+        known: Any = self._cache.get((number, side))
         if known is not None:
             return known
         members = self.buckets[number].members

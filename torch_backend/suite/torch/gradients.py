@@ -6,7 +6,7 @@ a part, a box of indices; the gradient workers of a layer get the whole from tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,9 +72,8 @@ class GradientExchange:
         present: Sequence[int],
         here: Sequence[int],
         direction_of: Callable[[int], torch.Tensor],
-        inner_of: Callable[[int], torch.Tensor],
-        clipped: bool,
-        coefficient_of: Callable[[Mapping[int, torch.Tensor]], torch.Tensor | None],
+        changes_of: Callable[[Sequence[int]], torch.Tensor],
+        coefficient_of: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> torch.Tensor | None:
         """Put directions into the gradients' storage on all ranks.
 
@@ -82,9 +81,8 @@ class GradientExchange:
             present: the layers that have gradients.
             here: those of them whose directions are computed here.
             direction_of: layer -> its direction (blocks, d_out, d_in), asked for when it leaves.
-            inner_of: layer -> the product of its direction and its gradient.
-            clipped: whether directions are multiplied at all.
-            coefficient_of: the products of all layers -> what to multiply directions with.
+            changes_of: layers of those -> sums over them, which are added up over ranks.
+            coefficient_of: the sums over all layers -> what to multiply directions with; None: nothing.
 
         Returns:
             What `coefficient_of` returned.
@@ -106,14 +104,22 @@ class GradientExchange:
             lambda n: self.layers[shipments[n].layer].device,
             "K-FAC's exchange of directions",
         )
-        products = self._products(present, {i: inner_of(i) for i in here}) if clipped else {}
-        coefficient = coefficient_of(products)
+        coefficient = None
+        if coefficient_of is not None:
+            coefficient = coefficient_of(self._over_ranks(here, changes_of))
         places: list[tuple[torch.Tensor, torch.Tensor]] = []  # (part of a gradient, what goes there)
         for number, s in enumerate(shipments):
             if number in found:
                 places += self._place(s.layer, s.piece, s.box, found[number])
         for i in here:
-            for j, part in enumerate(parts_of(i)):
+            parts = parts_of(i)
+            if self._boxes is None:
+                for piece, part in zip(_pieces(self.layers[i]), parts, strict=True):
+                    gradient = piece.grad()
+                    if gradient is not None:
+                        places.append((gradient, part))
+                continue
+            for j, part in enumerate(parts):
                 box = self._box(rank, i, j)
                 if size_of(box):
                     places += self._place(i, j, box, part[slices(box)])
@@ -125,20 +131,16 @@ class GradientExchange:
                 torch._foreach_mul_(targets, coefficient.to(device))
         return coefficient
 
-    def _products(
-        self, present: Sequence[int], inner: Mapping[int, torch.Tensor]
-    ) -> Mapping[int, torch.Tensor]:
-        """⟨direction, gradient⟩ of every layer, in the layers' order."""
+    def _over_ranks(
+        self, here: Sequence[int], changes_of: Callable[[Sequence[int]], torch.Tensor]
+    ) -> torch.Tensor:
+        """`changes_of` all layers, wherever they are."""
         ranks, placement = self.ranks, self.factors.placement
         if placement.groups == 1:
-            return {i: inner[i] for i in present}
-        wide = torch.zeros(len(self.layers), dtype=torch.float64, device=ranks.device)
-        # Of its workers one tells: the first in its group.
-        for i, product in inner.items():
-            if placement.workers_of(i)[0] == ranks.rank:
-                wide[i] = product.to(wide)
-        total = ranks.total(wide, "K-FAC's sum for kl_clip")
-        return {i: total[i].to(self.layers[i].device) for i in present}
+            return changes_of(here)
+        # Of a layer's workers one tells: the first in its group.
+        own = changes_of([i for i in here if placement.workers_of(i)[0] == ranks.rank])
+        return ranks.total(own.to(ranks.device, torch.float64), "K-FAC's sum for kl_clip")
 
     def _place(
         self, i: int, j: int, box: Box, part: torch.Tensor

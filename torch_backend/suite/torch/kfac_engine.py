@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from suite.core import buckets, linalg, statistics
 from suite.core import kfac as core_kfac
+from suite.core import linalg, statistics
 from suite.core.linalg import inner_product
 from suite.core.noise import stream_numbers
 from suite.core.placement import AssignmentStrategy, LayerShape, Placement, plan_placement
@@ -27,6 +26,7 @@ from suite.torch.capture import (
 )
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Ranks
+from suite.torch.directions import Directions, squared_rates_times
 from suite.torch.dtensors import local
 from suite.torch.factor_store import at_least_single
 from suite.torch.factors import LayerFactors
@@ -180,6 +180,7 @@ class KFACEngine:
                 if can_be_thin(capture.layer):
                     self.kept[i] = capture.kept = KeptRows(capture.layer, self.clock)
                     self._attached.append(capture.kept)
+        self._slots = [slot for capture in self.captures for slot in capture.slots()]
         self._uses = UseCounter(model, self.captures)
         self._attached.append(self._uses)
         capture_of = {id(c.layer): c for c in self.captures}
@@ -216,6 +217,10 @@ class KFACEngine:
 
     def take_statistics(self, loss_scale: float = 1.0) -> Taken:
         """What every layer saw since the last call; its gradients were `loss_scale` times too large."""
+        if not self.clock.sampled and all(slot.grad is None for slot in self._slots):
+            for capture in self.captures:
+                capture.take_nothing()
+            return [None for _ in self.captures]
         taken = [capture.take() for capture in self.captures]
         return self._all_unscaled(taken, loss_scale)
 
@@ -255,6 +260,18 @@ class KFACEngine:
         ]
         terms = self._terms(taken)
         finite = self._all_finite(parameters, taken)
+        if self.ranks.alone and self.tensor_ranks.alone:
+            return Agreement(
+                unusable=() if bool(finite) else (0,),
+                present=[i for i, flag in enumerate(flags[0]) if flag],
+                torn=[],
+                seen=flags[1],
+                measured=flags[2],
+                strangers={i for i, flag in enumerate(flags[3]) if flag},
+                incomplete={i for i, flag in enumerate(flags[4]) if flag},
+                terms=torch.where(terms > 0, terms, torch.ones_like(terms)),
+                share=1.0,
+            )
         header = torch.zeros(world + 5 * count, dtype=torch.float64)
         header[world:] = torch.tensor([flag for row in flags for flag in row])
         if self.ranks.alone:
@@ -479,8 +496,10 @@ class KFACEngine:
 
     def _tell_captures(self) -> None:
         """Whose A is whose, and in which bases to sum second moments."""
+        leaders = set(self.factors.input_of.values())
         for i, capture in enumerate(self.captures):
             leader = self.factors.input_of.get(i)
+            capture.leads = i in leaders
             capture.input_of = None if leader is None else self.captures[leader]
             capture.bases = self.factors.bases(i)
 
@@ -508,62 +527,59 @@ class KFACEngine:
         whole = self.gradients.whole(agreed.present)
         known = self._directions_of_rows(whole)
         gradients = {i: self.layers[i].gradient_matrix(*p) for i, p in whole.items() if i not in known}
-        directions = _Directions(self.factors, gradients, known, damping)
+        rates = {i: lr_of(self.layers[i].weight.parameter) for i in whole} if kl_clip is not None else {}
+        directions = Directions(self.factors, gradients, known, damping, rates)
 
-        def inner_of(i: int) -> torch.Tensor:
-            if i in gradients:
-                return inner_product(directions.of(i), gradients[i])
-            parts = zip(self.layers[i].split(directions.of(i)), whole[i], strict=True)
-            return torch.stack([inner_product(d, g) for d, g in parts]).sum()
+        def change_of(chosen: Sequence[int]) -> torch.Tensor:
+            products = directions.products([i for i in chosen if i in gradients])
+            for i in chosen:
+                if i in known:
+                    parts = zip(self.layers[i].split(directions.of(i)), whole[i], strict=True)
+                    products += [(i, inner_product(d, g)) for d, g in parts]
+            return squared_rates_times([(rates[i], product) for i, product in products])
 
-        def coefficient_of(products: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-            if kl_clip is None:
-                return None
-            products = self._of_all_blocks(products)
-            device = next(iter(products.values())).device
-            lrs = [lr_of(self.layers[i].weight.parameter) for i in products]
-            dtype = functools.reduce(torch.promote_types, (x.dtype for x in products.values()))
-            terms = torch.stack([x.to(device, dtype) for x in products.values()])
-            if any(isinstance(lr, torch.Tensor) for lr in lrs):
-                rates = torch.stack([torch.as_tensor(lr, dtype=dtype, device=device) for lr in lrs])
-            else:
-                rates = torch.tensor(lrs, dtype=dtype, device=device)
-            coefficient: torch.Tensor = kl_clip_coefficient((rates * rates * terms).sum(), kl_clip)
+        def changes_of(chosen: Sequence[int]) -> torch.Tensor:
+            if self.tensor_ranks.alone:
+                return change_of(chosen)[None]
+            split = [i for i in chosen if self.layers[i].tensor_split]
+            both = change_of([i for i in chosen if i not in split]), change_of(split)
+            return torch.stack([x.to(self.tensor_ranks.device, torch.float64) for x in both])
+
+        def coefficient_of(changes: torch.Tensor) -> torch.Tensor:
+            assert kl_clip is not None
+            change = changes[0]
+            if any(self.layers[i].tensor_split for i in agreed.present):
+                phase = "K-FAC's sum for kl_clip over tensor-parallel ranks"
+                change = change + self.tensor_ranks.total(changes[1:], phase)[0]
+            coefficient: torch.Tensor = kl_clip_coefficient(change, kl_clip)
             return coefficient
 
         self.clip_coefficient = self.gradients.deliver(
             agreed.present,
             list(whole),
             directions.of,
-            inner_of,
-            kl_clip is not None,
-            coefficient_of,
+            changes_of,
+            None if kl_clip is None else coefficient_of,
         )
 
     def _directions_of_rows(
         self, whole: Mapping[int, Sequence[torch.Tensor]]
     ) -> dict[int, torch.Tensor]:
         """Of layers whose gradients are those of the few rows that were kept."""
-        known = {}
+        found: dict[int, torch.Tensor] = {}
+        fits = []
         for i, kept in self.kept.items():
             rows = kept.take()
-            if rows is None or i not in whole or not self.factors.is_ready(i):
-                continue
-            direction = self.factors.direction_of_rows(i, rows, whole[i])
-            if direction is None:
-                kept.refuse()
-            else:
-                known[i] = direction
-        return known
-
-    def _of_all_blocks(self, products: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """Sums over the ranks that have other blocks of a layer."""
-        split = [i for i in products if self.layers[i].tensor_split]
-        if self.tensor_ranks.alone or not split:
-            return products
-        sums = torch.stack([products[i].double() for i in split])
-        sums = self.tensor_ranks.total(sums, "K-FAC's sum for kl_clip over tensor-parallel ranks")
-        return {**products, **dict(zip(split, sums, strict=True))}
+            if rows is not None and i in whole and self.factors.is_ready(i):
+                found[i], fit = self.factors.direction_of_rows(i, rows, whole[i])
+                fits.append(fit)
+        if not fits:
+            return found
+        for i, fit in zip(list(found), torch.cat(fits).tolist(), strict=True):  # one wait for all
+            if not fit:
+                self.kept[i].refuse()
+                del found[i]
+        return found
 
     def _report_torn(self, torn: Sequence[int]) -> None:
         """Once: warn about layers that have a gradient on some ranks only."""
@@ -664,44 +680,6 @@ class KFACEngine:
         self._tell_captures()
 
 
-class _Directions:
-    """Directions, computed a bucket of layers at a time, when one of them is asked for."""
-
-    def __init__(
-        self,
-        factors: LayerFactors,
-        gradients: Mapping[int, torch.Tensor],
-        known: Mapping[int, torch.Tensor],
-        damping: float,
-    ) -> None:
-        self._factors, self._gradients, self._damping = factors, gradients, damping
-        self._number_of = {m.index: n for n, b in enumerate(factors.buckets) for m in b.members}
-        self._found: list[Any] = [known.get(i) for i in range(len(factors.layers))]
-
-    def of(self, index: int) -> torch.Tensor:
-        """(blocks, d_out, d_in) of a layer with a gradient."""
-        if self._found[index] is None:
-            self._compute(self._number_of[index])
-        direction: torch.Tensor = self._found[index]
-        return direction
-
-    def _compute(self, number: int) -> None:
-        bucket, gradients = self._factors.buckets[number], self._gradients
-        like = next(gradients[m.index] for m in bucket.members if m.index in gradients)
-        parts = [
-            gradients[m.index]
-            if m.index in gradients
-            else torch.zeros_like(like[:1]).expand(m.stop - m.start, -1, -1)
-            for m in bucket.members
-        ]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        found: list[Any] = [None] * len(self._found)
-        buckets.scatter(bucket, self._factors.directions(number, joined, self._damping), found)
-        for member in bucket.members:
-            if member.index in gradients:
-                self._found[member.index] = found[member.index]
-
-
 RANK_STRIDE = 1_000_003  # between the seeds of ranks: each draws noise for rows of its own
 
 
@@ -722,11 +700,15 @@ def _unscaled(captured: Captured, scale: Any, kind: str) -> Captured:
 
 
 def _arrays(captured: Captured) -> list[torch.Tensor]:
-    """What is finite if all of the statistics are: of Σ x xᵀ the diagonal, for |Σ x y|² <= Σ x² Σ y²."""
+    """What is finite if all of the statistics are: of Σ x xᵀ the diagonal, for |Σ x y|² <= Σ x² Σ y².
+
+    Small ones as they are: read in order they come faster out of memory than their diagonals do.
+    """
     arrays = [captured.main.A, captured.main.G]
     if captured.transposed is not None:
         arrays += [captured.transposed.A, captured.transposed.G]
-    arrays = [x.diagonal(dim1=-2, dim2=-1) if x.ndim == 3 else x for x in arrays]
+    large = (x.ndim == 3 and x.shape[-1] > 128 for x in arrays)
+    arrays = [x.diagonal(dim1=-2, dim2=-1) if d else x for x, d in zip(arrays, large, strict=True)]
     return arrays if captured.products is None else [*arrays, captured.products]
 
 

@@ -8,6 +8,8 @@ Over several ranks either all of them do the same, or each has a share of the bl
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -77,7 +79,11 @@ class KronEngine:
         self.shares = plan_shares(parameters, self.plans, ranks, shard)
         self.exchange = ShareExchange(parameters, self.plans, self.shares, ranks, shard)
         own = [i for i, share in enumerate(self.shares) if share.owner == ranks.rank]
-        found = buckets.plan_buckets([self._stack(self.shares[i]) for i in own])
+        found = [
+            part
+            for bucket in buckets.plan_buckets([self._stack(self.shares[i]) for i in own])
+            for part in buckets.cut(bucket, _most_blocks(*bucket.key))
+        ]
         self.buckets = tuple(  # of the shares that are here, by their number
             buckets.Bucket(b.key, tuple(replace(m, index=own[m.index]) for m in b.members))
             for b in found
@@ -137,17 +143,17 @@ class KronEngine:
                 continue
             keep = self._keep(i, here, finite)
             gradient = self._gather(i, stacks)
-            signal = self._absorb(i, gradient, keep, settings)
+            signal, weight = self._absorb(i, gradient, keep, settings)
             evidence, vector = (gradient if settings.whiten == "gradient" else signal), None
             if of_pairs is not None:
                 vector, evidence = (self._gather(i, parts) for parts in of_pairs)
             if not settings.update_first:
-                direction = self._precondition(i, self.packs[i].kron, signal, settings)
+                direction = self._precondition(self.packs[i].kron, signal, weight, settings)
             state = self.packs[i].kron
             if settings.update:
                 state = self._fit(i, evidence, vector, settings)
             if settings.update_first:
-                direction = self._precondition(i, state, signal, settings)
+                direction = self._precondition(state, signal, weight, settings)
             if settings.update:
                 _write(self.packs[i].kron, state, keep)
             if keep is not None:
@@ -197,14 +203,17 @@ class KronEngine:
 
     def _absorb(
         self, i: int, gradient: torch.Tensor, keep: torch.Tensor | None, settings: StepSettings
-    ) -> torch.Tensor:
-        """Momentum with this gradient in it, unbiased."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Momentum with this gradient in it; what it is still to be divided by, (blocks,) or None."""
         pack = self.packs[i]
         old = pack.momentum
         if keep is None and not settings.stochastic_rounding:
             average_in(old, gradient, settings.b1)
             average_in(pack.weight, torch.ones_like(pack.weight), settings.b1)
-            return moments.unbiased(old, pack.weight)
+            later = not settings.update and not isinstance(settings.clip, tuple)
+            if later and old.dtype == pack.weight.dtype:  # the clip multiplies directions anyway
+                return old, pack.weight
+            return moments.unbiased(old, pack.weight), None
         if settings.stochastic_rounding:
             wide = moments.update_average(lift(old), gradient, settings.b1)
             unit = self._noise(i, noise.MOMENTUM, old.shape, settings)
@@ -215,7 +224,7 @@ class KronEngine:
         signal = moments.unbiased(momentum, weight)
         _select(old, momentum, keep)
         _select(pack.weight, weight, keep)
-        return signal
+        return signal, None
 
     def _fit(
         self, i: int, evidence: torch.Tensor, vector: torch.Tensor | None, settings: StepSettings
@@ -237,9 +246,19 @@ class KronEngine:
         return new
 
     def _precondition(
-        self, i: int, state: core_kron.KronState, signal: torch.Tensor, settings: StepSettings
+        self,
+        state: core_kron.KronState,
+        signal: torch.Tensor,
+        weight: torch.Tensor | None,
+        settings: StepSettings,
     ) -> torch.Tensor:
         direction = self.rule.precondition(state, signal)
+        if weight is not None:
+            weight = weight.reshape(-1, *(1,) * (signal.ndim - 1))
+            if settings.clip is None:
+                return direction.div_(weight)
+            scale = rms_clip_scale(direction, settings.clip * weight, signal.ndim - 1)
+            return direction.mul_(scale / weight)
         if settings.clip is None or isinstance(settings.clip, tuple):
             return clipped(direction, settings.clip, signal.ndim - 1)
         # In two lines: a compiled step breaks its graph in between and cannot carry a bound method over.
@@ -323,6 +342,14 @@ class KronEngine:
         """Recompute what follows from loaded state: P = QᵀQ of every factor."""
         for i, pack in enumerate(self.packs):
             self.packs[i] = pack._replace(kron=self.rule.square(pack.kron))
+
+
+_CACHED = 2**17  # numbers: with more of them at a time, a step on a CPU waits for memory
+
+
+def _most_blocks(sizes: tuple[int, ...], diagonal: Any, dtype: torch.dtype, device: torch.device) -> int:
+    """How many blocks to handle together."""
+    return max(1, _CACHED // math.prod(sizes)) if device.type == "cpu" else sys.maxsize
 
 
 def _by_tile(plan: blocks.BlockPlan, numbers: Sequence[int]) -> list[list[int]]:

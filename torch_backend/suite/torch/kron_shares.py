@@ -158,6 +158,9 @@ class ShareExchange:
         return result
 
     def _merged(self, i: int, parts: Sequence[Any]) -> torch.Tensor:
+        if len(parts) == 1:
+            only: torch.Tensor = blocks.merge(self.plans[i], parts)
+            return only
         tiles: dict[int, list[torch.Tensor]] = {}
         for number, part in zip(self.shares_of[i], parts, strict=True):
             tiles.setdefault(self.shares[number].tile, []).append(part)

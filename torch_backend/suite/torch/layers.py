@@ -133,6 +133,8 @@ class Layer:
         elif self.layout in ("table", "transposed"):
             columns = [matrix.mT.reshape(shape), matrix[..., 0]]
         else:
+            if self.bias is None and math.prod(shape) == matrix.numel():
+                return [matrix.reshape(shape)]
             width = math.prod(shape) // (self.blocks * self.sizes[1])
             own = matrix[..., :width] if self.layout == "matrix" else matrix
             columns = [own.reshape(shape), matrix[..., -1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -312,4 +313,12 @@ def _channel_rows(gradient: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
 
 
 def _counts(like: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
-    return torch.stack([like.new_full((), float(n)) for n in (rows, positions)])
+    if torch.compiler.is_compiling() or type(like) is not torch.Tensor:
+        return torch.stack([like.new_full((), float(n)) for n in (rows, positions)])
+    return _known_counts(rows, positions, like.dtype, like.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _known_counts(rows: int, positions: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Not to be changed in place. Autograd copies it, for it is not the only one who has it."""
+    return torch.tensor([float(rows), float(positions)], dtype=dtype, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,12 +37,7 @@ def summed_factors(
         captures, taken, seen: by layer; `taken` of this rank, `seen` by any.
     """
     if factors.ranks.alone:
-        found: dict[Key, torch.Tensor] = {}
-        for i, captured in enumerate(taken):
-            if captured is not None:
-                A, G = _normalized(captured, scaling, captures[i].shape_of_places)
-                found |= {(i, "A"): A, (i, "G"): G}
-        return found
+        return _all_normalized(captures, taken, scaling)
     packs = [_Pack(capture, factors.symmetric) for capture in captures]
     keys = [key for key in factors.all_keys() if seen[key[0]]]
     parcels = [
@@ -107,6 +102,36 @@ def summed_products(
         chosen[n]: statistics.normalize_products(x, scaling.terms.to(x.device), scaling.loss_reduction)
         for n, x in sums.items()
     }
+
+
+def _all_normalized(
+    captures: Sequence[LayerCapture], taken: Sequence[Captured | None], scaling: Scaling
+) -> dict[Key, torch.Tensor]:
+    """`_normalized` of every layer, those alike in a few calls; the sums are used up."""
+    found: dict[Key, torch.Tensor] = {}
+    alike: dict[Any, dict[int, LayerStatistics]] = {}
+    for i, captured in enumerate(taken):
+        if captured is None:
+            continue
+        places = captures[i].shape_of_places
+        if captured.transposed is not None:
+            found[i, "A"], found[i, "G"] = _normalized(captured, scaling, places)
+        else:
+            main = captured.main
+            key = places, main.A.device, main.A.dtype, main.G.dtype
+            alike.setdefault(key, {})[i] = main
+    kind, reduction = scaling.factor_scaling, scaling.loss_reduction
+    for (places, device, of_A, of_G), sums in alike.items():
+        rows = torch.stack([main.rows for main in sums.values()])
+        terms = scaling.terms.to(device).expand(len(sums))
+        A, G = [main.A for main in sums.values()], [main.G for main in sums.values()]
+        torch._foreach_mul_(A, list(statistics.input_scale(rows, kind, places).to(of_A)))
+        if kind == "kfac_pytorch" or reduction == "mean":
+            scale = statistics.gradient_scale(rows, terms, reduction, kind, places)
+            torch._foreach_mul_(G, list(scale.to(of_G)))
+        found |= {(i, "A"): x for i, x in zip(sums, A, strict=True)}
+        found |= {(i, "G"): x for i, x in zip(sums, G, strict=True)}
+    return found
 
 
 def _normalized(captured: Captured, scaling: Scaling, places: int) -> tuple[torch.Tensor, torch.Tensor]:

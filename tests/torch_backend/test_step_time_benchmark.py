@@ -1,0 +1,79 @@
+"""The benchmark of steps: reads by the host are counted, and there are as few as the docs say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from suite.torch import KFAC, Kron
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import step_time
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("reads", "count"),
+    [
+        (lambda x: x + 1, 0),
+        (lambda x: x.sum().item(), 1),
+        (lambda x: float(x.sum()) + bool(x.any()), 2),
+        (lambda x: x.nonzero(), 1),
+        (lambda x: x.tolist(), 1),
+        (lambda x: [x.tolist(), x[0].item()], 2),
+    ],
+)
+def test_reads_are_counted(reads, count):
+    x = torch.ones(3)
+    assert step_time.host_syncs(lambda: reads(x), CPU) == count
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(12, 12, bias=i % 2 == 0) for i in range(6)))
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("thin", [False, True])
+@pytest.mark.parametrize("method", ["inverse", "eigen"])
+def test_a_steady_step_of_kfac_reads_what_it_must(monkeypatch, method, every, thin):
+    monkeypatch.setattr("suite.torch.thin.SMALLEST", 0)
+    model, x = network(), torch.randn(2 if thin else 64, 12)
+    base = torch.optim.SGD(model.parameters(), lr=0.01)
+    kfac = KFAC(
+        model, base, compute_method=method, factor_update_steps=every, inv_update_steps=20, damping=0.1
+    )
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        kfac.step()
+        kfac.zero_grad()
+
+    for _ in range(6):
+        step()
+    # Whether all is finite; and, on a CPU alone, whether directions that came from rows fit.
+    assert [step_time.host_syncs(step, CPU) for _ in range(4)] == [
+        1 + (thin and method == "inverse")
+    ] * 4
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_step_of_kron_reads_one_number_or_on_an_accelerator_none(monkeypatch, looks):
+    if not looks:
+        monkeypatch.setattr("suite.torch.kron.HOST_DEVICES", ())
+    model, x = network(), torch.randn(8, 12)
+    kron = Kron(model.parameters(), lr=0.01, preconditioner_update_probability=0.5)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        kron.step()
+        kron.zero_grad()
+
+    for _ in range(3):
+        step()
+    assert [step_time.host_syncs(step, CPU) for _ in range(4)] == [int(looks)] * 4
