@@ -175,7 +175,7 @@ class Factors(FactorLayout):
             parts = [state.averages[number] for number in numbers]
             counts = [part.shape[0] for part in parts]
             entries = np.concatenate([np.asarray(self.numbers(n)) for n in numbers])
-            average = _behind(parts, m)
+            average = jnp.concatenate([_behind(part, m) for part in parts])
             weight = state.weight[entries]
             sides = np.repeat([self.stacks[n].n for n in numbers], counts).tolist()
             if diagonal:
@@ -350,15 +350,10 @@ class Factors(FactorLayout):
         return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
 
 
-def _behind(parts: Sequence[jax.Array], side: int) -> jax.Array:
-    """Stacks of factors as one, with zeros behind them; written one by one, which compiles fastest."""
-    first, count = parts[0], sum(part.shape[0] for part in parts)
-    if count == first.shape[0] and side == first.shape[-1]:
-        return first
-    joined = jnp.zeros((count, *(side,) * (first.ndim - 1)), first.dtype)
-    for part, start in zip(parts, _bounds([part.shape[0] for part in parts])[0], strict=True):
-        joined = jax.lax.dynamic_update_slice(joined, part, (start, *(0,) * (first.ndim - 1)))
-    return joined
+def _behind(average: jax.Array, side: int) -> jax.Array:
+    """Zeros behind a stack of factors."""
+    missing = side - average.shape[-1]
+    return jnp.pad(average, ((0, 0), *(((0, missing),) * (average.ndim - 1)))) if missing else average
 
 
 def _in_front(inverse: Any, own: slice, side: int) -> Any:

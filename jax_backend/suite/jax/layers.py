@@ -295,6 +295,8 @@ def gradient_matrix(leaves: list[jax.Array], layer: Layer) -> jax.Array:
         return matrix
     axis = 1 if layer.input_first else 2
     bias = jnp.expand_dims(leaves[layer.bias].reshape(layer.groups, layer.sizes[1]), axis)
+    if layer.groups == 1:  # without the axis of length one there is less to compile
+        return jnp.concatenate([matrix[0], bias[0].astype(matrix.dtype)], axis=axis - 1)[None]
     return jnp.concatenate([matrix, bias.astype(matrix.dtype)], axis=axis)
 
 
