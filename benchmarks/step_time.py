@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import statistics
 import sys
@@ -163,6 +164,7 @@ def host_syncs(function: Callable[[], None], device: torch.device) -> int:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         return sum("synchronizing CUDA operation" in str(one.message) for one in caught)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler talks
     activities = [torch.profiler.ProfilerActivity.CPU]
     with _Lists() as lists, torch.profiler.profile(activities=activities) as seen:
         function()
