@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from suite.jax import eigenbases, kfac, scale_by_kfac, value_and_grad
+from suite.jax.finite import zero_unless
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -518,3 +519,47 @@ def test_the_state_dtype_policy():
     assert {x.values.dtype for x in after.factors.inverses} == {jnp.dtype(jnp.float32)}
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
     assert all(bool(jnp.all(jnp.isfinite(u))) for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("last", ["value", "policy"])
+def test_a_head_of_one_output_is_damped_also_where_it_shares_its_input(last):
+    names = ["one", "two"] if last == "policy" else ["two", "one"]
+    params = dict(zip(names, [normal(4, 1), normal(4, 3)], strict=True))
+
+    def loss(params, x):
+        value, policy = x @ params[names[0]], x @ params[names[1]]
+        return jnp.mean(jnp.sum(policy**2, 1) + 1e-8 * value[:, 0] ** 2)
+
+    vag = value_and_grad(loss)
+    plan = vag.plan(params, X)
+    assert len({layer.input_of or layer.name for layer in plan.layers}) == 1
+    _, grads, statistics = vag(params, X)
+    tx = scale_by_kfac(plan, compute_method="inverse", damping=0.01, kl_clip=None)
+    directions, _ = updates_of(tx)(grads, tx.init(params), params, statistics=statistics)
+    A = np.asarray(X.T @ X) / len(X)
+    g = [float(np.mean(np.square(2 * s * X @ params[n]))) for n, s in zip(names, (1e-8, 1), strict=True)]
+    pi = np.sqrt(np.trace(A) / 4 / np.mean(g))
+    damped = (A + pi * 0.1 * np.eye(4)) * (g[0] + 0.1 / pi)
+    expected = np.linalg.solve(damped, np.asarray(grads[names[0]]))
+    np.testing.assert_allclose(directions[names[0]], expected, rtol=1e-9)
+
+
+def test_what_is_not_a_number_though_the_step_is_finite_stays_to_be_seen():
+    plan = value_and_grad(loss_fn, plain=["['scale']"]).plan(PARAMS, X, Y)
+    _, grads, statistics = evaluate(PARAMS, X, Y)
+    layers = {layer.name: statistics[layer.name] for layer in plan.layers}
+    tx = kfac(plan, 0.1, fallback=optax.sgd(float("nan")))
+    given = replace(statistics, layers=layers)
+    updates, state = updates_of(tx)(grads, tx.init(PARAMS), PARAMS, statistics=given)
+    assert int(state.skipped_steps) == 0
+    assert np.isnan(updates["scale"]).all()
+    assert np.isfinite(updates["w"]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool, jnp.bfloat16, jnp.complex64])
+def test_zeros_of_any_dtype_in_a_step_that_is_not_finite(dtype):
+    x = jnp.ones(3, dtype)
+    for condition in (True, False):
+        found = zero_unless(jnp.asarray(condition), x)
+        assert found.dtype == x.dtype
+        np.testing.assert_array_equal(found, x if condition else jnp.zeros_like(x))

@@ -667,3 +667,37 @@ def test_reports():
     small = ("weight", "ready", "failures")
     held = [t for s in state.values() for name, t in s.items() if not name.endswith(small)]
     assert sum(plan.values()) == sum(t.nbytes for t in held)
+
+
+class ActorCritic(nn.Module):
+    """Two heads that read the same; the value is nearly learnt."""
+
+    def __init__(self, value_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        heads = {"value": nn.Linear(4, 1, bias=False), "policy": nn.Linear(4, 3, bias=False)}
+        for name in sorted(heads, reverse=value_first):
+            setattr(self, name, heads[name].double())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = {name: head(x) for name, head in self.named_children()}
+        return given["value"], given["policy"]
+
+
+@pytest.mark.parametrize("value_first", [False, True])
+def test_a_head_of_one_output_is_damped_also_where_it_shares_its_input(value_first):
+    model, x = ActorCritic(value_first), torch.randn(16, 4, dtype=torch.float64)
+    kfac = KFAC(model, compute_method="inverse", damping=0.01, kl_clip=None)
+    for _ in range(2):  # the first finds out which layers share
+        kfac.zero_grad()
+        value, policy = model(x)
+        (policy.square().sum(1) + 1e-8 * value[:, 0] ** 2).mean().backward()
+        gradient = model.value.weight.grad.clone()
+        kfac.step()
+    assert len(kfac.state_dict()["kfac"]["inputs"]) == 1
+    A = x.mT @ x / 16
+    G = torch.stack([(2e-8 * value).square().mean(), (2 * policy).square().mean()]).detach()
+    pi = (A.trace() / 4 / G.mean()).sqrt()
+    damped = (A + 0.1 * pi * torch.eye(4, dtype=torch.float64)) * (G[0] + 0.1 / pi)
+    expected = torch.linalg.solve(damped, gradient.mT).mT
+    torch.testing.assert_close(model.value.weight.grad, expected, rtol=1e-9, atol=0)

@@ -259,10 +259,12 @@ class Factors(FactorLayout):
         for kinds, blocks in alike.items():
             mean_A = means[np.asarray([self.number(i, 0, b) for i, b, _ in blocks])]
             sides = np.asarray([[self.number(i, 1, b) for i in members] for _, b, members in blocks])
-            # One A, so one π for all that share it: from the mean of their G's.
+            # One A, so one π for all that share it: from the mean of their G's. No number among
+            # these G's may leave its damping to an A that has to suit the others, too.
             mean_G = jnp.mean(means[sides], axis=1)
+            alone = len(kinds) == 1
             for place, kind in enumerate(kinds):
-                sizes = 1 if kind[0] else 2, 1 if kind[1] else 2
+                sizes = 1 if kind[0] else 2, 1 if kind[1] and alone else 2
                 split = self.rule.split_damping(mean_A, mean_G, damping, sizes)
                 if place == len(kinds) - 1:
                     order += [self.number(i, 0, b) for i, b, _ in blocks]

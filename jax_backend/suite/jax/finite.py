@@ -26,5 +26,11 @@ def select(condition: jax.Array, new: T, old: T) -> T:
 
 
 def zero_unless(condition: jax.Array, tree: T) -> T:
-    """The pytree itself, or zeros."""
-    return jax.tree.map(lambda x: usually(condition, x, lambda: jnp.zeros_like(x)), tree)
+    """The pytree itself, or zeros; what is NaN although the condition holds stays so, to be seen."""
+    return jax.tree.map(lambda x: usually(condition, x, lambda: _nan_or_zero(condition, x)), tree)
+
+
+def _nan_or_zero(condition: jax.Array, x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros_like(x)
+    return jnp.where(condition, jnp.nan, 0).astype(x.dtype)

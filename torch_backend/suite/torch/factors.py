@@ -173,11 +173,13 @@ class LayerFactors(FactorStore):
             groups.setdefault(self.input_of.get(i, i), []).append(i)
         dampings = [torch.zeros_like(factor.weight) for factor in self.factors]
         for leader, members in groups.items():
-            # One A, so one π for all that share it: from the mean of their G's.
+            # One A, so one π for all that share it: from the mean of their G's. No number among
+            # these G's may leave its damping to an A that has to suit the others, too.
             mean_G = torch.stack([mean_of[i, "G"] for i in members]).mean(0)
             for i in members:
-                mean_A = mean_of[leader, "A"]
-                split = self.rule.split_damping(mean_A, mean_G, damping, self.layers[i].sizes)
+                mean_A, (d_in, d_out) = mean_of[leader, "A"], self.layers[i].sizes
+                sizes = d_in, d_out if len(members) == 1 else max(d_out, 2)
+                split = self.rule.split_damping(mean_A, mean_G, damping, sizes)
                 for side, value in zip(("A", "G"), split, strict=True):
                     place = self.places.get((i, side))
                     if place is not None:
