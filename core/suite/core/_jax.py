@@ -150,7 +150,6 @@ def correlations(
             tuple(dilation),
             ((0, below), (beside, beside)),
             dimension_numbers=("CNHW", "IOHW", "NCHW"),
-            precision="highest",
         )
 
     if groups == 1:

@@ -34,6 +34,8 @@ def second_moment_sum(
     With stride s the image is first dealt out to s images, every s-th position to one of them, as
     channels: a 7x7 kernel with stride 2 becomes a 4x4 kernel with stride 1. Patches are made where they
     are less work (3x3 with stride 2, small images without padding), and for kernels with three axes.
+    What is taken off at the borders leaves rounding errors in proportion to the sums over whole images:
+    entries that are smaller than that by the precision are lost.
 
     Args:
         x: (n, channels, *sizes).

@@ -142,7 +142,7 @@ class KFAC:
         )
 
     def precondition(self, state: KFACState, gradient: Array, damping: Scalar) -> Array:
-        """G⁻¹ ∇ A⁻¹; layers that are not `ready` return their gradient.
+        """G⁻¹ ∇ A⁻¹; layers that are not `ready` return their gradient (eigenbases up to rounding).
 
             eigen:    Q_G [ (Q_Gᵀ ∇ Q_A) / (d_G d_Aᵀ + λ) ] Q_Aᵀ
             inverse:  (G + √λ/π I)⁻¹ ∇ (A + π √λ I)⁻¹, damped when it was refreshed
