@@ -142,7 +142,7 @@ class KFAC:
         )
 
     def precondition(self, state: KFACState, gradient: Array, damping: Scalar) -> Array:
-        """G⁻¹ ∇ A⁻¹; layers that are not `ready` return their gradient (eigenbases up to rounding).
+        """G⁻¹ ∇ A⁻¹; layers that are not `ready` return their gradient.
 
             eigen:    Q_G [ (Q_Gᵀ ∇ Q_A) / (d_G d_Aᵀ + λ) ] Q_Aᵀ
             inverse:  (G + √λ/π I)⁻¹ ∇ (A + π √λ I)⁻¹, damped when it was refreshed
@@ -291,8 +291,7 @@ class KFAC:
 
         Args:
             A, G: of `Factor.inverse`.
-            ready: (...,) bool; None of inverses that are all to be applied. Eigenbases that are not
-                ready only turn the gradient there and back.
+            ready: (...,) bool; None: all are to be applied.
             products: (..., d_out, d_in), eigenvalues of the Kronecker product in place of d_G d_Aᵀ.
         """
         xp = array_namespace(gradient)
@@ -301,18 +300,15 @@ class KFAC:
             assert isinstance(G, Eigen)
             x = xp.astype(gradient, lift(A.values).dtype)
             x = _rotate(G.vectors, x, A.vectors, back=False)
-            if ready is not None:  # their eigenvalues become 0, their damping 1
-                known = xp.astype(ready[..., None, None], x.dtype)
-                damping = as_scalar(damping, x) * known + (1 - known)
-                G = G._replace(values=lift(G.values) * known[..., 0])
-                products = None if products is None else products * known
-            x = x * tikhonov(eigenvalue_products(A, G) if products is None else lift(products), damping)
-            return xp.astype(_rotate(G.vectors, x, A.vectors, back=True), gradient.dtype)
-        A, G = lift(A), lift(G)
-        x = xp.astype(gradient, A.dtype)
-        batch = gradient.ndim - 2
-        x = G[..., :, None] * x if G.ndim == batch + 1 else xp.matmul(G, x)
-        x = x * A[..., None, :] if A.ndim == batch + 1 else xp.matmul(x, A)
+            if products is None:
+                products = eigenvalue_products(A, G)
+            x = _rotate(G.vectors, x * tikhonov(lift(products), damping), A.vectors, back=True)
+        else:
+            A, G = lift(A), lift(G)
+            x = xp.astype(gradient, A.dtype)
+            batch = gradient.ndim - 2
+            x = G[..., :, None] * x if G.ndim == batch + 1 else xp.matmul(G, x)
+            x = x * A[..., None, :] if A.ndim == batch + 1 else xp.matmul(x, A)
         x = xp.astype(x, gradient.dtype)
         return x if ready is None else linalg.usually(ready[..., None, None], x, lambda: gradient)
 

@@ -157,6 +157,6 @@ class FactorLayout:
         return found
 
     def pairs(self, layer: int) -> bool:
-        """Whether both inverses of a layer are identities until both are ready, to be applied always."""
+        """Whether both inverses of a layer are identities until both are ready."""
         shared = [i for i, leader in enumerate(self.leader) if leader == self.leader[layer]]
-        return self.pads and not self.rule.keeps_eigenbases and shared == [layer]
+        return self.pads and shared == [layer]

@@ -297,7 +297,9 @@ class Factors(FactorLayout):
                 products = average / weight[:, None, None]
             joined = buckets.gather(bucket, gradients)
             paired = all(self.pairs(member.index) for member in bucket.members)
-            ready = None if paired else self.ready(state, bucket)
+            # Inverses that are identities can be applied; identical eigenbases would divide by 1 + λ.
+            always = paired and not self.rule.keeps_eigenbases
+            ready = None if always else self.ready(state, bucket)
             found = self.apply(bucket, A, G, ready, joined, damping, products)
             buckets.scatter(bucket, found, directions)
         return directions
@@ -313,6 +315,14 @@ class Factors(FactorLayout):
         products: jax.Array | None = None,
     ) -> jax.Array:
         """Directions of layers of a bucket: G⁻¹ ∇ A⁻¹, or of what is transposed A⁻¹ ∇ᵀ G⁻¹."""
+        if self.rule.keeps_eigenbases and ready is not None:
+            # Eigenvalues 0 and damping 1 only turn a gradient there and back: there is less to compile
+            # than for a choice between arrays.
+            known = ready[:, None].astype(G.values.dtype)
+            G = G._replace(values=G.values * known)
+            products = None if products is None else products * known[:, :, None]
+            damping = jnp.where(ready, damping, 1.0)[:, None, None]
+            ready = None
         if bucket.key[3]:
             A, G, products = G, A, None if products is None else products.mT
         return self.rule.apply(A, G, ready, gradient, damping, products)
