@@ -250,7 +250,7 @@ class _Plane:
             padding = (0, down * (tall - 1)), (0, 0)
             below = patches.patches(some, (tall, columns), (1, 1), padding, (down, 1), groups)
             here = patches.patches(some, (1, columns), (1, 1), ((0, 0), (0, 0)), (1, 1), groups)
-            products = xp.matmul(xp.matrix_transpose(here), below)
+            products = linalg.transposed_times(here, below)
             found.append((strip, xp.reshape(products, (groups, c, columns, c, tall, columns))))
         return found
 

@@ -332,7 +332,7 @@ class KFAC:
         if bias:
             ones = xp.ones((*a.shape[:-1], 1), dtype=a.dtype, device=device_of(a))
             a = xp.concat([a, ones], axis=-1)
-        return xp.matmul(linalg.transpose(xp.matmul(g, G)), xp.matmul(a, A))
+        return linalg.transposed_times(xp.matmul(g, G), xp.matmul(a, A))
 
     def _inverse(self, average: Array, old: Any, batch: int, damping: Scalar) -> Array:
         if average.ndim == batch + 1:

@@ -78,7 +78,7 @@ def cross_moment_sum(outputs: Array, inputs: Array, *, bias: bool = False) -> Ar
         (blocks, d_out, d_in).
     """
     xp = array_namespace(outputs)
-    products = xp.matmul(xp.matrix_transpose(outputs), inputs)
+    products = linalg.transposed_times(outputs, inputs)
     if not bias:
         return products
     return xp.concat([products, xp.sum(outputs, axis=1)[..., None]], axis=-1)

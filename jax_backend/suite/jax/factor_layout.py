@@ -91,7 +91,7 @@ class FactorLayout:
 
     @property
     def written(self) -> list[bool]:
-        """By leaf."""
+        """Whether a leaf is in one of the layers here, by leaf."""
         own = {i for layer in self.layers for i in (layer.leaf, layer.bias)}
         return [i in own for i in range(len(self.plan.names))]
 
@@ -123,7 +123,7 @@ class FactorLayout:
 
     def dtypes(self, stack: int) -> tuple[Any, Any]:
         """Of the stack's averages and inverses."""
-        wide = jnp.promote_types(self.stacks[stack][2], jnp.float32)
+        wide = jnp.promote_types(self.stacks[stack].dtype, jnp.float32)
         return jnp.dtype(self.factor_dtype or wide), jnp.dtype(self.inv_dtype or wide)
 
     @property
