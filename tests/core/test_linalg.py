@@ -453,11 +453,19 @@ def test_half_precision_is_lifted_to_single(xp, function):
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("value", [1e300, np.nan, np.inf, -np.inf])
-def test_finite_mark_tells_whether_all_is_finite(xp, value):
-    x = normal(3, 4, 5)
-    x[0, 0, 0], x[1, 2, 3] = 1e300, value
-    mark = to_numpy(xp.run(linalg.finite_mark, xp.convert(x)))
-    np.testing.assert_array_equal(mark, 0.0 if np.isfinite(value) else np.nan)
+@pytest.mark.parametrize("shape", [(1,), (5,), (4, 5), (3, 4, 5)])
+def test_finite_marks_tell_whether_all_is_finite(xp, shape, value):
+    x = normal(*shape)
+    x[tuple(n // 2 for n in shape)] = value
+    marks = to_numpy(xp.run(linalg.finite_marks, xp.convert(x)))
+    assert marks.shape == (x.size if x.ndim == 1 else 2 * x.size // 5,)
+    assert np.all(np.isfinite(marks)) == np.isfinite(value)
+
+
+def test_finite_marks_of_nothing_and_of_a_number(xp):
+    assert xp.run(linalg.finite_marks, xp.asarray(np.asarray(np.nan))).shape == (1,)
+    for shape in [(0,), (0, 3), (3, 0)]:
+        assert np.all(to_numpy(xp.run(linalg.finite_marks, xp.asarray(np.zeros(shape)))) == 0)
 
 
 def test_inner_product_is_the_sum_over_all_entries(xp):

@@ -23,12 +23,28 @@ def _over_stack(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     flat = tuple(x.reshape(-1, *x.shape[-2:]) for x in arrays)
     if flat[0].shape[0] == 1:  # no loop to compile
         return jax.tree.map(lambda x: x.reshape(*batch, *x.shape), function(*(x[0] for x in flat)))
-    out = lax.platform_dependent(
-        *flat,
-        cpu=lambda *xs: lax.map(lambda matrices: function(*matrices), xs),
-        default=jax.vmap(function),
-    )
+    in_turn = functools.partial(_in_turn, function)
+    if jax.default_backend() == "cpu":  # nothing else to choose from, which would take time to trace
+        out = in_turn(*flat)
+    else:
+        out = lax.platform_dependent(*flat, cpu=in_turn, default=jax.vmap(function))
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), out)
+
+
+def _in_turn(function: Callable[..., Any], *stacks: jax.Array) -> Any:
+    """`function` of one matrix after the other; results take the place of the last stack's matrices."""
+    last = stacks[-1]
+    like, treedef = jax.tree.flatten(jax.eval_shape(function, *(x[0] for x in stacks)))
+    start = [last[(slice(None), *(0,) * (last.ndim - 1 - len(x.shape)))] for x in like]
+    place = [len(x.shape) for x in like].index(last.ndim - 1)
+
+    def step(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
+        i = i.astype(jnp.uint32)  # never negative, which need not be asked then
+        own = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (*stacks[:-1], found[place])]
+        new = jax.tree.leaves(function(*own))
+        return [lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(found, new, strict=True)]
+
+    return jax.tree.unflatten(treedef, lax.fori_loop(0, last.shape[0], step, start))
 
 
 def _cholesky_inverse(x: jax.Array) -> jax.Array:
@@ -36,8 +52,9 @@ def _cholesky_inverse(x: jax.Array) -> jax.Array:
     eye = jnp.eye(x.shape[-1], dtype=x.dtype)
     half = lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
     inverse = half.T @ half
-    # Of positive definite matrices the diagonal bounds all entries; other infinities fail to factorize.
-    finite = jnp.isfinite(trace(x)) & jnp.isfinite(trace(inverse))
+    # Of positive definite matrices the diagonal bounds all entries: the factor's is finite if x's is,
+    # and where it is infinite the inverse's is zero. Other infinities fail to factorize.
+    finite = jnp.isfinite(jnp.matmul(diagonal(factor), diagonal(inverse)))
     return (inverse + inverse.T) * jnp.where(finite, 0.5, jnp.nan).astype(x.dtype)
 
 
@@ -68,7 +85,8 @@ def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def diagonal(x: jax.Array) -> jax.Array:
     """(..., n, n) -> (..., n), as a slice with a stride: a gather or a product compiles for longer."""
-    return x.reshape(*x.shape[:-2], -1)[..., :: x.shape[-1] + 1]
+    flat = x.reshape(*x.shape[:-2], -1)
+    return lax.slice_in_dim(flat, 0, None, x.shape[-1] + 1, axis=-1)  # indexing would be a gather
 
 
 def trace(x: jax.Array) -> jax.Array:
@@ -78,8 +96,8 @@ def trace(x: jax.Array) -> jax.Array:
 
 def are_finite(x: jax.Array) -> jax.Array:
     """(..., n, n) -> (...): whether all entries are finite; as a product, see `trace`."""
-    flat = x.reshape(*x.shape[:-2], -1)
-    return jnp.isfinite(jnp.matmul(flat, jnp.zeros(flat.shape[-1], x.dtype)))
+    marks = jnp.matmul(x, jnp.zeros((x.shape[-1], 2), x.dtype))
+    return jnp.all(jnp.isfinite(marks), axis=(-2, -1))
 
 
 def inner_product(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -100,8 +118,9 @@ def usually(condition: jax.Array, x: jax.Array, other: Callable[[], Any]) -> jax
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):  # no integer is NaN
         return jnp.where(condition, x, other())
-    mark = jnp.where(condition, 0, jnp.nan).astype(x.dtype)
-    return jnp.where(jnp.isnan(x + mark), other(), x)
+    shape = condition.shape
+    mark = lax.select(condition, jnp.zeros(shape, x.dtype), jnp.full(shape, jnp.nan, x.dtype))
+    return lax.select(jnp.isnan(x + mark), jnp.broadcast_to(other(), x.shape), x)
 
 
 def transposed_times(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -40,7 +40,8 @@ class LayerStatistics(NamedTuple):
 def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False) -> Array:
     """Σ x xᵀ over rows x, or the diagonal of that; with `bias`, of the rows [x, 1].
 
-    The column of ones is added to the sums or to the rows, whichever are smaller.
+    The column of ones is added to the rows where these are few, else to the sums: there are more steps
+    to that, but no copy of the rows.
 
     Args:
         rows: (blocks, n, d).
@@ -57,7 +58,7 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
     count = xp.zeros((rows.shape[0], 1), dtype=rows.dtype, device=device_of(rows)) + float(rows.shape[1])
     if diagonal:
         return xp.concat([xp.sum(rows * rows, axis=1), count], axis=-1)
-    if rows.shape[1] < rows.shape[2]:
+    if rows.shape[1] < 10 * rows.shape[2]:
         ones = xp.ones((*rows.shape[:2], 1), dtype=rows.dtype, device=device_of(rows))
         return linalg.gram(xp.concat([rows, ones], axis=-1))
     products = linalg.gram(rows)

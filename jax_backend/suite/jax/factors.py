@@ -29,6 +29,10 @@ class Factors(FactorLayout):
     # ---- init ----------------------------------------------------------------------------------
 
     def init(self) -> FactorsState:
+        """Before the first step; as one program, for each array by itself takes longer to compile."""
+        return jax.jit(self._start)()
+
+    def _start(self) -> FactorsState:
         averages, inverses = [], []
         for number, stack in enumerate(self.stacks):
             like, inverse_like = (jnp.zeros((), dtype) for dtype in self.dtypes(number))
@@ -169,32 +173,32 @@ class Factors(FactorLayout):
         """Sizes that are near each other are factorized together, which is compiled once."""
         if not self.pads:
             return self._refresh_by_size(state, damping)
-        prepared: list[Any] = []
-        means: list[Any] = [None] * len(self.stacks)
-        for (m, diagonal, *_), numbers in self.classes().items():
-            parts = [state.averages[number] for number in numbers]
-            counts = [part.shape[0] for part in parts]
-            entries = np.concatenate([np.asarray(self.numbers(n)) for n in numbers])
-            average = jnp.concatenate([_behind(part, m) for part in parts])
-            weight = state.weight[entries]
-            sides = np.repeat([self.stacks[n].n for n in numbers], counts).tolist()
+        classes = list(self.classes().items())
+        counts = [[len(self.numbers(n)) for n in numbers] for _, numbers in classes]
+        order = np.concatenate([np.asarray(self.numbers(n)) for _, numbers in classes for n in numbers])
+        back, spans = np.argsort(order), list(zip(*_bounds([sum(c) for c in counts]), strict=True))
+        weights, prepared, means = state.weight[order], [], []
+        for ((m, diagonal, *_), numbers), own, (start, stop) in zip(classes, counts, spans, strict=True):
+            average = jnp.concatenate([_behind(state.averages[number], m) for number in numbers])
+            weight = weights[start:stop]
+            sides = np.repeat([self.stacks[n].n for n in numbers], own).tolist()
             if diagonal:
                 found = core_kfac.mean_eigenvalue(average, weight)
             else:
                 average, found = padding.fill(average, weight, sides, below=self.rule.keeps_eigenbases)
-            for number, mean in zip(numbers, _split(found, counts), strict=True):
-                means[number] = mean
-            prepared.append((numbers, counts, entries, average, weight))
-        dampings = self._dampings(jnp.concatenate(means), damping)
+            means.append(found)
+            prepared.append((average, weight))
+        dampings = self._dampings(jnp.concatenate(means)[back], damping)[order]
         new: list[Any] = [None] * len(self.stacks)
-        fine: list[Any] = [None] * len(self.stacks)
-        for numbers, counts, entries, average, weight in prepared:
-            inverse = self.rule.invert(average, weight, dampings[entries].astype(weight.dtype))
-            usable = core_kfac.usable(inverse, 1)
-            for number, start, stop in zip(numbers, *_bounds(counts), strict=True):
-                new[number] = _in_front(inverse, slice(start, stop), self.stacks[number].n)
-                fine[number] = usable[start:stop]
-        seen, computed = state.weight > 0, jnp.concatenate(fine)
+        fine = []
+        for (_, numbers), own, (start, stop), (average, weight) in zip(
+            classes, counts, spans, prepared, strict=True
+        ):
+            inverse = self.rule.invert(average, weight, dampings[start:stop].astype(weight.dtype))
+            fine.append(core_kfac.usable(inverse, 1))
+            for number, first, last in zip(numbers, *_bounds(own), strict=True):
+                new[number] = _in_front(inverse, slice(first, last), self.stacks[number].n)
+        seen, computed = state.weight > 0, jnp.concatenate(fine)[back]
         replaces = seen & computed
         replaces &= (replaces | state.ready)[self.partners]
         inverses = [
@@ -365,7 +369,11 @@ class Factors(FactorLayout):
 def _behind(average: jax.Array, side: int) -> jax.Array:
     """Zeros behind a stack of factors."""
     missing = side - average.shape[-1]
-    return jnp.pad(average, ((0, 0), *(((0, missing),) * (average.ndim - 1)))) if missing else average
+    if not missing:
+        return average
+    return jax.lax.pad(
+        average, jnp.zeros((), average.dtype), ((0, 0, 0), *((0, missing, 0),) * (average.ndim - 1))
+    )
 
 
 def _in_front(inverse: Any, own: slice, side: int) -> Any:
@@ -377,10 +385,6 @@ def _in_front(inverse: Any, own: slice, side: int) -> Any:
         padded = inverse.vectors.shape[-1] - side
         return core_kfac.Eigen(inverse.vectors[own, :side, padded:], values)
     return inverse[own, :side] if inverse.ndim == 2 else inverse[own, :side, :side]
-
-
-def _split(x: jax.Array, counts: Sequence[int]) -> list[jax.Array]:
-    return [x[start:stop] for start, stop in zip(*_bounds(counts), strict=True)]
 
 
 def _bounds(counts: Sequence[int]) -> tuple[list[int], list[int]]:

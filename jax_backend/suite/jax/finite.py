@@ -7,17 +7,19 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from suite.core.linalg import finite_mark, usually
+from suite.core.linalg import finite_marks, usually
 
 T = TypeVar("T")
 
 
 def all_finite(tree: Any) -> jax.Array:
     """Whether every number in a pytree is finite, ()."""
-    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    if not leaves:
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+    marks = [finite_marks(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if not marks:
         return jnp.asarray(True)
-    return jnp.all(jnp.stack([jnp.isfinite(finite_mark(x)) for x in leaves]))
+    kind = jnp.result_type(*marks)
+    return jnp.all(jnp.isfinite(jnp.concatenate([x.astype(kind) for x in marks])))
 
 
 def select(condition: jax.Array, new: T, old: T) -> T:
@@ -27,10 +29,11 @@ def select(condition: jax.Array, new: T, old: T) -> T:
 
 def zero_unless(condition: jax.Array, tree: T) -> T:
     """The pytree itself, or zeros; what is NaN although the condition holds stays so, to be seen."""
-    return jax.tree.map(lambda x: usually(condition, x, lambda: _nan_or_zero(condition, x)), tree)
+    nan_or_zero = jnp.where(condition, jnp.nan, 0)
 
+    def chosen(x: jax.Array) -> jax.Array:
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        other = nan_or_zero.astype(x.dtype) if inexact else jnp.zeros((), x.dtype)
+        return usually(condition, x, lambda: other)
 
-def _nan_or_zero(condition: jax.Array, x: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.zeros_like(x)
-    return jnp.where(condition, jnp.nan, 0).astype(x.dtype)
+    return jax.tree.map(chosen, tree)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from suite.core import linalg
 from suite.jax.layers import LayerSums
 from suite.jax.plan import Plan, Statistics
 
@@ -14,23 +13,6 @@ def any_rows(given: Statistics) -> jax.Array:
     """Whether statistics are of anything, ()."""
     rows = [jnp.any(sums.main.rows > 0) for sums in given.layers.values()]
     return jnp.any(jnp.stack(rows))
-
-
-def finite_statistics(given: Statistics | None) -> jax.Array:
-    """Whether all statistics are finite, (); of second moments the diagonal bounds all entries."""
-    if given is None:
-        return jnp.asarray(True)
-    marks = [given.terms]
-    for sums in given.layers.values():
-        for own in (sums.main, sums.transposed):
-            if own is None:
-                continue
-            moments = [x for x in (own.A, own.G) if x is not None]
-            marks += [own.rows, *(linalg.diagonal(x) if x.ndim == 3 else x for x in moments)]
-            if own.products is not None:
-                marks.append(linalg.finite_mark(own.products))
-    kind = jnp.result_type(*marks)
-    return jnp.isfinite(linalg.finite_mark(jnp.concatenate([x.ravel().astype(kind) for x in marks])))
 
 
 def require_fit(plan: Plan, given: Statistics, products: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from suite.core.linalg import inner_product
 from suite.core.step_size import kl_clip_coefficient
 from suite.jax.factors import Factors
 from suite.jax.finite import all_finite, select, zero_unless
-from suite.jax.given import any_rows, finite_statistics, require_fit
+from suite.jax.given import any_rows, require_fit
 from suite.jax.kept_factors import KeptFactors
 from suite.jax.kfac_state import KFACOptState, ScaleByKFACState
 from suite.jax.layers import gradient_matrix, write_gradient
@@ -152,7 +153,7 @@ def scale_by_kfac(
         if statistics is not None:
             require_fit(plan, statistics, factors.keeps_products)
         at = {name: _at(value, state.steps) for name, value in settings.items()}
-        finite = all_finite(updates) & finite_statistics(statistics)
+        finite = all_finite((updates, statistics))
         gradients = [gradient_matrix(leaves, layer) for layer in factors.layers]
         leaves = [
             leaf if own else zero_unless(finite, leaf)
@@ -168,14 +169,13 @@ def scale_by_kfac(
             new = factors.update_if(due & seen, new, statistics, at["factor_decay"])
         due = finite & (state.steps % at["inv_update_steps"] == 0)
         new = factors.refresh_if(due, new, at["damping"])
-        # The direction of zeros is zero: what is not finite goes no further.
-        directions = factors.precondition(new, zero_unless(finite, gradients), at["damping"])
+        directions = factors.precondition(new, gradients, at["damping"])
         if at["kl_clip"] is not None and directions:
-            total = sum(inner_product(d, g) for d, g in zip(directions, gradients, strict=True))
-            total = jnp.where(finite, total, 0.0)
+            parts = [inner_product(d, g) for d, g in zip(directions, gradients, strict=True)]
+            total = jnp.where(finite, jnp.sum(jnp.stack(parts)), 0.0)
             coefficient = kl_clip_coefficient(at["lr"] ** 2 * total, at["kl_clip"])
             directions = [d * coefficient.astype(d.dtype) for d in directions]
-        for layer, direction in zip(factors.layers, directions, strict=True):
+        for layer, direction in zip(factors.layers, zero_unless(finite, directions), strict=True):
             write_gradient(leaves, layer, direction)
         new_state = ScaleByKFACState(
             state.steps + finite.astype(jnp.int32),
@@ -293,14 +293,15 @@ def kfac(
             directions, _ = decay.update(directions, decay.init(params), params)
         rate = jnp.where(finite, _at(learning_rate, state.preconditioner.steps), 0.0)
         keep = jnp.where(finite, momentum, 1.0)
+        in_dtype = functools.cache(lambda dtype: (keep.astype(dtype), -rate.astype(dtype)))
         treedef: Any = jax.tree.structure(directions)
         flat = treedef.flatten_up_to(directions)
         momenta, moved = treedef.flatten_up_to(state.momentum), treedef.flatten_up_to(others)
         for i, ours in enumerate(is_ours(directions)):
             if ours:
-                m = momenta[i]
-                momenta[i] = m * keep.astype(m.dtype) + flat[i].astype(m.dtype)
-                moved[i] = momenta[i] * -rate.astype(m.dtype)
+                kept, step = in_dtype(momenta[i].dtype)
+                momenta[i] = momenta[i] * kept + flat[i].astype(kept.dtype)
+                moved[i] = momenta[i] * step
             else:
                 moved[i] = zero_unless(finite, moved[i])
         new_state = KFACOptState(

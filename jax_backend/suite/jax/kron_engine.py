@@ -83,12 +83,18 @@ def init(settings: Settings, params: Any) -> ScaleByKronState:
     mu = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=settings.mu_dtype), params)
     static = _plan(settings, params, mu)
     layout = settings.layout_on(params)
-    states = []
-    for bucket in static.buckets:
-        blocks_of_all = layout.padded(bucket.blocks) if layout.axes else bucket.blocks
-        like = jnp.zeros((), bucket.dtype)
-        state = settings.rule.init(like, (blocks_of_all, *bucket.sizes), bucket.diagonal)
-        states.append(layout.place(state))
+
+    @jax.jit  # all at once: array by array takes longer to compile
+    def start() -> list[Any]:
+        made = []
+        for bucket in static.buckets:
+            blocks_of_all = layout.padded(bucket.blocks) if layout.axes else bucket.blocks
+            like = jnp.zeros((), bucket.dtype)
+            sizes = (blocks_of_all, *bucket.sizes)
+            made.append(settings.rule.init(like, sizes, bucket.diagonal))
+        return made
+
+    states = [layout.place(state) for state in start()]
     return ScaleByKronState(
         jnp.zeros((), jnp.int32),
         jnp.zeros((), jnp.int32),

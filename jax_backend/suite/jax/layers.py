@@ -295,9 +295,15 @@ def gradient_matrix(leaves: list[jax.Array], layer: Layer) -> jax.Array:
         return matrix
     axis = 1 if layer.input_first else 2
     bias = jnp.expand_dims(leaves[layer.bias].reshape(layer.groups, layer.sizes[1]), axis)
-    if layer.groups == 1:  # without the axis of length one there is less to compile
-        return jnp.concatenate([matrix[0], bias[0].astype(matrix.dtype)], axis=axis - 1)[None]
-    return jnp.concatenate([matrix, bias.astype(matrix.dtype)], axis=axis)
+    if layer.groups > 1:
+        return jnp.concatenate([matrix, bias.astype(matrix.dtype)], axis=axis)
+    # Without the axis of length one there is less to compile; a concatenation would be compiled, and
+    # made, once for each shape in which it is used.
+    matrix, bias = (jnp.squeeze(x, 0) for x in (matrix, bias.astype(matrix.dtype)))
+    behind, before = [(0, 0, 0)] * 2, [(0, 0, 0)] * 2
+    behind[axis - 1], before[axis - 1] = (0, 1, 0), (matrix.shape[axis - 1], 0, 0)
+    zero = jnp.zeros((), matrix.dtype)
+    return (lax.pad(matrix, zero, behind) + lax.pad(bias, zero, before))[None]
 
 
 def write_gradient(leaves: list[jax.Array], layer: Layer, matrix: jax.Array) -> None:
