@@ -32,6 +32,7 @@ from suite.core import (
     linalg,
     lra,
     moments,
+    packing,
     padding,
     statistics,
     step_size,
@@ -152,6 +153,10 @@ CASES = {
         lambda x, w: padding.fill(x, w, [3] * x.shape[0], below=True),
         (positive_definite(B, 4), np.array([0.5, 1.0, 0.1])),
     ),
+    "packing.pack": (packing.pack, (normal(B, 5, 5),)),
+    "packing.unpack": (packing.unpack, (normal(B, 3, 5),)),
+    "packing.pack_upper": (packing.pack_upper, (normal(B, 4, 4),)),
+    "packing.unpack_upper": (packing.unpack_upper, (normal(B, 2, 5),)),
     "moments.unbiased": (moments.unbiased, (normal(B, 4, 2), np.array([0.5, 1.0, 0.1]))),
     "statistics.second_moment_sum": (statistics.second_moment_sum, (normal(B, 5, 3),)),
     "statistics.second_moment_sum bias": (

@@ -84,6 +84,41 @@ def add_diagonal(x: Array, value: Any) -> Array:
     return x + value * xp.eye(x.shape[-1], dtype=x.dtype, device=x.device)
 
 
+def pack(x: Array) -> Array:
+    """See `suite.core.packing`; (..., n, n) -> (..., k, n or n + 1), k = ⌈n/2⌉."""
+    xp = array_namespace(x)
+    n = x.shape[-1]
+    k = (n + 1) // 2
+    first, beside = x[..., :k, :k], xp.matrix_transpose(x[..., k:, :k])
+    second = xp.matrix_transpose(x[..., k:, k:])
+    column = xp.zeros_like(first[..., :1])
+    if n % 2 == 0:
+        first = xp.concat([first, column], axis=-1)
+    else:
+        second = xp.concat([second, xp.zeros_like(x[..., :1, k:])], axis=-2)
+    second = xp.concat([column, second], axis=-1)
+    corner = xp.where(_is_lower(xp, *first.shape[-2:]), first, second)
+    return xp.concat([corner, beside], axis=-1)
+
+
+def unpack(packed: Array, n: int) -> Array:
+    """Undo `pack` of symmetric matrices."""
+    xp = array_namespace(packed)
+    k = (n + 1) // 2
+    first, second = packed[..., :k], packed[..., : n - k, 1 : n - k + 1]
+    beside = packed[..., n - k + 1 :]
+    first = xp.where(_is_lower(xp, k, k), first, xp.matrix_transpose(first))
+    second = xp.where(_is_lower(xp, n - k, n - k), xp.matrix_transpose(second), second)
+    above = xp.concat([first, beside], axis=-1)
+    below = xp.concat([xp.matrix_transpose(beside), second], axis=-1)
+    return xp.concat([above, below], axis=-2)
+
+
+def _is_lower(xp: Any, rows: int, columns: int) -> Array:
+    """(rows, columns): whether an entry is on or below the diagonal."""
+    return xp.arange(rows)[:, None] >= xp.arange(columns)[None, :]
+
+
 def usually(condition: Array, x: Array, other: Callable[[], Array]) -> Array:
     """`x` where the condition holds, else `other()`."""
     return array_namespace(x).where(condition, x, other())
