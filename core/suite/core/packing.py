@@ -44,5 +44,5 @@ def pack_upper(x: Array) -> Array:
 
 
 def unpack_upper(packed: Array) -> Array:
-    """Upper triangular matrices (..., n, n), zero below, that `pack_upper` has packed, to the last bit."""
+    """Upper triangular matrices (..., n, n), zero below, that `pack_upper` has packed, exactly."""
     return array_namespace(packed).triu(unpack(packed))

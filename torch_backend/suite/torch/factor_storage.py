@@ -1,0 +1,45 @@
+"""How K-FAC's factors are kept between steps: as they are, or as triangles (`suite.core.packing`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from suite.core.kfac import Factor
+from suite.core.packing import pack, unpack
+
+
+@dataclass(frozen=True)
+class FactorStorage:
+    """What is symmetric may be packed: averages and inverses, not diagonals, nor eigenbases.
+
+    Args:
+        packed: whether it is.
+    """
+
+    packed: bool
+
+    def keep(self, x: Any) -> Any:
+        """Averages or inverses (blocks, n, n), diagonals (blocks, n) or eigenbases, as they are kept."""
+        return pack(x) if self._is_packed(x) else x
+
+    def full(self, x: Any) -> Any:
+        """Undo `keep`; a new tensor where that packs."""
+        return unpack(x) if self._is_packed(x) else x
+
+    def keep_factor(self, factor: Factor) -> Factor:
+        return factor._replace(average=self.keep(factor.average), inverse=self.keep(factor.inverse))
+
+    def full_factor(self, factor: Factor) -> Factor:
+        return factor._replace(average=self.full(factor.average), inverse=self.full(factor.inverse))
+
+    def numbers(self, blocks: int, side: int, diagonal: bool) -> int:
+        """How many a stack of averages or inverses takes."""
+        if diagonal:
+            return blocks * side
+        return blocks * (side * (side + 1) // 2 if self.packed else side * side)
+
+    def _is_packed(self, x: Any) -> bool:
+        return self.packed and isinstance(x, torch.Tensor) and x.ndim == 3
