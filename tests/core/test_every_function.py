@@ -155,6 +155,7 @@ CASES = {
     ),
     "packing.pack": (packing.pack, (normal(B, 5, 5),)),
     "packing.unpack": (packing.unpack, (normal(B, 3, 5),)),
+    "packing.packed_diagonal": (packing.packed_diagonal, (normal(B, 3, 5),)),
     "packing.pack_upper": (packing.pack_upper, (normal(B, 4, 4),)),
     "packing.unpack_upper": (packing.unpack_upper, (normal(B, 2, 5),)),
     "moments.unbiased": (moments.unbiased, (normal(B, 4, 2), np.array([0.5, 1.0, 0.1]))),

@@ -26,6 +26,14 @@ def test_symmetric_matrices_come_back_to_the_last_bit_from_half_the_numbers(xp, 
 
 
 @pytest.mark.parametrize("n", SIDES)
+def test_the_diagonal_is_read_from_what_is_packed(xp, n):
+    x = normal(2, n, n)
+    packed = xp.run(packing.pack, xp.asarray(x))
+    found = xp.run(packing.packed_diagonal, packed)
+    assert_identical(found, np.diagonal(x, axis1=-2, axis2=-1))
+
+
+@pytest.mark.parametrize("n", SIDES)
 def test_upper_triangular_matrices_come_back_to_the_last_bit(xp, n):
     x = np.triu(normal(2, n, n))
     packed = xp.run(packing.pack_upper, xp.asarray(x))

@@ -11,8 +11,8 @@ the pieces are theirs, laid side by side.
 
 from __future__ import annotations
 
+from suite.core import linalg
 from suite.core._namespace import Array, array_namespace, factorizations
-from suite.core.linalg import transpose
 
 
 def packed_shape(side: int) -> tuple[int, int]:
@@ -38,9 +38,17 @@ def unpack(packed: Array) -> Array:
     return full
 
 
+def packed_diagonal(packed: Array) -> Array:
+    """(..., n), the diagonals of the matrices (..., n, n) that `pack` has packed."""
+    k = packed.shape[-2]
+    m = side_of(packed) - k
+    parts = linalg.diagonal(packed[..., :k]), linalg.diagonal(packed[..., :m, 1 : m + 1])
+    return array_namespace(packed).concat(parts, axis=-1)
+
+
 def pack_upper(x: Array) -> Array:
     """The upper triangles of (..., n, n) as (..., *packed_shape(n)); what is below them is not read."""
-    return pack(transpose(x))
+    return pack(linalg.transpose(x))
 
 
 def unpack_upper(packed: Array) -> Array:

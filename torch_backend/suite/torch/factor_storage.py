@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from suite.core.kfac import Factor
-from suite.core.packing import pack, unpack
+from suite.core.kfac import Factor, mean_eigenvalue
+from suite.core.packing import pack, packed_diagonal, unpack
+
+_AT_ONCE = 2**19  # packed numbers that are unpacked together: a matrix of side 1023, or many small ones
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,21 @@ class FactorStorage:
     def full(self, x: Any) -> Any:
         """Undo `keep`; a new tensor where that packs."""
         return unpack(x) if self._is_packed(x) else x
+
+    def mean_eigenvalue(self, factor: Factor) -> torch.Tensor:
+        """`suite.core.kfac.mean_eigenvalue` of a stack as it is kept: (blocks,)."""
+        packed = self._is_packed(factor.average)
+        average = packed_diagonal(factor.average) if packed else factor.average
+        mean: torch.Tensor = mean_eigenvalue(average, factor.weight)
+        return mean
+
+    def portions(self, factor: Factor) -> list[slice]:
+        """Parts of a stack to unpack one after the other; a stack that is not packed as a whole."""
+        blocks, numbers = factor.average.shape[0], factor.average[0].numel()
+        if not self._is_packed(factor.inverse):
+            return [slice(0, blocks)]
+        step = max(1, _AT_ONCE // numbers)
+        return [slice(start, min(start + step, blocks)) for start in range(0, blocks, step)]
 
     def keep_factor(self, factor: Factor) -> Factor:
         return factor._replace(average=self.keep(factor.average), inverse=self.keep(factor.inverse))

@@ -264,7 +264,7 @@ class FactorStore:
             for side in ("A", "G"):
                 place = self.places.get(self._key(i, side))
                 if place is not None:
-                    own = _rows_of(self.factors[place.bucket], slice(place.start, place.stop))
+                    own = factor_rows(self.factors[place.bucket], slice(place.start, place.stop))
                     changing = (side, f"{side}_weight")
                     layers[layer.name] |= {
                         name: tensor.clone() if name in changing else tensor
@@ -449,7 +449,7 @@ def rows_of(inverse: Any, at: slice) -> Any:
     return inverse[at]
 
 
-def _rows_of(factor: core_kfac.Factor, at: slice) -> core_kfac.Factor:
+def factor_rows(factor: core_kfac.Factor, at: slice) -> core_kfac.Factor:
     """Some of a stack of factors."""
     return core_kfac.Factor(
         factor.average[at],

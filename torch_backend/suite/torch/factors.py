@@ -13,7 +13,7 @@ from suite.core import kfac as core_kfac
 from suite.core.packing import pack, packed_shape, unpack
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Parcel
-from suite.torch.factor_store import FactorStore, Key, at_least_single, rows_of
+from suite.torch.factor_store import FactorStore, Key, at_least_single, factor_rows, rows_of
 from suite.torch.inplace import all_average_in, average_in
 from suite.torch.rows import Bases
 
@@ -75,10 +75,7 @@ class LayerFactors(FactorStore):
         def fresh(number: int) -> core_kfac.Factor:
             if number in due:
                 due.remove(number)
-                old = self.factors[number]
-                new = self._refreshed(number, self.storage.full_factor(old), dampings[number])
-                inverse = self.storage.keep(new.inverse)
-                self.factors[number] = new._replace(average=old.average, inverse=inverse)
+                self.factors[number] = self._refreshed(number, dampings[number])
             return self.factors[number]
 
         self._spread(fresh)
@@ -195,10 +192,7 @@ class LayerFactors(FactorStore):
 
     def _mean_eigenvalues(self) -> dict[Key, torch.Tensor]:
         """(blocks,) of every factor of the model, from wherever it is."""
-        means = [
-            core_kfac.mean_eigenvalue(self.storage.full(factor.average), factor.weight)
-            for factor in self.factors
-        ]
+        means = [self.storage.mean_eigenvalue(factor) for factor in self.factors]
 
         def here(key: Key) -> torch.Tensor:
             place = self.places.get(key)
@@ -216,9 +210,31 @@ class LayerFactors(FactorStore):
         pieces = total.split([mean.shape[0] for mean in found.values()])
         return {key: piece.to(found[key]) for key, piece in zip(found, pieces, strict=True)}
 
-    def _refreshed(self, number: int, old: core_kfac.Factor, damping: Any) -> core_kfac.Factor:
-        """`old` refreshed; a factor that fails gets more damping, then float64, then stays stale."""
+    def _refreshed(self, number: int, damping: Any) -> core_kfac.Factor:
+        """A stack of factors with new inverses or eigenbases, as it is kept."""
+        old = self.factors[number]
         warm = self.warm_start and self.rule.keeps_eigenbases and bool(old.ready.all())
+        parts = []
+        for at in self.storage.portions(old):
+            own = damping[at] if isinstance(damping, torch.Tensor) else damping
+            part = self.storage.full_factor(factor_rows(old, at))
+            new = self._refreshed_part(number, at.start, part, own, warm)
+            parts.append((self.storage.keep(new.inverse), new.ready, new.failures))
+        inverses, ready, failures = zip(*parts, strict=True)
+        if len(parts) == 1:
+            return old._replace(inverse=inverses[0], ready=ready[0], failures=failures[0])
+        return old._replace(
+            inverse=_joined(inverses), ready=torch.cat(ready), failures=torch.cat(failures)
+        )
+
+    def _refreshed_part(
+        self, number: int, first: int, old: core_kfac.Factor, damping: Any, warm: bool
+    ) -> core_kfac.Factor:
+        """`old` refreshed; a factor that fails gets more damping, then float64, then stays stale.
+
+        Args:
+            number, first: where it begins: a stack of factors, a block of it.
+        """
         new = self.rule.refresh_factor(old, damping, warm=warm)
         failed = new.failures > old.failures
         if not bool(failed.any()):
@@ -241,7 +257,7 @@ class LayerFactors(FactorStore):
         names = ", ".join(
             self._label(self.owners[m.index])
             for m in self.factor_buckets[number].members
-            if bool(failed[m.start : m.stop].any())
+            if bool(failed[max(m.start - first, 0) : max(m.stop - first, 0)].any())
         )
         warn_user(
             f"factorizations failed, also with more damping and in float64; the inverses before them "

@@ -473,6 +473,7 @@ class KFAC(torch.optim.Optimizer):
             counts = True
             if self._steps % factor_update_steps == 0:
                 counts = self._engine.update(taken, agreed, factor_decay)
+            del taken  # before inverses need room
             if self._steps % inv_update_steps == 0:
                 self._engine.refresh(damping, self._steps)
             self._engine.precondition(damping, kl_clip, lr_of, agreed)

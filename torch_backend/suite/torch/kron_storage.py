@@ -35,7 +35,10 @@ class KronStorage:
     ) -> core_kron.KronState:
         """Undo `keep`; the factors only if they are asked for, or P has to be computed from them."""
         if not self.cached:
-            return rule.square(kept._replace(factors=tuple(map(self.full_factor, kept.factors))))
+            whole = tuple(map(self.full_factor, kept.factors))
+            if self.packed and self.form == "symmetric" and rule.fits_P:  # to the last bit
+                return kept._replace(factors=whole, preconditioners=whole)
+            return rule.square(kept._replace(factors=whole))
         whole = tuple(unpack(p) if self._is_packed(p) else p for p in kept.preconditioners)
         if factors:
             kept = kept._replace(factors=tuple(map(self.full_factor, kept.factors)))
