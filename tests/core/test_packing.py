@@ -6,7 +6,7 @@ import pytest
 from conftest import also_eager_jax, assert_identical, dtype_name, normal
 from suite.core import packing
 
-SIDES = (1, 2, 3, 4, 7, 8, 130, 301)
+SIDES = (1, 2, 5, 6, 301)
 
 
 def symmetric(n, *batch):

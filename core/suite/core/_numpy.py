@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from suite.core._namespace import Array, array_namespace
+from suite.core._namespace import Array, array_namespace, device_of
 
 
 def _each(function: Callable[..., tuple[np.ndarray, ...]], *arrays: Array) -> tuple[Array, ...]:
@@ -97,7 +97,7 @@ def pack(x: Array) -> Array:
     else:
         second = xp.concat([second, xp.zeros_like(x[..., :1, k:])], axis=-2)
     second = xp.concat([column, second], axis=-1)
-    corner = xp.where(_is_lower(xp, *first.shape[-2:]), first, second)
+    corner = xp.where(_is_lower(first), first, second)
     return xp.concat([corner, beside], axis=-1)
 
 
@@ -107,16 +107,18 @@ def unpack(packed: Array, n: int) -> Array:
     k = (n + 1) // 2
     first, second = packed[..., :k], packed[..., : n - k, 1 : n - k + 1]
     beside = packed[..., n - k + 1 :]
-    first = xp.where(_is_lower(xp, k, k), first, xp.matrix_transpose(first))
-    second = xp.where(_is_lower(xp, n - k, n - k), xp.matrix_transpose(second), second)
+    first = xp.where(_is_lower(first), first, xp.matrix_transpose(first))
+    second = xp.where(_is_lower(second), xp.matrix_transpose(second), second)
     above = xp.concat([first, beside], axis=-1)
     below = xp.concat([xp.matrix_transpose(beside), second], axis=-1)
     return xp.concat([above, below], axis=-2)
 
 
-def _is_lower(xp: Any, rows: int, columns: int) -> Array:
-    """(rows, columns): whether an entry is on or below the diagonal."""
-    return xp.arange(rows)[:, None] >= xp.arange(columns)[None, :]
+def _is_lower(x: Array) -> Array:
+    """(m, n): whether an entry of (..., m, n) is on or below the diagonal."""
+    xp = array_namespace(x)
+    rows, columns = (xp.arange(size, device=device_of(x)) for size in x.shape[-2:])
+    return rows[:, None] >= columns[None, :]
 
 
 def usually(condition: Array, x: Array, other: Callable[[], Array]) -> Array:
