@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conftest import also_eager_jax, assert_identical, dtype_name, normal
+from conftest import assert_identical, dtype_name, normal
 from suite.core import packing
 
 SIDES = (1, 2, 5, 6, 301)
@@ -14,7 +14,6 @@ def symmetric(n, *batch):
     return lower + np.swapaxes(np.tril(lower, -1), -1, -2)
 
 
-@also_eager_jax
 @pytest.mark.parametrize("n", SIDES)
 def test_symmetric_matrices_come_back_to_the_last_bit_from_half_the_numbers(xp, n):
     x = symmetric(n, 2, 3)
