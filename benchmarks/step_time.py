@@ -133,6 +133,29 @@ CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
         w, compute_method="inverse", factor_update_steps=PERIOD
     ),
 }
+DENSE = {"partition_grads_into_blocks": False}
+EQ, QUAD4P = {**DENSE, "geometry": "EQ"}, {**DENSE, "geometry": "QUAD4P"}
+PACKED, UNCACHED = {"packed_factors": True}, {"cache_preconditioner": False}
+HALF = {"mu_dtype": torch.bfloat16, "precond_dtype": torch.bfloat16}
+LESS_STATE: dict[str, Callable[[Workload], Contender]] = {  # when they are named
+    "K-FAC, inverse, packed": lambda w: OurKFAC(w, compute_method="inverse", **PACKED),
+    "K-FAC, inverse, packed, bf16": lambda w: OurKFAC(
+        w,
+        compute_method="inverse",
+        factor_dtype=torch.bfloat16,
+        inv_dtype=torch.bfloat16,
+        **PACKED,
+    ),
+    "Kron, dense, packed": kron(**DENSE, **PACKED),
+    "Kron, dense, without P": kron(**DENSE, **UNCACHED),
+    "Kron, dense, EQ": kron(**EQ),
+    "Kron, dense, EQ, packed": kron(**EQ, **PACKED),
+    "Kron, dense, EQ, packed, without P": kron(**EQ, **PACKED, **UNCACHED),
+    "Kron, dense, QUAD4P": kron(**QUAD4P),
+    "Kron, dense, QUAD4P, packed, without P": kron(**QUAD4P, **PACKED, **UNCACHED),
+    "Kron, dense, QUAD4P, packed, without P, bf16": kron(**QUAD4P, **PACKED, **UNCACHED, **HALF),
+}
+EVERY = CONTENDERS | LESS_STATE
 EXACT, SUBSET = "K-FAC, inverse", "K-FAC, inverse, of 1/8 of the examples"
 WITHOUT = "K-FAC, inverse, statistics every 10"
 CONVOLUTIONS = ("W2", "G1")  # workloads that are also measured with fewer examples
@@ -299,7 +322,7 @@ def table(report: dict[str, Any]) -> str:
         f"  floors / AdamW: Kron every {PERIOD} {kron_floor:.2f}, K-FAC statistics every step "
         f"{(kfac_floor + floors['statistics']) / adamw:.2f}, every {PERIOD} "
         f"{(kfac_floor + floors['statistics'] / PERIOD) / adamw:.2f}",
-        f"  {'':38s}{'amortised':>10s}{'plain':>8s}{'stats':>8s}{'costly':>8s}{'worst':>8s}"
+        f"  {'':46s}{'amortised':>10s}{'plain':>8s}{'stats':>8s}{'costly':>8s}{'worst':>8s}"
         f"{'opt/floor':>11s}{'B/param':>9s}{'first s':>9s}{'host syncs':>12s}",
     ]
     for name, one in report["contenders"].items():
@@ -315,7 +338,7 @@ def table(report: dict[str, Any]) -> str:
         cells += [f"{max(s['worst'] for s in steps.values()) / adamw:8.2f}", f"{over:11.2f}"]
         cells += [f"{one['bytes_per_parameter']:9.1f}", f"{one['first_step']:9.2f}"]
         cells += [f"{'/'.join(str(kind['host_syncs']) for kind in steps.values()):>12s}"]
-        lines.append(f"  {name:38s}{''.join(cells)}")
+        lines.append(f"  {name:46s}{''.join(cells)}")
     lines += [
         f"  statistics of {name} / (forward + backward): {ratio:.2f}"
         for name, ratio in report.get("statistics", {}).items()
@@ -327,7 +350,7 @@ def table(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", nargs="+", default=["W1", "W3", "W4", "W5"], choices=WORKLOADS)
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=EVERY)
     parser.add_argument("--peers", action="store_true", help="those that can be imported, too")
     parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--device", default="cpu")
@@ -337,7 +360,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.chosen = {
         name: make
-        for name, make in CONTENDERS.items()
+        for name, make in EVERY.items()
         if name in {"AdamW", *arguments.contenders}  # AdamW is the unit
     }
     if arguments.peers:

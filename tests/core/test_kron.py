@@ -114,6 +114,16 @@ def test_preconditioner_stays_symmetric_positive_definite(xp, geometry):
     assert np.linalg.eigvalsh(P(state)).min() > 0
 
 
+@every_geometry
+def test_dense_factors_have_the_form_that_is_said_of_them(xp, geometry):
+    rule = Kron(geometry)
+    state = train(xp, rule, fresh(xp, rule), some_gradients(6))
+    for q in map(to_numpy, state.factors):
+        forms = {"symmetric": np.array_equal(q, q.T), "upper": np.array_equal(q, np.triu(q))}
+        assert not np.array_equal(q, np.diag(np.diag(q)))
+        assert forms == {form: form == rule.factor_form for form in forms}
+
+
 def test_EQ_keeps_factors_upper_triangular_with_a_positive_diagonal(xp):
     rule = Kron("EQ")
     state = train(xp, rule, fresh(xp, rule), some_gradients(30), lr=0.99)

@@ -114,6 +114,7 @@ NOT_CALLED |= {"cholesky_inverse", "eigh", "gram", "qr", "solve_triangular"}
 NOT_CALLED |= {"add_diagonal", "are_finite", "diagonal", "inner_product", "trace", "usually"}
 NOT_CALLED |= {"parts", "summed_gram", "times_transposed", "transposed_times"}
 NOT_CALLED |= {"correlations"}  # tested in test_correlations.py
+NOT_CALLED |= {"pack", "unpack"}  # tested in test_packing.py
 
 
 @pytest.mark.parametrize("name", list(CALLS))

@@ -122,6 +122,27 @@ VARIANTS: dict[str, tuple[int, Settings]] = {
     ),
     "symmetric inverse": (2, Settings(kfac={"symmetry_aware": True, "compute_method": "inverse"})),
     "symmetric eigen": (4, Settings(kfac={"symmetry_aware": True, "gradient_worker_fraction": 0.5})),
+    "packed inverse": (3, Settings(kfac={"packed_factors": True, "compute_method": "inverse"})),
+    "packed newton-schulz, fsdp": (
+        2,
+        Settings("fsdp", kfac={"packed_factors": True, "compute_method": "newton_schulz"}),
+    ),
+    "packed inverse, hybrid": (
+        4,
+        Settings(
+            kfac={
+                "packed_factors": True,
+                "symmetry_aware": True,
+                "compute_method": "inverse",
+                "gradient_worker_fraction": 0.5,
+                "inv_update_steps": 3,
+            }
+        ),
+    ),
+    "packed eigen, fsdp": (
+        2,
+        Settings("fsdp", kfac={"packed_factors": True, "gradient_worker_fraction": "MEM_OPT"}),
+    ),
     "apart": (4, Settings(kfac={"colocate_factors": False})),
     "apart, hybrid, inverse": (
         4,

@@ -64,6 +64,21 @@ def test_saved_on_four_ranks_and_continued_on_any(crew, tmp_path, name, how):
             assert distance(parameters, expected) < 1e-9
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("how", ["own", "optimizer"])
+def test_packed_and_whole_factors_continue_each_other(crew, tmp_path, how, packed):
+    settings = CASES["comm, inverse"]
+    expected = uninterrupted(settings)
+    first, second = (
+        replace(settings, kfac={**settings.kfac, "packed_factors": flag})
+        for flag in (packed, not packed)
+    )
+    crew.run(save, 3, first, how, str(tmp_path))
+    for parameters, steps in crew.run(load_and_go_on, 2, second, how, str(tmp_path)):
+        assert steps == SAVED_AT
+        assert distance(parameters, expected) < 1e-9
+
+
 def test_every_factor_is_on_one_rank_and_saved_once(crew, tmp_path):
     settings = CASES["mem, eigen"]
     shares = crew.run(save, 4, settings, "own", str(tmp_path))

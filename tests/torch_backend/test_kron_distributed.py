@@ -103,6 +103,10 @@ VARIANTS: dict[str, tuple[int, Settings, dict[str, Any]]] = {
     "normalized": (3, Settings("fsdp"), {"normalize_grads": True}),
     "scale from the first gradient": (3, Settings(), {"preconditioner_init_scale": None}),
     "no resharding": (2, Settings("fsdp", fsdp={"reshard_after_forward": False}), {}),
+    "packed": (3, Settings(), {"packed_factors": True, "geometry": "EQ"}),
+    "packed, fsdp": (2, Settings("fsdp"), {"packed_factors": True, "geometry": "QUAD"}),
+    "packed, replicated": (2, Settings("fsdp"), {"packed_factors": True, "distributed": "replicate"}),
+    "nothing cached": (3, Settings(), {"packed_factors": True, "cache_preconditioner": False}),
     "diagonal": (2, Settings("fsdp"), {"memory_save_mode": "one_diag"}),
 }
 
@@ -251,6 +255,17 @@ def test_saved_on_four_ranks_and_continued_on_any(crew, tmp_path, wrap, how):
         for parameters, steps in crew.run(load_and_go_on, world, settings, kron, how, str(tmp_path)):
             assert steps == 8
             assert distance(parameters, expected) < 1e-9
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("how", ["own", "optimizer"])
+def test_packed_and_whole_factors_continue_each_other(crew, tmp_path, how, packed):
+    settings, kron = Settings("fsdp", steps=8), {"distributed": "shard", "geometry": "EQ"}
+    expected = alone(settings, kron)
+    crew.run(save, 3, settings, {**kron, "packed_factors": packed}, how, str(tmp_path))
+    other = {**kron, "packed_factors": not packed}
+    for parameters, _ in crew.run(load_and_go_on, 2, settings, other, how, str(tmp_path)):
+        assert distance(parameters, expected) < 1e-9
 
 
 def train_torn(distributed: str) -> tuple[list[torch.Tensor], list[str]]:

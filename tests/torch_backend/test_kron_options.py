@@ -233,12 +233,16 @@ def test_bad_settings_are_errors(settings, error, message):
 
 
 @pytest.mark.slow
-def test_a_compiled_step_is_the_eager_step_and_compiles_no_more_after_warm_up():
+@pytest.mark.parametrize(
+    "storage", [{}, {"geometry": "EQ", "packed_factors": True, "cache_preconditioner": False}]
+)
+def test_a_compiled_step_is_the_eager_step_and_compiles_no_more_after_warm_up(storage):
     torch._dynamo.reset()
     results = []
     for compiled in (False, True):
         model, loss_fn = problem()
-        optimizer = Kron(model.parameters(), lr=0.01, preconditioner_update_probability=0.4)
+        settings = {"lr": 0.01, "preconditioner_update_probability": 0.4, **storage}
+        optimizer = Kron(model.parameters(), **settings)
         step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
         graphs = []
         for _ in range(16):

@@ -15,6 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from suite.core import _numpy
+
+pack, unpack = _numpy.pack, _numpy.unpack  # in the standard's words; the compiler joins them
+
 
 def _over_stack(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     batch = arrays[0].shape[:-2]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from suite.core._namespace import Array, array_namespace
+from suite.core._namespace import Array, array_namespace, device_of
 
 
 def _each(function: Callable[..., tuple[np.ndarray, ...]], *arrays: Array) -> tuple[Array, ...]:
@@ -82,6 +82,43 @@ def add_diagonal(x: Array, value: Any) -> Array:
     """x + value I."""
     xp = array_namespace(x)
     return x + value * xp.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+
+
+def pack(x: Array) -> Array:
+    """See `suite.core.packing`; (..., n, n) -> (..., k, n or n + 1), k = ⌈n/2⌉."""
+    xp = array_namespace(x)
+    n = x.shape[-1]
+    k = (n + 1) // 2
+    first, beside = x[..., :k, :k], xp.matrix_transpose(x[..., k:, :k])
+    second = xp.matrix_transpose(x[..., k:, k:])
+    column = xp.zeros_like(first[..., :1])
+    if n % 2 == 0:
+        first = xp.concat([first, column], axis=-1)
+    else:
+        second = xp.concat([second, xp.zeros_like(x[..., :1, k:])], axis=-2)
+    second = xp.concat([column, second], axis=-1)
+    corner = xp.where(_is_lower(first), first, second)
+    return xp.concat([corner, beside], axis=-1)
+
+
+def unpack(packed: Array, n: int) -> Array:
+    """Undo `pack` of symmetric matrices."""
+    xp = array_namespace(packed)
+    k = (n + 1) // 2
+    first, second = packed[..., :k], packed[..., : n - k, 1 : n - k + 1]
+    beside = packed[..., n - k + 1 :]
+    first = xp.where(_is_lower(first), first, xp.matrix_transpose(first))
+    second = xp.where(_is_lower(second), xp.matrix_transpose(second), second)
+    above = xp.concat([first, beside], axis=-1)
+    below = xp.concat([xp.matrix_transpose(beside), second], axis=-1)
+    return xp.concat([above, below], axis=-2)
+
+
+def _is_lower(x: Array) -> Array:
+    """(m, n): whether an entry of (..., m, n) is on or below the diagonal."""
+    xp = array_namespace(x)
+    rows, columns = (xp.arange(size, device=device_of(x)) for size in x.shape[-2:])
+    return rows[:, None] >= columns[None, :]
 
 
 def usually(condition: Array, x: Array, other: Callable[[], Array]) -> Array:

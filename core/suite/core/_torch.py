@@ -18,6 +18,7 @@ from torch.nn import grad
 # Sides from which half a product is faster than a whole one; with rows twice as many. Measured.
 _SMALLEST_HALVED, _SMALLEST_HALVED_TALL = 384, 128
 _ONEDNN = torch.backends.mkldnn.is_available()  # asked here, for torch.compile cannot
+_STRIP = 128  # rows that are mirrored at a time, to stay in the cache
 _POSITIONS_AT_ONCE = 16384  # that a convolution sums in one float32 accumulator
 
 abs = torch.abs
@@ -171,6 +172,47 @@ def add_diagonal(x: torch.Tensor, value: Any) -> torch.Tensor:
     y = x.clone(memory_format=torch.contiguous_format)
     torch.linalg.diagonal(y).add_(value if isinstance(value, float) else value[..., 0])
     return y
+
+
+def pack(x: torch.Tensor) -> torch.Tensor:
+    """See `_numpy.pack`: the same in place, strip by strip."""
+    n = x.shape[-1]
+    k = (n + 1) // 2
+    packed = x.new_empty((*x.shape[:-2], k, n + 1 - n % 2))
+    packed[..., :k] = x[..., :k, :k]
+    packed[..., n - k + 1 :] = x[..., k:, :k].mT
+    second, corner = x[..., k:, k:].mT, packed[..., : n - k, 1 : n - k + 1]
+    for start, stop in _strips(n - k):
+        corner[..., start:stop, stop:] = second[..., start:stop, stop:]
+        block, upper = corner[..., start:stop, start:stop], second[..., start:stop, start:stop]
+        block.copy_(torch.where(_is_lower(block, -1), block, upper))
+    return packed
+
+
+def unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
+    """Undo `pack` of symmetric matrices."""
+    k = (n + 1) // 2
+    x = packed.new_empty((*packed.shape[:-2], n, n))
+    beside = packed[..., n - k + 1 :]
+    x[..., :k, k:], x[..., k:, :k] = beside, beside.mT
+    first, second = x[..., :k, :k], x[..., k:, k:]
+    first.copy_(packed[..., :k])
+    second.copy_(packed[..., : n - k, 1 : n - k + 1])
+    for lower in (first, second.mT):
+        for start, stop in _strips(lower.shape[-1]):
+            lower[..., :start, start:stop] = lower[..., start:stop, :start].mT
+            block = lower[..., start:stop, start:stop]
+            block.copy_(torch.where(_is_lower(block), block, block.mT))
+    return x
+
+
+def _strips(n: int) -> list[tuple[int, int]]:
+    return [(start, builtins.min(start + _STRIP, n)) for start in range(0, n, _STRIP)]
+
+
+def _is_lower(x: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
+    """(n, n): whether an entry of (..., n, n) is on or below a diagonal."""
+    return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(diagonal)
 
 
 def usually(condition: torch.Tensor, x: torch.Tensor, other: Callable[[], Any]) -> torch.Tensor:

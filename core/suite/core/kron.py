@@ -23,6 +23,7 @@ from suite.core.checks import check_choice, check_number
 from suite.core.rounding import stochastic_round
 
 Geometry = Literal["Q0.5EQ1.5", "QEQ", "QUAD", "EQ", "QEP", "PRO4P", "QUAD4P"]
+FactorForm = Literal["general", "symmetric", "upper"]
 
 _LARGEST_LIPSCHITZ = 1e30  # it must stay finite in float32 to be forgotten again
 
@@ -93,6 +94,12 @@ class Kron:
     def fits_P(self) -> bool:
         """Whether the factors are those of P and not of its root Q."""
         return self.geometry in ("PRO4P", "QUAD4P")
+
+    @property
+    def factor_form(self) -> FactorForm:
+        """What updates leave a dense factor: symmetric, zero below the diagonal, or neither."""
+        forms: dict[str, FactorForm] = {"EQ": "upper", "QUAD": "symmetric", "QUAD4P": "symmetric"}
+        return forms.get(self.geometry, "general")
 
     def update(
         self,

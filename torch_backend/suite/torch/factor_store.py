@@ -16,6 +16,7 @@ from suite.core import buckets, statistics
 from suite.core import kfac as core_kfac
 from suite.core.placement import LayerShape, Placement
 from suite.torch.collectives import Parcel, Ranks
+from suite.torch.factor_storage import FactorStorage
 from suite.torch.layers import Layer
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -53,18 +54,20 @@ class FactorStore:
         outer_product: bool,
         warm_start: bool,
         symmetric: bool,
+        packed: bool,
     ) -> None:
         self.layers, self.rule, self.ranks = layers, rule, ranks
         self.factor_dtype, self.inv_dtype = factor_dtype, inv_dtype
         self.factor_scaling: statistics.FactorScaling = factor_scaling
         self.warm_start, self.symmetric = warm_start, symmetric
+        self.storage = FactorStorage(packed)
         self.keeps_products = rule.compute_method == "ekfac" or (
             outer_product and rule.compute_method == "eigen"
         )
         self._place = place
         self.owners: list[Key] = []  # of each stack in `factor_buckets`
         self.places: dict[Key, _Place] = {}  # of the factors that are here
-        self.factors: list[core_kfac.Factor] = []  # one stack for each size
+        self.factors: list[core_kfac.Factor] = []  # one stack for each size, as `storage` keeps it
         self.received: dict[Key, tuple[Any, torch.Tensor]] = {}  # (inverses, ready) of others' factors
         self.products: list[Pair] = []  # (second moments, their weight), one for each bucket
         self.retries = 0  # factorizations that a second or third try saved
@@ -144,14 +147,14 @@ class FactorStore:
         self.factor_buckets = buckets.plan_buckets(stacks)
         self.places = {}
         for number, bucket in enumerate(self.factor_buckets):
-            self.factors.append(self._new(bucket.key, bucket.blocks))
+            self.factors.append(self.storage.keep_factor(self._new(bucket.key, bucket.blocks)))
             for member in bucket.members:
                 place = _Place(number, member.start, member.stop)
                 self.places[self.owners[member.index]] = place
         for key in self.all_keys():
             if key not in self.places and self.ranks.rank in self._users(key):
                 others = self._new(self._kind(*key), self.layers[key[0]].blocks)
-                self.received[key] = others.inverse, others.ready
+                self.received[key] = self.storage.keep(others.inverse), others.ready
         self.products = []
         if self.keeps_products:
             for bucket in self.buckets:
@@ -168,16 +171,16 @@ class FactorStore:
         plan = {"factors": 0, "inverses": 0}
         for i, side in self.all_keys():
             layer, at = self.layers[i], 0 if side == "A" else 1
-            count = LayerShape(layer.sizes, layer.diagonal, layer.blocks).elements(side)
+            size, diagonal = layer.sizes[at], layer.diagonal[at]
+            count = self.storage.numbers(layer.blocks, size, diagonal)
             wide = at_least_single(layer.dtype)
             factor, inverse = self.factor_dtype or wide, self.inv_dtype or wide
             if self.placement.owner_of[i, side] == self.ranks.rank:
                 plan["factors"] += count * factor.itemsize
             if self.ranks.rank in self._users((i, side)):
-                eigen = self.rule.keeps_eigenbases
-                vectors = 0 if layer.diagonal[at] and eigen else count
-                values = layer.blocks * layer.sizes[at] if eigen else 0
-                plan["inverses"] += (vectors + values) * inverse.itemsize
+                if self.rule.keeps_eigenbases:
+                    count = layer.blocks * size * (1 if diagonal else size + 1)
+                plan["inverses"] += count * inverse.itemsize
         if self.keeps_products:
             for bucket in self.buckets:
                 sizes, _, dtype, _ = bucket.key
@@ -202,7 +205,7 @@ class FactorStore:
         return (self.input_of.get(index, index), side) if side == "A" else (index, side)
 
     def _inverse_of(self, index: int, side: str) -> tuple[Any, torch.Tensor]:
-        """(inverse, ready) of one layer's factor, where this rank uses it."""
+        """(inverse as it is kept, ready) of one layer's factor, where this rank uses it."""
         key = self._key(index, side)
         place = self.places.get(key)
         if place is not None:
@@ -261,16 +264,15 @@ class FactorStore:
             for side in ("A", "G"):
                 place = self.places.get(self._key(i, side))
                 if place is not None:
-                    at = slice(place.start, place.stop)
-                    tensors = _tensors(self.factors[place.bucket], side)
+                    own = factor_rows(self.factors[place.bucket], slice(place.start, place.stop))
                     changing = (side, f"{side}_weight")
                     layers[layer.name] |= {
-                        name: tensor[at].clone() if name in changing else tensor[at]
-                        for name, tensor in tensors.items()
+                        name: tensor.clone() if name in changing else tensor
+                        for name, tensor in _tensors(self.storage.full_factor(own), side).items()
                     }
                 elif self._key(i, side) in self.received:
                     inverse, ready = self.received[self._key(i, side)]
-                    layers[layer.name] |= _inverse_tensors(inverse, ready, side)
+                    layers[layer.name] |= _inverse_tensors(self.storage.full(inverse), ready, side)
         if self.keeps_products:
             for number, bucket in enumerate(self.buckets):
                 for member in bucket.members:
@@ -399,7 +401,7 @@ class FactorStore:
 
     def _restore(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for number, bucket in enumerate(self.factor_buckets):
-            factor = self.factors[number]
+            factor = self.storage.full_factor(self.factors[number])
             side_of = [self.owners[m.index] for m in bucket.members]
             fields: dict[str, torch.Tensor] = {}
             for field, own in _tensors(factor, "").items():
@@ -409,7 +411,7 @@ class FactorStore:
                     kept = own[member.start : member.stop]
                     parts.append(kept if given is None else given.to(own))
                 fields[field] = torch.cat(parts)
-            self.factors[number] = _with_tensors(factor, fields)
+            self.factors[number] = self.storage.keep_factor(_with_tensors(factor, fields))
         for key in self.all_keys():
             record = layers[self.layers[key[0]].name]
             if key not in self.places and self.ranks.rank in self._users(key):
@@ -418,7 +420,7 @@ class FactorStore:
                 for field, kept in fields.items():
                     if f"{key[1]}{field}" in record:
                         fields[field] = record[f"{key[1]}{field}"].to(kept, copy=True)
-                new = _with_tensors(new, fields)
+                new = self.storage.keep_factor(_with_tensors(new, fields))
                 self.received[key] = new.inverse, new.ready
         self.updated = True
         if self.keeps_products:
@@ -445,6 +447,17 @@ def rows_of(inverse: Any, at: slice) -> Any:
             None if inverse.vectors is None else inverse.vectors[at], inverse.values[at]
         )
     return inverse[at]
+
+
+def factor_rows(factor: core_kfac.Factor, at: slice) -> core_kfac.Factor:
+    """Some of a stack of factors."""
+    return core_kfac.Factor(
+        factor.average[at],
+        factor.weight[at],
+        rows_of(factor.inverse, at),
+        factor.ready[at],
+        factor.failures[at],
+    )
 
 
 def _tensors(factor: core_kfac.Factor, side: str) -> dict[str, torch.Tensor]:

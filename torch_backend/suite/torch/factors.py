@@ -10,9 +10,10 @@ import torch
 
 from suite.core import ekfac, linalg
 from suite.core import kfac as core_kfac
+from suite.core.packing import pack, packed_shape, unpack
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Parcel
-from suite.torch.factor_store import FactorStore, Key, at_least_single, rows_of
+from suite.torch.factor_store import FactorStore, Key, at_least_single, factor_rows, rows_of
 from suite.torch.inplace import all_average_in, average_in
 from suite.torch.rows import Bases
 
@@ -42,13 +43,14 @@ class LayerFactors(FactorStore):
                 self._cache[known] = [factor.average[a:b] for a, b in ends]
             keys = [self.owners[m.index] for m in bucket.members]
             if all(seen[key] for key in keys):
-                all_average_in(self._cache[known], [new[key] for key in keys], factor_decay)
+                given = [self.storage.keep(new[key]) for key in keys]
+                all_average_in(self._cache[known], given, factor_decay)
                 average_in(factor.weight, torch.ones_like(factor.weight), factor_decay)
                 continue
             for key, member, average in zip(keys, bucket.members, self._cache[known], strict=True):
                 if seen[key]:
                     weight = factor.weight[member.start : member.stop]
-                    average_in(average, new[key], factor_decay)
+                    average_in(average, self.storage.keep(new[key]), factor_decay)
                     average_in(weight, torch.ones_like(weight), factor_decay)
 
     def update_products(self, new: Mapping[int, torch.Tensor], factor_decay: float) -> None:
@@ -73,7 +75,7 @@ class LayerFactors(FactorStore):
         def fresh(number: int) -> core_kfac.Factor:
             if number in due:
                 due.remove(number)
-                self.factors[number] = self._refreshed(number, self.factors[number], dampings[number])
+                self.factors[number] = self._refreshed(number, dampings[number])
             return self.factors[number]
 
         self._spread(fresh)
@@ -124,15 +126,16 @@ class LayerFactors(FactorStore):
             return side + 1 if diagonal else side * side + side + 1
         if diagonal:
             return side + 1
-        return side * (side + 1) // 2 + 1 if self.symmetric else side * side + 1
+        halved = self.symmetric or self.storage.packed
+        return side * (side + 1) // 2 + 1 if halved else side * side + 1
 
     def _packed(self, factor: core_kfac.Factor, at: slice) -> torch.Tensor:
         """(blocks, packed size)"""
         inverse = rows_of(factor.inverse, at)
         if isinstance(inverse, core_kfac.Eigen):
             parts = [inverse.values] if inverse.vectors is None else [inverse.values, inverse.vectors]
-        elif self.symmetric and inverse.ndim == 3:
-            parts = [upper_triangle(inverse)]
+        elif self.symmetric and inverse.ndim == 3 and not self.storage.packed:
+            parts = [pack(inverse)]
         else:
             parts = [inverse]
         ready = factor.ready[at].to(parts[0].dtype)
@@ -146,8 +149,9 @@ class LayerFactors(FactorStore):
             return core_kfac.Eigen(vectors, values), ready
         if diagonal:
             return flat, ready
-        if self.symmetric:
-            return from_upper_triangle(flat, side), ready
+        if self.symmetric or self.storage.packed:
+            packed = flat.reshape(-1, *packed_shape(side))
+            return packed if self.storage.packed else unpack(packed), ready
         return flat.reshape(-1, side, side), ready
 
     def bases(self, index: int) -> Bases | None:
@@ -188,7 +192,7 @@ class LayerFactors(FactorStore):
 
     def _mean_eigenvalues(self) -> dict[Key, torch.Tensor]:
         """(blocks,) of every factor of the model, from wherever it is."""
-        means = [core_kfac.mean_eigenvalue(factor.average, factor.weight) for factor in self.factors]
+        means = [self.storage.mean_eigenvalue(factor) for factor in self.factors]
 
         def here(key: Key) -> torch.Tensor:
             place = self.places.get(key)
@@ -206,9 +210,31 @@ class LayerFactors(FactorStore):
         pieces = total.split([mean.shape[0] for mean in found.values()])
         return {key: piece.to(found[key]) for key, piece in zip(found, pieces, strict=True)}
 
-    def _refreshed(self, number: int, old: core_kfac.Factor, damping: Any) -> core_kfac.Factor:
-        """`old` refreshed; a factor that fails gets more damping, then float64, then stays stale."""
+    def _refreshed(self, number: int, damping: Any) -> core_kfac.Factor:
+        """A stack of factors with new inverses or eigenbases, as it is kept."""
+        old = self.factors[number]
         warm = self.warm_start and self.rule.keeps_eigenbases and bool(old.ready.all())
+        parts = []
+        for at in self.storage.portions(old):
+            own = damping[at] if isinstance(damping, torch.Tensor) else damping
+            part = self.storage.full_factor(factor_rows(old, at))
+            new = self._refreshed_part(number, at.start, part, own, warm)
+            parts.append((self.storage.keep(new.inverse), new.ready, new.failures))
+        inverses, ready, failures = zip(*parts, strict=True)
+        if len(parts) == 1:
+            return old._replace(inverse=inverses[0], ready=ready[0], failures=failures[0])
+        return old._replace(
+            inverse=_joined(inverses), ready=torch.cat(ready), failures=torch.cat(failures)
+        )
+
+    def _refreshed_part(
+        self, number: int, first: int, old: core_kfac.Factor, damping: Any, warm: bool
+    ) -> core_kfac.Factor:
+        """`old` refreshed; a factor that fails gets more damping, then float64, then stays stale.
+
+        Args:
+            number, first: where it begins: a stack of factors, a block of it.
+        """
         new = self.rule.refresh_factor(old, damping, warm=warm)
         failed = new.failures > old.failures
         if not bool(failed.any()):
@@ -231,7 +257,7 @@ class LayerFactors(FactorStore):
         names = ", ".join(
             self._label(self.owners[m.index])
             for m in self.factor_buckets[number].members
-            if bool(failed[m.start : m.stop].any())
+            if bool(failed[max(m.start - first, 0) : max(m.stop - first, 0)].any())
         )
         warn_user(
             f"factorizations failed, also with more damping and in float64; the inverses before them "
@@ -241,7 +267,7 @@ class LayerFactors(FactorStore):
 
     def directions(self, number: int, gradient: torch.Tensor, damping: float) -> torch.Tensor:
         """(blocks, d_out, d_in) gradients of a bucket's layers, preconditioned."""
-        A, G = self._gathered(number, "A")[0], self._gathered(number, "G")[0]
+        A, G = (self.storage.full(self._gathered(number, side)[0]) for side in ("A", "G"))
         products = None
         if self.keeps_products:
             average, weight = self.products[number]
@@ -266,14 +292,14 @@ class LayerFactors(FactorStore):
             rows: (1, n, d_in without bias) inputs and (1, n, d_out) gradients of outputs.
             gradient: the weight's, and the bias's if there is one.
         """
-        A, G = (self._inverse_of(index, side)[0] for side in ("A", "G"))
+        A, G = (self.storage.full(self._inverse_of(index, side)[0]) for side in ("A", "G"))
         weight, bias = gradient[0][None], gradient[1][None] if len(gradient) > 1 else None
         direction: torch.Tensor = self.rule.apply_to_rows(A, G, *rows, bias=bias is not None)
         fits = core_kfac.direction_fits(A, G, weight, bias, direction)
         return direction, fits
 
     def _gathered(self, number: int, side: str) -> tuple[Any, torch.Tensor]:
-        """(inverses, ready) of one side of a bucket's layers: a view if they are neighbours."""
+        """(inverses as they are kept, ready) of a side of a bucket's layers: a view of neighbours."""
         known: Any = self._cache.get((number, side))
         if known is not None:
             return known
@@ -288,6 +314,8 @@ class LayerFactors(FactorStore):
         else:
             parts = [self._inverse_of(m.index, side) for m in members]
             found = _joined([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+            if self.storage.packed:  # to save memory: no second copy is kept
+                return found
         self._cache[number, side] = found
         return found
 
@@ -301,27 +329,12 @@ class LayerFactors(FactorStore):
             factor = self.factors[place.bucket]
             at = slice(place.start, place.stop)
             weight = factor.weight[at].clamp_min(1e-30)
-            average = factor.average[at] / weight.reshape(-1, *(1,) * (factor.average.ndim - 1))
+            average = self.storage.full(factor.average[at])
+            average = average / weight.reshape(-1, *(1,) * (average.ndim - 1))
             record[f"condition_{side}"] = _condition(average)
             record[f"failures_{side}"] = int(factor.failures[at].sum())
         record["ready"] = self.is_ready(index)
         return record
-
-
-def upper_triangle(matrices: torch.Tensor) -> torch.Tensor:
-    """(blocks, n, n) symmetric -> (blocks, n (n + 1) / 2)."""
-    side = matrices.shape[-1]
-    rows, columns = torch.triu_indices(side, side, device=matrices.device)
-    return matrices[:, rows, columns]
-
-
-def from_upper_triangle(flat: torch.Tensor, side: int) -> torch.Tensor:
-    """Undo `upper_triangle`."""
-    rows, columns = torch.triu_indices(side, side, device=flat.device)
-    matrices = flat.new_empty(flat.shape[0], side, side)
-    matrices[:, rows, columns] = flat
-    matrices[:, columns, rows] = flat
-    return matrices
 
 
 def _joined(inverses: Sequence[Any]) -> Any:

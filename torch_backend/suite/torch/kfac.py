@@ -97,6 +97,9 @@ class KFAC(torch.optim.Optimizer):
             `re.search`), and all inside them, are left alone.
         factor_dtype: dtype of the running averages; default: the parameter's, at least float32.
         inv_dtype: dtype of inverses and eigenbases; default: likewise.
+        packed_factors: keep triangles of what is symmetric, running averages and inverses, in half the
+            memory; of 'eigen' and 'ekfac' the averages only. A bucket of layers at a time is unpacked.
+            Checkpoints are the same, with and without.
         max_factor_size: a side above this gets a diagonal factor.
         loss_reduction: 'mean' or 'sum': what the loss does over its terms. Over ranks, whose gradients
             are averaged, a sum of all terms is each rank's sum times the number of ranks. Where ranks
@@ -114,7 +117,7 @@ class KFAC(torch.optim.Optimizer):
         colocate_factors: keep A and G of a layer on one rank; needed for one gradient worker per layer.
         allreduce_bucket_cap_mb: what is sent travels in buckets of at most so many megabytes; 0: each
             tensor by itself.
-        symmetry_aware: send upper triangles of symmetric factors and inverses only.
+        symmetry_aware: send triangles of symmetric factors and inverses only.
         process_group: of the ranks that train together on different data; default: all, if
             torch.distributed is initialized when the KFAC is made, else this process alone.
         grad_worker_fraction: kfac-pytorch's name for `gradient_worker_fraction`.
@@ -173,6 +176,7 @@ class KFAC(torch.optim.Optimizer):
         skip_layers: Sequence[str] | None = None,
         factor_dtype: torch.dtype | None = None,
         inv_dtype: torch.dtype | None = None,
+        packed_factors: bool = False,
         max_factor_size: int = 8192,
         loss_reduction: str = "mean",
         grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
@@ -218,6 +222,7 @@ class KFAC(torch.optim.Optimizer):
             ("warm_start", warm_start),
             ("colocate_factors", colocate_factors),
             ("symmetry_aware", symmetry_aware),
+            ("packed_factors", packed_factors),
             ("update_factors_in_hook", update_factors_in_hook),
             ("compute_factor_in_hook", compute_factor_in_hook),
         ):
@@ -294,6 +299,7 @@ class KFAC(torch.optim.Optimizer):
             strategy=strategy,
             colocate_factors=colocate_factors,
             symmetry_aware=symmetry_aware,
+            packed_factors=packed_factors,
         )
         self._sampler: FisherSampler | None = None
         if likelihood is not None:
@@ -323,6 +329,7 @@ class KFAC(torch.optim.Optimizer):
             "skip_layers": skip_layers,
             "factor_dtype": factor_dtype,
             "inv_dtype": inv_dtype,
+            "packed_factors": packed_factors,
             "max_factor_size": max_factor_size,
             "loss_reduction": loss_reduction,
             "grad_scaler": grad_scaler,
@@ -466,6 +473,7 @@ class KFAC(torch.optim.Optimizer):
             counts = True
             if self._steps % factor_update_steps == 0:
                 counts = self._engine.update(taken, agreed, factor_decay)
+            del taken  # before inverses need room
             if self._steps % inv_update_steps == 0:
                 self._engine.refresh(damping, self._steps)
             self._engine.precondition(damping, kl_clip, lr_of, agreed)

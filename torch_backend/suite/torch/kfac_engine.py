@@ -82,6 +82,7 @@ class KFACEngine:
         strategy: AssignmentStrategy,
         colocate_factors: bool,
         symmetry_aware: bool,
+        packed_factors: bool,
     ) -> None:
         self.rule = rule
         self.model = model
@@ -134,6 +135,7 @@ class KFACEngine:
             outer_product=outer_product,
             warm_start=warm_start,
             symmetric=symmetry_aware,
+            packed=packed_factors,
         )
         self._require_the_same_layers()
         ranks.build_groups(

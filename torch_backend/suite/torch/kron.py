@@ -20,6 +20,7 @@ from suite.torch.dtensors import is_sharded, local, mesh_group, settled
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import all_finite
 from suite.torch.kron_engine import KronEngine, Pairs, StepSettings
+from suite.torch.kron_storage import KronStorage
 
 Schedule: TypeAlias = float | Callable[[int], float]
 Whiten: TypeAlias = Literal["momentum", "gradient"]
@@ -38,7 +39,13 @@ _STRUCTURE = (
 
 
 _STEP = ("b1", "whiten", "update_first", "clip", "normalize_grads", "stochastic_rounding")
-_FIXED = (*_STRUCTURE, "mu_dtype", "precond_dtype")  # what a group's blocks and state are made for
+_FIXED = (
+    *_STRUCTURE,
+    "mu_dtype",
+    "precond_dtype",
+    "packed_factors",
+    "cache_preconditioner",
+)  # what a group's blocks and state are made for
 
 
 class Kron(torch.optim.Optimizer):
@@ -71,6 +78,11 @@ class Kron(torch.optim.Optimizer):
         mu_dtype: dtype of the momentum; default: the parameter's.
         precond_dtype: dtype of the factors; default: the parameter's, at least float32.
         geometry, betaL, damping: how factors are fitted, see `suite.core.kron.Kron`.
+        packed_factors: keep P as triangles, in half the memory; Q, too, with geometries that leave it
+            triangular or symmetric: 'EQ', 'QUAD', 'QUAD4P'. A bucket at a time is unpacked. Checkpoints
+            are the same, with and without.
+        cache_preconditioner: keep P between updates. Without it P = QᵀQ is computed in every step; with
+            'PRO4P' and 'QUAD4P' it is at hand, as their factors are those of P.
         max_skew: see `suite.core.blocks.Structure`.
         whiten: what factors are fitted to, 'momentum' or 'gradient'; what they precondition is always
             the momentum, in pure noise smaller than the gradient by √((1 - b1) / (1 + b1)).
@@ -124,6 +136,8 @@ class Kron(torch.optim.Optimizer):
         geometry: core_kron.Geometry = "Q0.5EQ1.5",
         betaL: float = 0.9,
         damping: float = 1e-9,
+        packed_factors: bool = False,
+        cache_preconditioner: bool = True,
         max_skew: float | None = None,
         whiten: Whiten = "momentum",
         update_first: bool = True,
@@ -178,6 +192,8 @@ class Kron(torch.optim.Optimizer):
             "geometry": geometry,
             "betaL": betaL,
             "damping": damping,
+            "packed_factors": packed_factors,
+            "cache_preconditioner": cache_preconditioner,
             "max_skew": max_skew,
             "whiten": whiten,
             "update_first": update_first,
@@ -225,6 +241,8 @@ class Kron(torch.optim.Optimizer):
             seed=group["seed"],
             mu_dtype=group["mu_dtype"],
             precond_dtype=group["precond_dtype"],
+            packed_factors=group["packed_factors"],
+            cache_preconditioner=group["cache_preconditioner"],
             ranks=self._ranks,
             shard=self.distributed == "shard",
         )
@@ -255,6 +273,8 @@ class Kron(torch.optim.Optimizer):
             RuntimeError: no closure where `hvp` needs one.
         """
         plans = [_planned(group) for group in self.param_groups]
+        for engine, (rule, settings, _) in zip(self._engines, plans, strict=True):
+            engine.storage.require(rule, settings.stochastic_rounding)
         loss, pairs = self._evaluate(closure, [settings for _, settings, _ in plans])
         parameters = [p for engine in self._engines for p in engine.parameters]
         for p in parameters:  # tensor parallelism may leave sums over ranks to be done
@@ -398,6 +418,7 @@ class Kron(torch.optim.Optimizer):
         """As any torch optimizer's, of plain values: schedules, being functions, are left out.
 
         As with torch's own, its tensors are the live ones, which later steps change: save or copy it.
+        With `packed_factors` the factors are unpacked for it; those in `state` are not.
 
         Args:
             gather: with distributed='shard', collect all state on every rank; all must call it then.
@@ -409,18 +430,21 @@ class Kron(torch.optim.Optimizer):
             {key: value for key, value in group.items() if not callable(value)}
             for group in saved["param_groups"]
         ]
-        if not gather or (self.distributed == "shard" and not self._ranks.alone):
-            index_of = {
-                id(p): index
-                for group, packed in zip(self.param_groups, saved["param_groups"], strict=True)
-                for p, index in zip(group["params"], packed["params"], strict=True)
-            }
-            for engine in self._engines:
-                every = engine.gathered() if gather else []
-                for i, parameter in enumerate(engine.parameters):
-                    own = every[i] if gather else engine.rows(i)
-                    skipped = {"skipped_steps": self._skipped}
-                    saved["state"][index_of[id(parameter)]] = {**own, **skipped}
+        scattered = self.distributed == "shard" and not self._ranks.alone
+        index_of = {
+            id(p): index
+            for group, packed in zip(self.param_groups, saved["param_groups"], strict=True)
+            for p, index in zip(group["params"], packed["params"], strict=True)
+        }
+        for engine in self._engines:
+            if gather and not scattered and not engine.storage.packed:
+                continue  # it is as saved
+            every = engine.gathered() if gather and scattered else []
+            for i, parameter in enumerate(engine.parameters):
+                whole = engine.whole if gather else engine.rows
+                own = every[i] if every else whole(i)
+                skipped = {"skipped_steps": self._skipped}
+                saved["state"][index_of[id(parameter)]] = {**own, **skipped}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -446,6 +470,11 @@ class Kron(torch.optim.Optimizer):
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if saved_group["seed"] != group["seed"]:
                 raise ValueError(f"seed must be {saved_group['seed']}, as saved, got {group['seed']}")
+        for engine, group, saved_group in zip(
+            self._engines, self.param_groups, state_dict["param_groups"], strict=True
+        ):
+            loaded = {**group, **saved_group}
+            engine.storage.require(_rule(loaded), loaded["stochastic_rounding"])
         for index, parameter in zip(saved, own, strict=True):
             if id(parameter) in places:
                 engine, i = places[id(parameter)]
@@ -530,12 +559,22 @@ def _check_setting(name: str, value: Any) -> None:
         check_choice(name, value, get_args(Whiten))
     elif name == "clip":
         check_clip(value)
-    elif name in ("maximize", "update_first", "normalize_grads", "stochastic_rounding"):
+    elif name in _FLAGS:
         check_flag(name, value)
     elif name == "seed":
         check_integer(name, value, at_least=0)
     elif name in ("mu_dtype", "precond_dtype") and value is not None:
         check_dtype(name, value)
+
+
+_FLAGS = (
+    "maximize",
+    "update_first",
+    "normalize_grads",
+    "stochastic_rounding",
+    "packed_factors",
+    "cache_preconditioner",
+)
 
 
 def _rule(settings: dict[str, Any]) -> core_kron.Kron:
@@ -548,4 +587,6 @@ def _check_group(settings: dict[str, Any]) -> None:
         if not callable(value):
             _check_setting(name, value)
     blocks.Structure(**{name: settings[name] for name in _STRUCTURE})
-    _rule(settings)
+    rule = _rule(settings)
+    storage = KronStorage(rule.factor_form, settings["packed_factors"], settings["cache_preconditioner"])
+    storage.require(rule, settings["stochastic_rounding"])

@@ -24,6 +24,7 @@ from suite.core.step_size import Clip, clipped, normalized, rms_clip_scale
 from suite.torch.collectives import Ranks
 from suite.torch.inplace import average_in
 from suite.torch.kron_shares import Share, ShareExchange, plan_shares
+from suite.torch.kron_storage import KronStorage
 
 
 class StepSettings(NamedTuple):
@@ -52,7 +53,7 @@ class Pack(NamedTuple):
 
     momentum: torch.Tensor  # (blocks, *sizes)
     weight: torch.Tensor  # (blocks,), how much evidence the momentum holds
-    kron: core_kron.KronState
+    kron: core_kron.KronState  # as the engine's storage keeps it
     streams: torch.Tensor  # (blocks,) int32, noise streams
 
 
@@ -69,11 +70,14 @@ class KronEngine:
         seed: int,
         mu_dtype: torch.dtype | None,
         precond_dtype: torch.dtype | None,
+        packed_factors: bool,
+        cache_preconditioner: bool,
         ranks: Ranks,
         shard: bool,
     ) -> None:
         self.parameters, self.ranks = parameters, ranks
         self.rule = rule
+        self.storage = KronStorage(rule.factor_form, packed_factors, cache_preconditioner)
         self.mu_dtype, self.precond_dtype = mu_dtype, precond_dtype
         self.plans = [blocks.plan_blocks(p.shape, structure) for p in parameters]
         self.shares = plan_shares(parameters, self.plans, ranks, shard)
@@ -97,7 +101,8 @@ class KronEngine:
         for bucket in self.buckets:
             shares = [self.shares[member.index] for member in bucket.members]
             of_blocks = [n for s in shares for n in streams[s.parameter][s.tile][s.start : s.stop]]
-            self.packs.append(self._new_pack(bucket.key, bucket.blocks, of_blocks))
+            pack = self._new_pack(bucket.key, bucket.blocks, of_blocks)
+            self.packs.append(pack._replace(kron=self.storage.keep(pack.kron)))
 
     def _stack(self, share: Share) -> tuple[Any, int]:
         """(what blocks of one bucket have in common, number of blocks)"""
@@ -147,15 +152,15 @@ class KronEngine:
             evidence, vector = (gradient if settings.whiten == "gradient" else signal), None
             if of_pairs is not None:
                 vector, evidence = (self._gather(i, parts) for parts in of_pairs)
+            state = self.storage.full(self.rule, self.packs[i].kron, factors=settings.update)
             if not settings.update_first:
-                direction = self._precondition(self.packs[i].kron, signal, weight, settings)
-            state = self.packs[i].kron
+                direction = self._precondition(state, signal, weight, settings)
             if settings.update:
-                state = self._fit(i, evidence, vector, settings)
+                state = self._fit(i, state, evidence, vector, settings)
             if settings.update_first:
                 direction = self._precondition(state, signal, weight, settings)
             if settings.update:
-                _write(self.packs[i].kron, state, keep)
+                _write(self.packs[i].kron, self.storage.keep(state), keep)
             if keep is not None:
                 condition = keep.reshape(-1, *(1,) * (signal.ndim - 1)) if keep.ndim else keep
                 direction = torch.where(condition, direction, 0.0)
@@ -227,12 +232,18 @@ class KronEngine:
         return signal, None
 
     def _fit(
-        self, i: int, evidence: torch.Tensor, vector: torch.Tensor | None, settings: StepSettings
+        self,
+        i: int,
+        old: core_kron.KronState,
+        evidence: torch.Tensor,
+        vector: torch.Tensor | None,
+        settings: StepSettings,
     ) -> core_kron.KronState:
         """The bucket's factors after one update."""
-        pack = self.packs[i]
-        old, dtype = pack.kron, pack.kron.factors[0].dtype
-        unit = noise.draw(pack.streams, settings.step, noise.FIT, tuple(evidence.shape[1:]), dtype)
+        dtype = old.factors[0].dtype
+        unit = noise.draw(
+            self.packs[i].streams, settings.step, noise.FIT, tuple(evidence.shape[1:]), dtype
+        )
         if settings.stochastic_rounding:
             old = self.rule.lifted(old)
         new = self.rule.update(old, evidence, unit, settings.preconditioner_lr, vector)
@@ -278,18 +289,25 @@ class KronEngine:
     # ---- state -------------------------------------------------------------------------------------
 
     def views(self, index: int) -> dict[str, torch.Tensor]:
-        """The state of one parameter as far as it is here: views of its parts of every bucket."""
+        """The state of one parameter as far as it is here and as it is kept: views of every bucket."""
+        return self._labelled(self._kept(index))
+
+    def whole(self, index: int) -> dict[str, torch.Tensor]:
+        """`views` with whole matrices."""
+        return self._labelled(self._here_by_share(index))
+
+    def _labelled(self, found: list[tuple[int, dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
         return {
-            f"{self._label(share)}.{name}": tensor
-            for share, tensors in self._here(index)
+            f"{self._label(self.shares[i])}.{name}": tensor
+            for i, tensors in found
             for name, tensor in tensors.items()
         }
 
     def rows(self, index: int) -> dict[str, torch.Tensor]:
-        """`views`, block by block: names that do not depend on who has which blocks."""
+        """`whole`, block by block: names that do not depend on who has which blocks."""
         return {
-            f"tile{share.tile}.{name}.{share.start + row}": tensor[row]
-            for share, tensors in self._here(index)
+            f"tile{self.shares[i].tile}.{name}.{self.shares[i].start + row}": tensor[row]
+            for i, tensors in self._here_by_share(index)
             for name, tensor in tensors.items()
             for row in range(tensor.shape[0])
         }
@@ -312,16 +330,27 @@ class KronEngine:
 
     def restore(self, index: int, record: Mapping[str, torch.Tensor]) -> None:
         """Take over what is this rank's of `gathered` or `rows`."""
-        for share, tensors in self._here(index):
+        for i, tensors in self._kept(index):
+            share = self.shares[i]
             for name, tensor in tensors.items():
-                whole = record.get(f"tile{share.tile}.{name}")
-                if whole is not None:
-                    tensor.copy_(whole[share.start : share.stop])
-                    continue
-                for row in range(tensor.shape[0]):
-                    tensor[row].copy_(record[f"tile{share.tile}.{name}.{share.start + row}"])
+                given = record.get(f"tile{share.tile}.{name}")
+                if given is not None:
+                    given = given[share.start : share.stop]
+                else:
+                    rows = range(share.start, share.stop)
+                    given = torch.stack([record[f"tile{share.tile}.{name}.{row}"] for row in rows])
+                tensor.copy_(self.storage.keep_factor(given) if _is_factor(name) else given)
 
     def _here_by_share(self, index: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        """What is here of one parameter, by number of its share, in whole matrices."""
+        full = self.storage.full_factor
+        return [
+            (i, {n: full(x) if _is_factor(n) else x for n, x in tensors.items()})
+            for i, tensors in self._kept(index)
+        ]
+
+    def _kept(self, index: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        """Views of what is here of one parameter, by number of its share, as it is kept."""
         found = []
         for i, share in enumerate(self.shares):
             if share.parameter == index and i in self.places:
@@ -329,9 +358,6 @@ class KronEngine:
                 tensors = _named(self.packs[number])
                 found.append((i, {n: x[member.start : member.stop] for n, x in tensors.items()}))
         return found
-
-    def _here(self, index: int) -> list[tuple[Share, dict[str, torch.Tensor]]]:
-        return [(self.shares[i], tensors) for i, tensors in self._here_by_share(index)]
 
     def _label(self, share: Share) -> str:
         plan = self.plans[share.parameter]
@@ -341,7 +367,7 @@ class KronEngine:
     def after_load(self) -> None:
         """Recompute what follows from loaded state: P = QᵀQ of every factor."""
         for i, pack in enumerate(self.packs):
-            self.packs[i] = pack._replace(kron=self.rule.square(pack.kron))
+            self.packs[i] = pack._replace(kron=self.storage.renewed(self.rule, pack.kron))
 
 
 _CACHED = 2**17  # numbers: with more of them at a time, a step on a CPU waits for memory
@@ -365,6 +391,10 @@ def _named(pack: Pack) -> dict[str, torch.Tensor]:
         tensors[f"factor{axis}"] = factor
         tensors[f"lipschitz{axis}"] = L
     return tensors
+
+
+def _is_factor(name: str) -> bool:
+    return name.startswith("factor")
 
 
 def _write(old: core_kron.KronState, new: core_kron.KronState, keep: torch.Tensor | None) -> None:

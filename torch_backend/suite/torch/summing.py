@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from suite.core import statistics
+from suite.core.packing import pack, packed_shape, unpack
 from suite.core.statistics import LayerStatistics
 from suite.torch.capture import Captured, LayerCapture
 from suite.torch.collectives import Parcel
 from suite.torch.factor_store import Key
-from suite.torch.factors import LayerFactors, from_upper_triangle, upper_triangle
+from suite.torch.factors import LayerFactors
 
 
 class Scaling(NamedTuple):
@@ -186,10 +187,7 @@ class _Pack:
             else:
                 parts += [other.A, other.G, other.rows]
         shapes = self._shapes(side)
-        parts = [
-            upper_triangle(x.reshape(s)) if self._packs(s) else x
-            for x, s in zip(parts, shapes, strict=True)
-        ]
+        parts = [pack(x.reshape(s)) if self._packs(s) else x for x, s in zip(parts, shapes, strict=True)]
         return torch.cat([x.to(main.A.dtype).reshape(-1) for x in parts])
 
     def factor(self, flat: torch.Tensor, side: str, scaling: Scaling) -> torch.Tensor:
@@ -201,7 +199,7 @@ class _Pack:
             piece = flat[at : at + size]
             at += size
             if packed:
-                parts.append(from_upper_triangle(piece.reshape(shape[0], -1), shape[1]))
+                parts.append(unpack(piece.reshape(shape[0], *packed_shape(shape[1]))))
             else:
                 parts.append(piece.reshape(shape))
         terms = scaling.terms.to(flat.device)
