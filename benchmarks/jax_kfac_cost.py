@@ -78,7 +78,7 @@ def seconds_of(function):
 
 
 def first_steps(start, step) -> tuple[float, float]:
-    """CPU seconds of the start, and of the first step beyond those of one that also computes inverses."""
+    """CPU seconds of the start, and of the first step beyond a later one that computes inverses, too."""
     jax.clear_caches()
     begun, state = seconds_of(start)
     seconds = []
@@ -135,7 +135,8 @@ def compile_theirs(params, x) -> tuple[float, float]:
             estimation_mode="fisher_empirical",
         )
         own = jax.device_put(jax.tree.map(np.asarray, params))
-        return own, jax.tree.leaves((state := optimizer.init(own, key, x))), state
+        state = optimizer.init(own, key, x)
+        return own, jax.tree.leaves(state), state
 
     def step(now, number):
         params, _, state = now
