@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 PERIOD = 10  # of step_time
+_COMPILE = " compilation, wall-clock seconds |"
 
 
 def race_table(name: str, report: dict[str, Any]) -> str:
     """Steps and seconds to the target, and both over AdamW's."""
     adamw = report["contenders"]["AdamW"]
+    compiled = any(one.get("compile_seconds") for one in report["contenders"].values())
     lines = [
         f"**{name}**: {report['about']}; loss {report['target']:g}, at most {report['budget']} steps",
         "",
-        "| | steps | / AdamW's | CPU seconds | / AdamW's | ms a step | tuned |",
-        "|---|---|---|---|---|---|---|",
+        f"| | steps | / AdamW's | CPU seconds | / AdamW's | ms a step |{_COMPILE if compiled else ''}"
+        " tuned |",
+        f"|---|---|---|---|---|---|{'---|' if compiled else ''}---|",
     ]
     for contender, one in report["contenders"].items():
         settings = ", ".join(
@@ -34,13 +37,12 @@ def race_table(name: str, report: dict[str, Any]) -> str:
             missed = "" if one["reached"] == count else f" ({one['reached']} of {count} arrive)"
             cells = [f"{one['steps']:.0f}{missed}", _over(one["steps"], adamw["steps"])]
             cells += [f"{one['seconds']:.2f}", _over(one["seconds"], adamw["seconds"])]
-        cells += [f"{one['milliseconds_per_step']:.1f}", settings]
+        cells += [f"{one['milliseconds_per_step']:{'.2f' if compiled else '.1f'}}"]
+        if compiled:
+            cells += [f"{one['compile_seconds']:.1f}" if one["compile_seconds"] else ""]
+        cells += [settings]
         lines.append(f"| {contender} | {' | '.join(cells)} |")
     lines += [f"| {contender} | failed: {error} |" for contender, error in report["failed"].items()]
-    lines += [
-        f"\nStatistics of {contender} over forward and backward: {ratio:.2f}"
-        for contender, ratio in report.get("statistics", {}).items()
-    ]
     return "\n".join(lines) + "\n"
 
 
