@@ -46,6 +46,25 @@ def race_table(name: str, report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def race_summary(workloads: dict[str, Any]) -> str:
+    """Steps / seconds to the target over AdamW's, all problems beside each other."""
+    names = dict.fromkeys(name for report in workloads.values() for name in report["contenders"])
+    lines = [f"| | {' | '.join(workloads)} |", f"|{'---|' * (len(workloads) + 1)}"]
+    for name in names:
+        cells = []
+        for report in workloads.values():
+            one, adamw = report["contenders"].get(name), report["contenders"]["AdamW"]
+            if one is None:
+                cells.append("")
+            elif one["steps"] is None or adamw["steps"] is None:
+                cells.append("not reached")
+            else:
+                ratios = (_over(one[key], adamw[key]) for key in ("steps", "seconds"))
+                cells.append(" / ".join(ratios))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _over(value: float, unit: float | None) -> str:
     return "" if unit is None else f"{value / unit:.2f}"
 
@@ -97,6 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     workloads = json.loads(parser.parse_args().file.read_text())["workloads"]
+    if all("target" in report for report in workloads.values()):
+        print(race_summary(workloads))
     for name, report in workloads.items():
         print((race_table if "target" in report else step_time_table)(name, report))
 

@@ -43,7 +43,9 @@ def test_every_grid_has_the_same_size_and_starts_at_its_centre():
             assert contender.points()[0] == {k: v[len(v) // 2] for k, v in contender.grid.items()}
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Kron, every 5", "K-FAC, every 5"])
+@pytest.mark.parametrize(
+    "name", ["AdamW", *(pytest.param(n, marks=pytest.mark.slow) for n in ("Kron", "K-FAC, every 5"))]
+)
 def test_hyperparameters_are_arguments_and_the_loss_falls(name):
     contender = race_jax.contenders("digits", PROBLEMS["digits"])[name]
     lost = []

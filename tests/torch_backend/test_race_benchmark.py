@@ -90,6 +90,13 @@ def test_what_does_not_arrive_is_said_to_be_so():
     assert found["steps_of_seeds"] == [None] * 3
     assert report["contenders"]["AdamW"]["steps_of_seeds"] == [1] * 3
     assert "| late | not reached (0 of 3) |" in table.race_table("square", report)
+    two = {"square": report, "other": {"contenders": {"AdamW": report["contenders"]["AdamW"]}}}
+    assert table.race_summary(two).splitlines() == [
+        "| | square | other |",
+        "|---|---|---|",
+        "| AdamW | 1.00 / 1.00 | 1.00 / 1.00 |",
+        "| late | not reached |  |",
+    ]
 
 
 def test_a_peer_that_fails_is_reported_with_its_exception_and_the_others_go_on():
