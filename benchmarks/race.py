@@ -249,15 +249,19 @@ def plot(reports: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(rows, 4, figsize=(18, 4 * rows), squeeze=False, layout="constrained")
     for axis in axes.flat[len(reports) :]:
         axis.set_visible(False)
+    names = list(dict.fromkeys(name for report in reports.values() for name in report["losses"]))
+    lines: dict[str, Any] = {}
     for axis, (name, report) in zip(axes.flat, reports.items(), strict=False):
         every = PROBLEMS[name].every  # steps
-        for number, (contender, losses) in enumerate(report["losses"].items()):
+        for contender, losses in report["losses"].items():
+            number = names.index(contender)
+            style = {"color": f"C{number}", "linestyle": "-" if number < 10 else ":", "linewidth": 1.2}
             step = report["contenders"][contender]["milliseconds_per_step"] / 1e3
             seconds = [every * step * i for i in range(len(losses))]
-            axis.semilogy(seconds, losses, color=f"C{number}", linewidth=1.2, label=contender)
+            (lines[contender],) = axis.semilogy(seconds, losses, **style)
         axis.axhline(report["target"], color="grey", linewidth=0.8, linestyle="--")
         axis.set(title=name, xlabel="CPU seconds", ylabel="loss")
-    axes.flat[0].legend(fontsize=8)
+    axes.flat[0].legend(lines.values(), lines, fontsize=8)
     figure.savefig(path, dpi=80)
 
 

@@ -63,6 +63,7 @@ def test_hyperparameters_are_arguments_and_the_loss_falls(name):
     assert lost[0][-1] != lost[1][-1]
 
 
+@pytest.mark.slow
 def test_statistics_in_every_fifth_step_are_taken_when_they_are_due(monkeypatch):
     captures = []
     call = race_jax.value_and_grad.__call__
@@ -102,12 +103,12 @@ def test_the_command_writes_what_tables_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kfac_jax", None)  # importing it fails
     monkeypatch.setitem(race.PROBLEMS, "digits", PROBLEMS["digits"]._replace(target=0.1))
     file, picture = tmp_path / "race.json", tmp_path / "race.png"
-    arguments = ["--framework", "jax", "--problems", "digits", "--contenders", "SGD", "K-FAC"]
+    arguments = ["--framework", "jax", "--problems", "digits", "--contenders", "SGD"]
     arguments += ["distributed_kron", "kfac-jax", "--peers", "--seeds", "2", "--tuning-seeds", "1"]
     arguments += ["--budget", "20", "--json", str(file), "--plot", str(picture)]
     race.main(arguments)
     report = json.loads(file.read_text())["workloads"]["digits"]
-    assert list(report["contenders"]) == ["SGD", "AdamW", "K-FAC"]
+    assert list(report["contenders"]) == ["SGD", "AdamW"]
     assert report["failed"].keys() == {"distributed_kron", "kfac-jax"}  # sgd has no b1
     assert "unexpected keyword argument 'b1'" in report["failed"]["distributed_kron"]
     assert report["failed"]["kfac-jax"].startswith("ModuleNotFoundError('import of kfac_jax")
