@@ -157,7 +157,10 @@ def race(
         "failed": failed,
         "grids": {name: chosen[name].grid for name in points},
         "tuning": {name: tuning[name] for name in points},
-        "losses": {name: [float(f"{x:.4g}") for x in runs[name][0].losses] for name in points},
+        "losses": {
+            name: [float(f"{x:.4g}") if math.isfinite(x) else None for x in runs[name][0].losses]
+            for name in points
+        },
     }
 
 
@@ -258,8 +261,11 @@ def plot(reports: dict[str, Any], path: Path) -> None:
             style = {"color": f"C{number}", "linestyle": "-" if number < 10 else ":", "linewidth": 1.2}
             step = report["contenders"][contender]["milliseconds_per_step"] / 1e3
             seconds = [every * step * i for i in range(len(losses))]
-            (lines[contender],) = axis.semilogy(seconds, losses, **style)
+            finite = [math.nan if x is None else x for x in losses]
+            (lines[contender],) = axis.semilogy(seconds, finite, **style)
         axis.axhline(report["target"], color="grey", linewidth=0.8, linestyle="--")
+        first = max(losses[0] for losses in report["losses"].values())
+        axis.set_ylim(report["target"] / 2, 2 * first)  # some diverge
         axis.set(title=name, xlabel="CPU seconds", ylabel="loss")
     axes.flat[0].legend(lines.values(), lines, fontsize=8)
     figure.savefig(path, dpi=80)

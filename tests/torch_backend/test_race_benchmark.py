@@ -40,7 +40,7 @@ def descent(*rates: float) -> Contender:
         def take(count: int) -> None:
             x[0] *= (1 - lr * times) ** count
 
-        return Training(take, lambda: x[0] ** 2 / 2)
+        return Training(take, lambda: x[0] * x[0] / 2)
 
     return Contender(begin, {"lr": rates, "times": (0.5, 1.0, 2.0)})
 
@@ -97,6 +97,13 @@ def test_what_does_not_arrive_is_said_to_be_so():
         "| AdamW | 1.00 / 1.00 | 1.00 / 1.00 |",
         "| late | not reached |  |",
     ]
+
+
+def test_what_diverges_leaves_no_number_that_json_does_not_have():
+    report = race.race(SQUARE, {"AdamW": descent(2e200, 2e200, 2e200)}, 1, 2)
+    json.dumps(report, allow_nan=False)
+    assert report["losses"]["AdamW"] == [0.5, None]
+    assert report["contenders"]["AdamW"]["last_losses"] == [None, None]
 
 
 def test_a_peer_that_fails_is_reported_with_its_exception_and_the_others_go_on():
