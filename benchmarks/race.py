@@ -23,6 +23,7 @@ import functools
 import importlib
 import json
 import math
+import shlex
 import statistics
 import sys
 import time
@@ -226,7 +227,7 @@ def main(argv: list[str] | None = None) -> None:
         start = time.process_time()
         record["workloads"][name] = {
             **race(problem, chosen, arguments.tuning_seeds, arguments.seeds, frozenset(peers)),
-            "command": " ".join(["race.py", *(sys.argv[1:] if argv is None else argv)]),
+            "command": shlex.join(["race.py", *(sys.argv[1:] if argv is None else argv)]),
             "versions": versions,
             "seeds": {
                 "tuning": list(range(arguments.tuning_seeds)),
@@ -265,7 +266,7 @@ def plot(reports: dict[str, Any], path: Path) -> None:
             (lines[contender],) = axis.semilogy(seconds, finite, **style)
         axis.axhline(report["target"], color="grey", linewidth=0.8, linestyle="--")
         first = max(losses[0] for losses in report["losses"].values())
-        axis.set_ylim(report["target"] / 2, 2 * first)  # some diverge
+        axis.set_ylim(top=1.5 * first)  # some diverge
         axis.set(title=name, xlabel="CPU seconds", ylabel="loss")
     axes.flat[0].legend(lines.values(), lines, fontsize=8)
     figure.savefig(path, dpi=80)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,7 +239,7 @@ def test_the_command_writes_what_tables_and_comparisons_read(tmp_path, monkeypat
     assert report["failed"]["heavyball SOAP"].startswith("ModuleNotFoundError('import of heavyball")
     assert report["budget"] == 20
     assert report["seeds"] == {"tuning": [0], "reported": [100, 101]}
-    assert report["command"] == " ".join(["race.py", *arguments])
+    assert shlex.split(report["command"]) == ["race.py", *arguments]
     assert report["versions"]["torch"] == torch.__version__
     for one in report["contenders"].values():
         assert one["reached"] in (0, 1, 2)
