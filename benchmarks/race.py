@@ -266,7 +266,7 @@ def plot(reports: dict[str, Any], path: Path) -> None:
             (lines[contender],) = axis.semilogy(seconds, finite, **style)
         axis.axhline(report["target"], color="grey", linewidth=0.8, linestyle="--")
         first = max(losses[0] for losses in report["losses"].values())
-        axis.set_ylim(top=1.5 * first)  # some diverge
+        axis.set_ylim(0.8 * report["target"], 1.2 * first)  # some diverge
         axis.set(title=name, xlabel="CPU seconds", ylabel="loss")
     axes.flat[0].legend(lines.values(), lines, fontsize=8)
     figure.savefig(path, dpi=80)
