@@ -1,104 +1,44 @@
 """Steps and seconds to a target loss: K-FAC and Kron against AdamW and SGD on small problems.
 
-    OMP_NUM_THREADS=1 python benchmarks/race.py [--problems digits curves ...] \
+    OMP_NUM_THREADS=1 python benchmarks/race.py [--framework torch] [--problems digits curves ...] \
         [--contenders AdamW Kron ...] [--peers] [--tuning-seeds 2] [--seeds 5] [--json FILE] \
         [--plot FILE]
 
-`race_problems.py` has the problems and their targets, the same for all contenders. Every contender has
-a grid of the same size, five step lengths a factor of about three apart times three values of one more
-hyperparameter, and keeps its rate constant. The point that needs the fewest steps, in the worse of the
-tuning seeds, is run again with other seeds: their medians are the result. There the contenders take
-turns of ten steps each, in one process with one thread; seconds are process CPU seconds of forward,
-backward and optimizer, without evaluations. '(edge)' marks a best value at the edge of its grid. A
-K-FAC step is as long as the root of `kl_clip`, at lr 0.1, or lr where `kl_clip` does not bind: the
-problem says which one the grid has. `--json` keeps those problems in the file that are not raced now.
+`race_problems.py` has the problems and their targets, the same for all contenders and both frameworks.
+Every contender has a grid of the same size, five step lengths a factor of about three apart times three
+values of one more hyperparameter, and keeps its rate constant. The point that needs the fewest steps, in
+the worse of the tuning seeds, is run again with other seeds: their medians are the result. There the
+contenders take turns of ten steps each, in one process; seconds are process CPU seconds of forward,
+backward and optimizer, without evaluations, in PyTorch of one thread, in JAX of all that XLA has.
+What compiles does so before, in steps of a throwaway, and has a column of its own: wall-clock seconds,
+once a problem. '(edge)' marks a best value at the edge of its grid. A K-FAC step is as long as the root
+of `kl_clip`, at lr 0.1, or lr where `kl_clip` does not bind: the problem says which one the grid has. A
+peer that cannot be imported or fails is reported with its exception. `--json` keeps those problems in
+the file that are not raced now.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
+import importlib
 import json
 import math
-import platform
+import shlex
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import nn
-
+from race_grids import Contender
 from race_problems import PROBLEMS, Problem
-from step_time import kron_torch_class
-from suite.torch import KFAC, Kron
 from table import race_table
 
 FIRST_SEED = 100  # of those reported; tuning has 0, 1, ...
-
-
-class Contender(NamedTuple):
-    make: Callable[..., Any]  # (model, **hyperparameters) -> optimizer
-    grid: dict[str, tuple[float, ...]]  # five step lengths, three of something else
-
-    def points(self) -> list[dict[str, float]]:
-        """All of the grid, from its centre outwards."""
-        axes = [[(abs(i - len(v) // 2), x) for i, x in enumerate(v)] for v in self.grid.values()]
-        order = sorted(itertools.product(*axes), key=lambda point: sum(far for far, _ in point))
-        return [dict(zip(self.grid, (x for _, x in point), strict=True)) for point in order]
-
-    def edges(self, point: dict[str, float]) -> list[str]:
-        return [name for name, values in self.grid.items() if point[name] in (values[0], values[-1])]
-
-
-def around(centre: float, factor: float, count: int) -> tuple[float, ...]:
-    return tuple(float(f"{centre * factor**i:.3g}") for i in range(-(count // 2), count // 2 + 1))
-
-
-def contenders(problem: Problem) -> dict[str, Contender]:
-    def kfac(**settings: Any) -> Contender:
-        def make(model: nn.Module, damping: float, lr: float = 0.1, kl_clip: float = 0.001) -> KFAC:
-            base = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
-            return KFAC(model, base, damping=damping, kl_clip=kl_clip, **settings)
-
-        name, centre = problem.kfac_step
-        steps = around(centre, 10 if name == "kl_clip" else 3, 5)
-        return Contender(make, {name: steps, "damping": around(problem.damping, 10, 3)})
-
-    def kron(**settings: Any) -> Contender:
-        return Contender(
-            lambda model, **tuned: Kron(model.parameters(), **settings, **tuned),
-            {"lr": problem.rates, "b1": (0.8, 0.9, 0.95)},
-        )
-
-    def sgd(model: nn.Module, lr: float, momentum: float) -> Any:
-        return torch.optim.SGD(model.parameters(), lr, momentum)
-
-    def adamw(model: nn.Module, lr: float, b2: float) -> Any:
-        return torch.optim.AdamW(model.parameters(), lr, betas=(0.9, b2), weight_decay=0.0)
-
-    found = {
-        "SGD": Contender(sgd, {"lr": around(problem.sgd, 3, 5), "momentum": (0.8, 0.9, 0.95)}),
-        "AdamW": Contender(adamw, {"lr": problem.rates, "b2": (0.9, 0.99, 0.999)}),
-        "Kron": kron(),
-        "Kron, every 5": kron(preconditioner_update_probability=0.2),
-        "K-FAC": kfac(compute_method="inverse", inv_update_steps=5),
-        "K-FAC, every 5": kfac(compute_method="inverse", inv_update_steps=5, factor_update_steps=5),
-    }
-    if problem.small:
-        found["K-FAC, eigen"] = kfac(compute_method="eigen", inv_update_steps=5)
-    return found
-
-
-def peers(problem: Problem) -> dict[str, Contender]:
-    def kron_torch(model: nn.Module, **tuned: float) -> Any:
-        return kron_torch_class()(model.parameters(), **tuned)
-
-    grid = {"lr": problem.rates, "b1": (0.8, 0.9, 0.95)}
-    return {"kron_torch": Contender(kron_torch, grid)}
+FRAMEWORKS = {"torch": "race_torch", "jax": "race_jax"}
 
 
 class Run:
@@ -107,15 +47,10 @@ class Run:
     def __init__(
         self, problem: Problem, contender: Contender, point: dict[str, float], seed: int
     ) -> None:
-        torch.manual_seed(seed)
         self.problem = problem
-        self.model, self._loss, self._evaluate = problem.start(seed)
-        self.optimizer = contender.make(self.model, **point)
-        self.steps, self.seconds, self.losses = 0, 0.0, [self.evaluate()]
-
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        return self._evaluate().item()
+        self.training = contender.begin(seed, **point)
+        self.compile_seconds = self.training.compile_seconds
+        self.steps, self.seconds, self.losses = 0, 0.0, [self.training.evaluate()]
 
     @property
     def reached(self) -> bool:
@@ -133,29 +68,30 @@ class Run:
 
     def turn(self) -> None:
         start = time.process_time()
-        for _ in range(self.problem.every):
-            self._loss().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        self.training.take(self.problem.every)
         self.seconds += time.process_time() - start
         self.steps += self.problem.every
-        self.losses.append(self.evaluate())
+        self.losses.append(self.training.evaluate())
 
 
-def tune(problem: Problem, contender: Contender, seeds: int) -> tuple[dict[str, float], list[Any]]:
+def tune(
+    problem: Problem, contender: Contender, seeds: int
+) -> tuple[dict[str, float], list[Any], float]:
     """The point of the grid with the fewest steps in its worst seed; the lowest loss, if none arrives.
 
     A run ends early when it can no longer be the best, or is more than twice as slow: its lowest loss is
-    5 % above the one that the leading run of that seed had in half the steps.
+    5 % above the one that the leading run of that seed had in half the steps. Also returned: what was
+    tried, and the longest compilation.
     """
     best, fewest = contender.points()[0], math.inf
     lead: list[Run] = []
-    record = []
+    record, compiling = [], 0.0
     for point in contender.points():
         runs: list[Run] = []
         for seed in range(seeds):
             run = Run(problem, contender, point, seed)
             runs.append(run)
+            compiling = max(compiling, run.compile_seconds)
             while run.on and run.steps + problem.every < fewest:
                 run.turn()
                 if len(lead) > seed and run.behind(lead[seed]):
@@ -167,31 +103,46 @@ def tune(problem: Problem, contender: Contender, seeds: int) -> tuple[dict[str, 
         if arrived or (fewest == math.inf and (not lead or runs[0].lowest() < lead[0].lowest())):
             best, lead = point, runs
             fewest = max(run.steps for run in runs) if arrived else fewest
-    return best, record
+    return best, record, compiling
 
 
 def race(
-    problem: Problem, chosen: dict[str, Contender], tuning_seeds: int, seeds: int
+    problem: Problem,
+    chosen: dict[str, Contender],
+    tuning_seeds: int,
+    seeds: int,
+    may_fail: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """All of one problem: tuned one after the other, then run in turns."""
-    failed, points, tuning = {}, {}, {}
-    for name, contender in chosen.items():
+    failed: dict[str, str] = {}
+    points, tuning, compiling = {}, {}, {}
+
+    def guarded(name: str, act: Callable[[], Any]) -> Any:
         try:
-            points[name], tuning[name] = tune(problem, contender, tuning_seeds)
+            return act()
         except Exception as error:  # a peer may fail in any way
-            if name not in peers(problem):
+            if name not in may_fail:
                 raise
             failed[name] = repr(error)
+
+    for name, contender in chosen.items():
+        found = guarded(name, functools.partial(tune, problem, contender, tuning_seeds))
+        if name not in failed:
+            points[name], tuning[name], compiling[name] = found
     runs: dict[str, list[Run]] = {name: [] for name in points}
     for seed in range(FIRST_SEED, FIRST_SEED + seeds):
-        now = {name: Run(problem, chosen[name], point, seed) for name, point in points.items()}
-        while any(run.on for run in now.values()):
-            for run in now.values():
-                if run.on:
-                    run.turn()
-        for name, run in now.items():
-            del run.model, run.optimizer, run._loss, run._evaluate
-            runs[name].append(run)
+        now = {}
+        for name, point in points.items():
+            make = functools.partial(Run, problem, chosen[name], point, seed)
+            now[name] = guarded(name, make)
+        while any(run.on for name, run in now.items() if name not in failed):
+            for name, run in now.items():
+                if name not in failed and run.on:
+                    guarded(name, run.turn)
+        points = {name: point for name, point in points.items() if name not in failed}
+        for name in points:
+            del now[name].training
+            runs[name].append(now[name])
     return {
         "about": problem.about,
         "target": problem.target,
@@ -200,14 +151,18 @@ def race(
             name: {
                 **points[name],
                 "edges": chosen[name].edges(points[name]),
+                "compile_seconds": compiling[name],
                 **result(runs[name]),
             }
             for name in points
         },
         "failed": failed,
         "grids": {name: chosen[name].grid for name in points},
-        "tuning": tuning,
-        "losses": {name: [float(f"{x:.4g}") for x in of[0].losses] for name, of in runs.items()},
+        "tuning": {name: tuning[name] for name in points},
+        "losses": {
+            name: [float(f"{x:.4g}") if math.isfinite(x) else None for x in runs[name][0].losses]
+            for name in points
+        },
     }
 
 
@@ -227,7 +182,8 @@ def result(runs: list[Run]) -> dict[str, Any]:
         "steps": median(steps),
         "seconds": median(seconds),
         "reached": sum(run.reached for run in runs),
-        "milliseconds_per_step": 1e3 * statistics.median(run.seconds / run.steps for run in runs),
+        "milliseconds_per_step": 1e3
+        * statistics.median(run.seconds / max(run.steps, 1) for run in runs),
         "steps_of_seeds": all_of(steps),
         "seconds_of_seeds": all_of(seconds),
         "last_losses": all_of([run.losses[-1] for run in runs]),
@@ -235,12 +191,12 @@ def result(runs: list[Run]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    names = [*contenders(PROBLEMS["digits"]), *peers(PROBLEMS["digits"])]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=PROBLEMS)
-    parser.add_argument("--contenders", nargs="+", default=names, choices=names)
+    parser.add_argument("--framework", default="torch", choices=FRAMEWORKS)
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, help="default: all it has")
+    parser.add_argument("--contenders", nargs="+", help="default: all; AdamW is always there")
     parser.add_argument("--peers", action="store_true", help="those that can be imported, too")
     parser.add_argument("--tuning-seeds", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=5, help="of the runs that are reported")
@@ -248,24 +204,32 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
+    framework = importlib.import_module(FRAMEWORKS[arguments.framework])
+    missing = set(arguments.problems or ()) - framework.STARTS.keys()
+    if missing:
+        parser.error(f"{arguments.framework} has no problem {', '.join(sorted(missing))}")
+    versions = framework.prepare()
     warnings.filterwarnings("ignore")
     record: dict[str, Any] = {"workloads": {}}
     if arguments.json and arguments.json.exists():
         record = json.loads(arguments.json.read_text())
-    for name in arguments.problems:
+    for name in arguments.problems or framework.STARTS:
         problem = PROBLEMS[name]
         if arguments.budget:
             problem = problem._replace(budget=arguments.budget)
-        field = contenders(problem) | (peers(problem) if arguments.peers else {})
-        wanted = {"AdamW", *arguments.contenders}  # AdamW is the unit
-        chosen = {key: value for key, value in field.items() if key in wanted}
+        peers = framework.peers(name, problem) if arguments.peers else {}
+        chosen = framework.contenders(name, problem) | peers
+        if arguments.contenders:
+            unknown = set(arguments.contenders) - chosen.keys()
+            if unknown - framework.contenders("digits", PROBLEMS["digits"]).keys():
+                parser.error(f"no contender {', '.join(sorted(unknown))}; there are {', '.join(chosen)}")
+            wanted = {"AdamW", *arguments.contenders}  # AdamW is the unit
+            chosen = {key: value for key, value in chosen.items() if key in wanted}
         start = time.process_time()
         record["workloads"][name] = {
-            **race(problem, chosen, arguments.tuning_seeds, arguments.seeds),
-            "command": " ".join(["race.py", *(sys.argv[1:] if argv is None else argv)]),
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            **race(problem, chosen, arguments.tuning_seeds, arguments.seeds, frozenset(peers)),
+            "command": shlex.join(["race.py", *(sys.argv[1:] if argv is None else argv)]),
+            "versions": versions,
             "seeds": {
                 "tuning": list(range(arguments.tuning_seeds)),
                 "reported": list(range(FIRST_SEED, FIRST_SEED + arguments.seeds)),
@@ -290,15 +254,22 @@ def plot(reports: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(rows, 4, figsize=(18, 4 * rows), squeeze=False, layout="constrained")
     for axis in axes.flat[len(reports) :]:
         axis.set_visible(False)
+    names = list(dict.fromkeys(name for report in reports.values() for name in report["losses"]))
+    lines: dict[str, Any] = {}
     for axis, (name, report) in zip(axes.flat, reports.items(), strict=False):
         every = PROBLEMS[name].every  # steps
-        for number, (contender, losses) in enumerate(report["losses"].items()):
+        for contender, losses in report["losses"].items():
+            number = names.index(contender)
+            style = {"color": f"C{number}", "linestyle": "-" if number < 10 else ":", "linewidth": 1.2}
             step = report["contenders"][contender]["milliseconds_per_step"] / 1e3
             seconds = [every * step * i for i in range(len(losses))]
-            axis.semilogy(seconds, losses, color=f"C{number}", linewidth=1.2, label=contender)
+            finite = [math.nan if x is None else x for x in losses]
+            (lines[contender],) = axis.semilogy(seconds, finite, **style)
         axis.axhline(report["target"], color="grey", linewidth=0.8, linestyle="--")
+        first = max(losses[0] for losses in report["losses"].values())
+        axis.set_ylim(0.8 * report["target"], 1.2 * first)  # some diverge
         axis.set(title=name, xlabel="CPU seconds", ylabel="loss")
-    axes.flat[0].legend(fontsize=8)
+    axes.flat[0].legend(lines.values(), lines, fontsize=8)
     figure.savefig(path, dpi=80)
 
 

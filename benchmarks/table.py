@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 PERIOD = 10  # of step_time
+_COMPILE = " compilation, wall-clock seconds |"
 
 
 def race_table(name: str, report: dict[str, Any]) -> str:
     """Steps and seconds to the target, and both over AdamW's."""
     adamw = report["contenders"]["AdamW"]
+    compiled = any(one.get("compile_seconds") for one in report["contenders"].values())
     lines = [
         f"**{name}**: {report['about']}; loss {report['target']:g}, at most {report['budget']} steps",
         "",
-        "| | steps | / AdamW's | CPU seconds | / AdamW's | ms a step | tuned |",
-        "|---|---|---|---|---|---|---|",
+        f"| | steps | / AdamW's | CPU seconds | / AdamW's | ms a step |{_COMPILE if compiled else ''}"
+        " tuned |",
+        f"|---|---|---|---|---|---|{'---|' if compiled else ''}---|",
     ]
     for contender, one in report["contenders"].items():
         settings = ", ".join(
@@ -34,13 +37,31 @@ def race_table(name: str, report: dict[str, Any]) -> str:
             missed = "" if one["reached"] == count else f" ({one['reached']} of {count} arrive)"
             cells = [f"{one['steps']:.0f}{missed}", _over(one["steps"], adamw["steps"])]
             cells += [f"{one['seconds']:.2f}", _over(one["seconds"], adamw["seconds"])]
-        cells += [f"{one['milliseconds_per_step']:.1f}", settings]
+        cells += [f"{one['milliseconds_per_step']:{'.2f' if compiled else '.1f'}}"]
+        if compiled:
+            cells += [f"{one['compile_seconds']:.1f}" if one["compile_seconds"] else ""]
+        cells += [settings]
         lines.append(f"| {contender} | {' | '.join(cells)} |")
     lines += [f"| {contender} | failed: {error} |" for contender, error in report["failed"].items()]
-    lines += [
-        f"\nStatistics of {contender} over forward and backward: {ratio:.2f}"
-        for contender, ratio in report.get("statistics", {}).items()
-    ]
+    return "\n".join(lines) + "\n"
+
+
+def race_summary(workloads: dict[str, Any]) -> str:
+    """Steps / seconds to the target over AdamW's, all problems beside each other."""
+    names = dict.fromkeys(name for report in workloads.values() for name in report["contenders"])
+    lines = [f"| | {' | '.join(workloads)} |", f"|{'---|' * (len(workloads) + 1)}"]
+    for name in names:
+        cells = []
+        for report in workloads.values():
+            one, adamw = report["contenders"].get(name), report["contenders"]["AdamW"]
+            if one is None:
+                cells.append("")
+            elif one["steps"] is None or adamw["steps"] is None:
+                cells.append("not reached")
+            else:
+                ratios = (_over(one[key], adamw[key]) for key in ("steps", "seconds"))
+                cells.append(" / ".join(ratios))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -95,6 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     workloads = json.loads(parser.parse_args().file.read_text())["workloads"]
+    if all("target" in report for report in workloads.values()):
+        print(race_summary(workloads))
     for name, report in workloads.items():
         print((race_table if "target" in report else step_time_table)(name, report))
 

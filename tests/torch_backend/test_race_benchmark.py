@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import compare
 import race
+import race_problems
+import race_torch
 import table
-from race_problems import PROBLEMS, Problem, Start, curves, delayed_xor
+from race_grids import Contender, Training
+from race_problems import PROBLEMS, Problem
 
 
 @pytest.fixture(autouse=True)
@@ -23,21 +29,27 @@ def denormals():
     torch.set_flush_denormal(False)
 
 
-def half_square(seed: int) -> Start:
+SQUARE = Problem("x² / 2", target=1e-6, budget=40, every=1)
+
+
+def descent(*rates: float) -> Contender:
     """x² / 2 from x = 1: gradient descent with rate r multiplies x by 1 - r."""
+
+    def begin(seed: int, lr: float, times: float) -> Training:
+        x = [1.0]
+
+        def take(count: int) -> None:
+            x[0] *= (1 - lr * times) ** count
+
+        return Training(take, lambda: x[0] * x[0] / 2)
+
+    return Contender(begin, {"lr": rates, "times": (0.5, 1.0, 2.0)})
+
+
+def half_square(seed: int) -> race_torch.Start:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
-    return Start(model, *[lambda: model.weight.square().sum() / 2] * 2)
-
-
-SQUARE = Problem("x² / 2", half_square, target=1e-6, budget=40, every=1)
-
-
-def descent(*rates: float) -> race.Contender:
-    def make(model: torch.nn.Module, lr: float, times: float) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr * times)
-
-    return race.Contender(make, {"lr": rates, "times": (0.5, 1.0, 2.0)})
+    return race_torch.Start(model, *[lambda: model.weight.square().sum() / 2] * 2)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +60,7 @@ def descent(*rates: float) -> race.Contender:
     ],
 )
 def test_tuning_finds_the_point_with_the_fewest_steps(rates, best, edges):
-    point, record = race.tune(SQUARE, descent(*rates), seeds=2)
+    point, record, _ = race.tune(SQUARE, descent(*rates), seeds=2)
     assert point == best
     assert descent(*rates).edges(point) == edges
     rate = best["lr"] * best["times"]
@@ -79,55 +91,155 @@ def test_what_does_not_arrive_is_said_to_be_so():
     assert found["steps_of_seeds"] == [None] * 3
     assert report["contenders"]["AdamW"]["steps_of_seeds"] == [1] * 3
     assert "| late | not reached (0 of 3) |" in table.race_table("square", report)
+    two = {"square": report, "other": {"contenders": {"AdamW": report["contenders"]["AdamW"]}}}
+    assert table.race_summary(two).splitlines() == [
+        "| | square | other |",
+        "|---|---|---|",
+        "| AdamW | 1.00 / 1.00 | 1.00 / 1.00 |",
+        "| late | not reached |  |",
+    ]
+
+
+def test_what_diverges_leaves_no_number_that_json_does_not_have():
+    report = race.race(SQUARE, {"AdamW": descent(2e200, 2e200, 2e200)}, 1, 2)
+    json.dumps(report, allow_nan=False)
+    assert report["losses"]["AdamW"] == [0.5, None]
+    assert report["contenders"]["AdamW"]["last_losses"] == [None, None]
+
+
+def test_a_peer_that_fails_is_reported_with_its_exception_and_the_others_go_on():
+    def fails_after(steps: int) -> Contender:
+        taken = [0]
+
+        def begin(seed: int, **point: float) -> Training:
+            def take(count: int) -> None:
+                taken[0] += count
+                if taken[0] > steps:
+                    raise FloatingPointError(f"step {taken[0]}")
+
+            return Training(take, lambda: 1.0, compile_seconds=3.0)
+
+        return Contender(begin, {"lr": (1.0,)})
+
+    field = {"AdamW": descent(0.5, 1.0, 1.5), "at once": fails_after(0), "late": fails_after(45)}
+    report = race.race(SQUARE, field, 1, 2, may_fail=frozenset(field) - {"AdamW"})
+    assert list(report["contenders"]) == list(report["losses"]) == list(report["grids"]) == ["AdamW"]
+    assert report["contenders"]["AdamW"]["steps_of_seeds"] == [1, 1]
+    assert report["failed"] == {
+        "at once": "FloatingPointError('step 1')",
+        "late": "FloatingPointError('step 46')",
+    }
+    with pytest.raises(FloatingPointError, match="step 1"):  # not of a peer
+        race.race(SQUARE, {"ours": fails_after(0)}, 1, 1)
+
+
+def test_what_compiles_does_so_in_a_throwaway_before_the_clock():
+    seen = []
+
+    def make(model: torch.nn.Module, **tuned: float) -> torch.optim.Optimizer:
+        seen.append(model)
+        return torch.optim.SGD(model.parameters(), **tuned)
+
+    begun = race_torch.begin(half_square, make, 3, seed=0, lr=0.5)
+    assert [model.weight.item() for model in seen] == [0.125, 1.0]
+    assert begun.compile_seconds > 0
+    assert begun.evaluate() == 0.5
+    begun.take(2)
+    assert begun.evaluate() == 0.5 * 0.25**2
+    assert race_torch.begin(half_square, make, 0, seed=0, lr=0.5).compile_seconds == 0
+
+
+def test_heavyball_gets_what_is_tuned(monkeypatch):
+    made = []
+
+    def optimizer(parameters, lr, **settings):
+        made.append(settings)
+        return torch.optim.SGD(parameters, lr)
+
+    names = ("PSGDKron", "SOAP", "Muon")
+    monkeypatch.setitem(sys.modules, "heavyball", SimpleNamespace(**dict.fromkeys(names, optimizer)))
+    monkeypatch.setitem(race_torch.STARTS, "digits", half_square)
+    peers = race_torch.peers("digits", PROBLEMS["digits"])
+    for name in names:
+        contender = peers[f"heavyball {name}"]
+        contender.begin(0, **contender.points()[0]).take(1)
+    assert made[::2] == made[1::2]  # a throwaway, and the run
+    assert made[::2] == [
+        {"beta": 0.9},
+        {"betas": (0.9, 0.99), "weight_decay": 0.0},
+        {"betas": (0.9, 0.99)},
+    ]
 
 
 def test_every_grid_has_the_same_size_and_starts_at_its_centre():
-    for problem in PROBLEMS.values():
-        for contender in [*race.contenders(problem).values(), *race.peers(problem).values()]:
+    assert race_torch.STARTS.keys() == PROBLEMS.keys()
+    for name, problem in PROBLEMS.items():
+        field = race_torch.contenders(name, problem) | race_torch.peers(name, problem)
+        for contender in field.values():
             assert [len(values) for values in contender.grid.values()] == [5, 3]
+            assert all(list(values) == sorted(set(values)) for values in contender.grid.values())
             points = contender.points()
             assert len({tuple(point.values()) for point in points}) == 15
             assert points[0] == {k: v[len(v) // 2] for k, v in contender.grid.items()}
 
 
 def test_curves_are_continuous_and_xor_is_that_of_the_marked_bits():
-    images = curves(count=20).reshape(20, 28, 28)
+    images = race_problems.drawn_curves(count=20).reshape(20, 28, 28)
     assert images.min() >= 0
     assert images.max() <= 1
-    assert (images.amax((1, 2)) > 0.7).all()
-    batches = []
-    start = delayed_xor(0)
-    start.model.register_forward_hook(lambda module, inputs, outputs: batches.append(inputs[0]))
+    assert (images.max((1, 2)) > 0.7).all()
+    x, odd = race_problems.xor_sequences(np.random.default_rng(0), 50)
+    bits, marks = x[..., 0], x[..., 1]
+    assert (marks.sum(0) == 2).all()
+    assert (marks[:2].sum(0) >= 1).all()
+    assert (odd == ((bits * marks).sum(0) == 0)).all()  # ±1 and ∓1
+    start = race_torch.delayed_xor(0)
     losses = []
     for logit in (50.0, -50.0):  # the answer of a model that is always sure of the same
         torch.nn.init.constant_(start.model.write.bias, logit)
         torch.nn.init.zeros_(start.model.write.weight)
         losses.append(start.evaluate().item())
-    bits, marks = batches[0][..., 0], batches[0][..., 1]
-    assert (marks.sum(0) == 2).all()
-    odd = ((bits * marks).sum(0) == 0).float()  # ±1 and ∓1
-    assert losses == pytest.approx([50 * (1 - odd.mean().item()), 50 * odd.mean().item()], rel=1e-5)
+    fraction = race_problems.xor_fixed()[1].mean()
+    assert losses == pytest.approx([50 * (1 - fraction), 50 * fraction], rel=1e-5)
+
+
+def test_the_autoencoders_entropy_is_the_loss_of_the_images_themselves():
+    images = np.array([[0.0, 1.0, 0.25], [0.5, 0.5, 0.9]], np.float32)
+    given = race_problems.Autoencoder((3, 2, 1), 2, images)
+    p = torch.tensor(images, dtype=torch.float64)
+    exact = torch.nn.functional.binary_cross_entropy(p, p, reduction="sum").item() / 2
+    assert given.entropy == pytest.approx(exact, rel=1e-9)
+    first = given.first(np.random.default_rng(0))
+    assert [w.shape for w, _ in first] == [(2, 3), (1, 2), (2, 1), (3, 2)]
+    assert given.code == 1
+    mean = images.astype(np.float64).mean(0)
+    assert first[-1][1] == pytest.approx(np.log(mean / (1 - mean)), rel=1e-5)
 
 
 def test_the_command_writes_what_tables_and_comparisons_read(tmp_path, monkeypatch, capsys):
     def absent():
         raise ImportError("no such package")
 
-    monkeypatch.setattr(race, "kron_torch_class", absent)
+    monkeypatch.setattr(race_torch, "kron_torch_class", absent)
+    monkeypatch.setitem(sys.modules, "heavyball", None)  # importing it fails
     monkeypatch.setitem(race.PROBLEMS, "square", SQUARE._replace(target=0.1))
+    monkeypatch.setitem(race_torch.STARTS, "square", half_square)
     file, picture = tmp_path / "race.json", tmp_path / "race.png"
     file.write_text(json.dumps({"workloads": {"kept": {}}}))
-    arguments = ["--problems", "square", "--contenders", "SGD", "Kron", "kron_torch", "--peers"]
+    arguments = ["--problems", "square", "--contenders", "SGD", "Kron", "kron_torch"]
+    arguments += ["heavyball SOAP", "--peers"]
     arguments += ["--seeds", "2", "--tuning-seeds", "1", "--budget", "20", "--json", str(file)]
     race.main(arguments)
     record = json.loads(file.read_text())
     assert record["workloads"].pop("kept") == {}
     report = record["workloads"]["square"]
     assert list(report["contenders"]) == ["SGD", "AdamW", "Kron"]
-    assert report["failed"] == {"kron_torch": "ImportError('no such package')"}
+    assert report["failed"]["kron_torch"] == "ImportError('no such package')"
+    assert report["failed"].keys() == {"kron_torch", "heavyball SOAP"}
+    assert report["failed"]["heavyball SOAP"].startswith("ModuleNotFoundError('import of heavyball")
     assert report["budget"] == 20
     assert report["seeds"] == {"tuning": [0], "reported": [100, 101]}
-    assert report["command"] == " ".join(["race.py", *arguments])
+    assert shlex.split(report["command"]) == ["race.py", *arguments]
     assert report["versions"]["torch"] == torch.__version__
     for one in report["contenders"].values():
         assert one["reached"] in (0, 1, 2)
@@ -140,3 +252,16 @@ def test_the_command_writes_what_tables_and_comparisons_read(tmp_path, monkeypat
     assert not any("tuning" in path or "losses" in path for path in compared)
     race.plot(record["workloads"], picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--framework", "torch", "--contenders", "Krn"], "no contender Krn; there are SGD"),
+        (["--problems", "digit"], "invalid choice: 'digit'"),
+    ],
+)
+def test_unknown_names_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        race.main(arguments)
+    assert message in capsys.readouterr().err

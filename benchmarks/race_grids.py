@@ -1,0 +1,71 @@
+"""A contender of the race: how a run of it begins, and the grid that it is tuned on."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import itertools
+import platform
+from collections.abc import Callable
+from typing import NamedTuple
+
+from race_problems import Problem
+
+Grid = dict[str, tuple[float, ...]]  # five step lengths, three of something else
+
+
+class Training(NamedTuple):
+    """A run, before its first step."""
+
+    take: Callable[[int], None]  # so many steps, and be done with them
+    evaluate: Callable[[], float]  # what has to reach the target
+    compile_seconds: float = 0.0  # wall clock; what compiled before the clock of steps starts
+
+
+class Contender(NamedTuple):
+    begin: Callable[..., Training]  # (seed, **hyperparameters)
+    grid: Grid
+
+    def points(self) -> list[dict[str, float]]:
+        """All of the grid, from its centre outwards."""
+        axes = [[(abs(i - len(v) // 2), x) for i, x in enumerate(v)] for v in self.grid.values()]
+        order = sorted(itertools.product(*axes), key=lambda point: sum(far for far, _ in point))
+        return [dict(zip(self.grid, (x for _, x in point), strict=True)) for point in order]
+
+    def edges(self, point: dict[str, float]) -> list[str]:
+        return [name for name, values in self.grid.items() if point[name] in (values[0], values[-1])]
+
+
+def around(centre: float, factor: float, count: int) -> tuple[float, ...]:
+    return tuple(float(f"{centre * factor**i:.3g}") for i in range(-(count // 2), count // 2 + 1))
+
+
+DECAYS = (0.8, 0.9, 0.95)  # of momentum
+SQUARES = (0.9, 0.99, 0.999)  # of Adam's second moments
+
+
+def sgd_grid(problem: Problem) -> Grid:
+    return {"lr": around(problem.sgd, 3, 5), "momentum": DECAYS}
+
+
+def adam_grid(problem: Problem) -> Grid:
+    return {"lr": problem.rates, "b2": SQUARES}
+
+
+def kron_grid(problem: Problem) -> Grid:
+    return {"lr": problem.rates, "b1": DECAYS}
+
+
+def kfac_grid(problem: Problem) -> Grid:
+    name, centre = problem.kfac_step
+    steps = around(centre, 10 if name == "kl_clip" else 3, 5)
+    return {name: steps, "damping": around(problem.damping, 10, 3)}
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Python's, and those of packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
