@@ -50,6 +50,16 @@ def test_damped_inverse_is_symmetric_to_the_last_bit_and_positive_definite(xp):
     assert np.linalg.eigvalsh(inverse).min() > 0
 
 
+def test_a_stack_of_no_matrices_has_no_inverses_and_no_eigenvalues(xp):
+    x, y = xp.asarray(np.zeros((0, 3, 3))), xp.asarray(np.zeros((0, 3, 2)))
+    assert to_numpy(xp.run(linalg.damped_inverse, x, 0.1)).shape == (0, 3, 3)
+    values, vectors = map(to_numpy, xp.run(linalg.eigh, x))
+    assert values.shape == (0, 3)
+    assert vectors.shape == (0, 3, 3)
+    solved = xp.run(lambda a, b: linalg.solve_triangular(a, b, upper=True), x, y)
+    assert to_numpy(solved).shape == (0, 3, 2)
+
+
 @each_matrix
 def test_eigh_of_single_precision_rebuilds_difficult_matrices(xp, x):
     x = x.astype(np.float32)

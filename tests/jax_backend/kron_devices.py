@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from typing import Any
+from unittest import mock
 
 DEVICES = 8
 
@@ -62,6 +63,20 @@ def main(arguments: list[str]) -> dict[str, Any]:
             params, state = compiled(params, state)
         return params, state, compiled
 
+    def numbers_placed(make: Any) -> int:
+        """Numbers in arrays that were made whole, to be divided among devices afterwards."""
+        given: list[int] = []
+        constrain = jax.lax.with_sharding_constraint
+
+        def spy(array: Any, sharding: Any) -> Any:
+            if array.ndim and not isinstance(array, jax.core.Tracer):
+                given.append(array.size if array.sharding.is_fully_replicated else 0)
+            return constrain(array, sharding)
+
+        with mock.patch.object(jax.lax, "with_sharding_constraint", spy):
+            make()
+        return sum(given)
+
     alone, plain, compiled_alone = train(kron(**settings), jax.tree.map(jnp.asarray, params))
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
     specs = {"w": P("fsdp", None), "s": P(None, None, "tp"), "b": P()}
@@ -74,6 +89,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
         for k, v in params.items()
     }
     with jax.set_mesh(mesh):
+        whole_at_init = numbers_placed(lambda: kron(**spread).init(placed))
         found, state, compiled = train(kron(**spread), placed)
         gather = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))
         whole = jax.device_get(gather(found))
@@ -100,6 +116,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
             float(np.abs(batched[k] - np.asarray(alone[k])).max()) for k in params
         ),
         "moved": min(float(np.abs(whole[k] - params[k]).max()) for k in params),
+        "whole_at_init": whole_at_init,
         "specs_agree": all(jax.tree.leaves(agree)),
         "bucket_bytes": [local_bytes(s.preconditioner.buckets) for s in (plain, state)],
         "argument_bytes": [

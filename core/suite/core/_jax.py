@@ -27,28 +27,34 @@ def _over_stack(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     flat = tuple(x.reshape(-1, *x.shape[-2:]) for x in arrays)
     if flat[0].shape[0] == 1:  # no loop to compile
         return jax.tree.map(lambda x: x.reshape(*batch, *x.shape), function(*(x[0] for x in flat)))
-    in_turn = functools.partial(_in_turn, function)
+    # Many stacks may vary differently over devices; of none there is no first matrix to look at.
+    in_turn = _in_place if len(flat) == 1 and flat[0].shape[0] > 0 else _mapped
     if jax.default_backend() == "cpu":  # nothing else to choose from, which would take time to trace
-        out = in_turn(*flat)
+        out = in_turn(function, *flat)
     else:
-        out = lax.platform_dependent(*flat, cpu=in_turn, default=jax.vmap(function))
+        cpu = functools.partial(in_turn, function)
+        out = lax.platform_dependent(*flat, cpu=cpu, default=jax.vmap(function))
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), out)
 
 
-def _in_turn(function: Callable[..., Any], *stacks: jax.Array) -> Any:
-    """`function` of one matrix after the other; results take the place of the last stack's matrices."""
-    last = stacks[-1]
-    like, treedef = jax.tree.flatten(jax.eval_shape(function, *(x[0] for x in stacks)))
-    start = [last[(slice(None), *(0,) * (last.ndim - 1 - len(x.shape)))] for x in like]
-    place = [len(x.shape) for x in like].index(last.ndim - 1)
+def _mapped(function: Callable[..., Any], *stacks: jax.Array) -> Any:
+    """`function` of one matrix after the other."""
+    return lax.map(lambda matrices: function(*matrices), stacks)
+
+
+def _in_place(function: Callable[..., Any], stack: jax.Array) -> Any:
+    """`_mapped`, of one stack that is not empty; results take the place of its matrices."""
+    like, treedef = jax.tree.flatten(jax.eval_shape(function, stack[0]))
+    start = [stack[(slice(None), *(0,) * (stack.ndim - 1 - len(x.shape)))] for x in like]
+    place = [len(x.shape) for x in like].index(stack.ndim - 1)
 
     def step(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
         i = i.astype(jnp.uint32)  # never negative, which need not be asked then
-        own = [lax.dynamic_index_in_dim(x, i, keepdims=False) for x in (*stacks[:-1], found[place])]
-        new = jax.tree.leaves(function(*own))
+        own = lax.dynamic_index_in_dim(found[place], i, keepdims=False)
+        new = jax.tree.leaves(function(own))
         return [lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(found, new, strict=True)]
 
-    return jax.tree.unflatten(treedef, lax.fori_loop(0, last.shape[0], step, start))
+    return jax.tree.unflatten(treedef, lax.fori_loop(0, stack.shape[0], step, start))
 
 
 def _cholesky_inverse(x: jax.Array) -> jax.Array:

@@ -84,24 +84,23 @@ def init(settings: Settings, params: Any) -> ScaleByKronState:
     static = _plan(settings, params, mu)
     layout = settings.layout_on(params)
 
-    @jax.jit  # all at once: array by array takes longer to compile
+    @jax.jit  # all at once, each share where it belongs: array by array takes longer to compile
     def start() -> list[Any]:
         made = []
         for bucket in static.buckets:
             blocks_of_all = layout.padded(bucket.blocks) if layout.axes else bucket.blocks
             like = jnp.zeros((), bucket.dtype)
             sizes = (blocks_of_all, *bucket.sizes)
-            made.append(settings.rule.init(like, sizes, bucket.diagonal))
+            made.append(layout.place(settings.rule.init(like, sizes, bucket.diagonal)))
         return made
 
-    states = [layout.place(state) for state in start()]
     return ScaleByKronState(
         jnp.zeros((), jnp.int32),
         jnp.zeros((), jnp.int32),
         jnp.ones((), jnp.float32),
         constrain(mu, settings.params_partition_specs, layout),
         jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(params))),
-        tuple(states),
+        tuple(start()),
         jnp.zeros((), jnp.int32),
     )
 
