@@ -20,15 +20,17 @@ from suite.core import _numpy
 pack, unpack = _numpy.pack, _numpy.unpack  # in the standard's words; the compiler joins them
 
 
-def _over_stack(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+def _over_stack(function: Callable[..., Any], *arrays: jax.Array, vectors: int = 0) -> Any:
+    """`function` of matrices (n, n), which returns so many vectors (n,) and a matrix."""
     batch = arrays[0].shape[:-2]
     if not batch:
         return function(*arrays)
     flat = tuple(x.reshape(-1, *x.shape[-2:]) for x in arrays)
     if flat[0].shape[0] == 1:  # no loop to compile
         return jax.tree.map(lambda x: x.reshape(*batch, *x.shape), function(*(x[0] for x in flat)))
-    # Many stacks may vary differently over devices; of none there is no first matrix to look at.
-    in_turn = _in_place if len(flat) == 1 and flat[0].shape[0] > 0 else _mapped
+    # Many stacks may vary differently over devices; a loop over none would not be.
+    alone = len(flat) == 1 and flat[0].shape[0] > 0
+    in_turn = functools.partial(_in_place, vectors) if alone else _mapped
     if jax.default_backend() == "cpu":  # nothing else to choose from, which would take time to trace
         out = in_turn(function, *flat)
     else:
@@ -42,19 +44,17 @@ def _mapped(function: Callable[..., Any], *stacks: jax.Array) -> Any:
     return lax.map(lambda matrices: function(*matrices), stacks)
 
 
-def _in_place(function: Callable[..., Any], stack: jax.Array) -> Any:
-    """`_mapped`, of one stack that is not empty; results take the place of its matrices."""
-    like, treedef = jax.tree.flatten(jax.eval_shape(function, stack[0]))
-    start = [stack[(slice(None), *(0,) * (stack.ndim - 1 - len(x.shape)))] for x in like]
-    place = [len(x.shape) for x in like].index(stack.ndim - 1)
+def _in_place(vectors: int, function: Callable[..., Any], stack: jax.Array) -> Any:
+    """`_mapped` of one stack that is not empty; results take the place of its matrices."""
 
     def step(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
         i = i.astype(jnp.uint32)  # never negative, which need not be asked then
-        own = lax.dynamic_index_in_dim(found[place], i, keepdims=False)
-        new = jax.tree.leaves(function(own))
+        new = function(lax.dynamic_index_in_dim(found[-1], i, keepdims=False))
+        new = new if vectors else (new,)
         return [lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(found, new, strict=True)]
 
-    return jax.tree.unflatten(treedef, lax.fori_loop(0, stack.shape[0], step, start))
+    found = lax.fori_loop(0, stack.shape[0], step, [*[stack[..., 0]] * vectors, stack])
+    return tuple(found) if vectors else found[0]
 
 
 def _cholesky_inverse(x: jax.Array) -> jax.Array:
@@ -89,7 +89,7 @@ def cholesky_inverse(x: jax.Array) -> jax.Array:
 @jax.jit
 def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Eigenvalues and -vectors of (x + xᵀ) / 2; NaN where that is not finite or the solver gave up."""
-    values, vectors = _over_stack(_eigh, x)
+    values, vectors = _over_stack(_eigh, x, vectors=1)
     return values, vectors
 
 
