@@ -82,23 +82,19 @@ class Factors(FactorLayout):
             )
             return with_inverses(state, new)
 
-        def attempt(i: jax.Array, tried: Any) -> Any:
-            found, failed, ever_failed = tried
+        def attempt(i: jax.Array, found: Any) -> Any:
+            before = with_inverses(state, found)
+            failed = before.failures > state.failures
+            boost = jnp.where(failed, core_kfac.RETRY_BOOST, 0.0)
+            return jax.lax.cond(
+                due & ((i == 0) | jnp.any(failed)),
+                lambda: inverses_of(self.refresh(before, damping, boost)),
+                lambda: found,
+            )
 
-            def again() -> Any:
-                before = with_inverses(state, found)._replace(failures=state.failures)
-                boost = jnp.where(failed, core_kfac.RETRY_BOOST, 0.0)
-                after = self.refresh(before, damping, boost)
-                fails = after.failures > state.failures
-                return inverses_of(after), fails, ever_failed | fails
-
-            return jax.lax.cond(due & ((i == 0) | jnp.any(failed)), again, lambda: tried)
-
-        none = jnp.zeros_like(state.ready)
-        tried = jax.lax.fori_loop(0, 2, attempt, (inverses_of(state), none, none))
-        found, failed, ever_failed = tried
-        saved = (ever_failed & ~failed).astype(jnp.int32)
-        return with_inverses(state, found)._replace(retries=state.retries + saved)
+        new = with_inverses(state, jax.lax.fori_loop(0, 2, attempt, inverses_of(state)))
+        failed = new.failures - state.failures  # how often: twice is a failure, once a retry
+        return new._replace(failures=state.failures + failed // 2, retries=state.retries + failed % 2)
 
     # ---- update --------------------------------------------------------------------------------
 

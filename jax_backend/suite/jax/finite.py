@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from suite.core.linalg import finite_marks, usually
+from suite.core.linalg import finite_marks, inner_product, usually
 
 T = TypeVar("T")
 
@@ -19,7 +19,8 @@ def all_finite(tree: Any) -> jax.Array:
     if not marks:
         return jnp.asarray(True)
     kind = jnp.result_type(*marks)
-    return jnp.all(jnp.isfinite(jnp.concatenate([x.astype(kind) for x in marks])))
+    together = jnp.concatenate([x.astype(kind) for x in marks])
+    return jnp.isfinite(inner_product(together, jnp.zeros_like(together)))
 
 
 def select(condition: jax.Array, new: T, old: T) -> T:
