@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from suite.core import linalg
 from suite.jax import eigenbases, kfac, scale_by_kfac, value_and_grad
 from suite.jax.finite import zero_unless
 
@@ -582,3 +583,15 @@ def test_zeros_of_any_dtype_in_a_step_that_is_not_finite(dtype):
         found = zero_unless(jnp.asarray(condition), x)
         assert found.dtype == x.dtype
         np.testing.assert_array_equal(found, x if condition else jnp.zeros_like(x))
+
+
+def test_a_triangular_system_may_vary_over_devices_where_its_right_side_does_not():
+    x, y = jnp.triu(normal(3, 4, 4)) + 4 * jnp.eye(4), normal(3, 4, 2)
+    spec = jax.sharding.PartitionSpec("data")
+
+    def solve(own):
+        return linalg.solve_triangular(own, y, upper=True)
+
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
+    found = jax.jit(jax.shard_map(solve, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    np.testing.assert_allclose(x @ found, y, rtol=1e-9, atol=1e-12)

@@ -6,6 +6,7 @@ routines, an exception turned into NaN for that matrix alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,14 @@ from suite.core._namespace import Array, array_namespace, device_of
 def _each(function: Callable[..., tuple[np.ndarray, ...]], *arrays: Array) -> tuple[Array, ...]:
     xp = array_namespace(*arrays)
     batch = tuple(arrays[0].shape[:-2])
-    stacks = [np.asarray(x).reshape(-1, *x.shape[-2:]) for x in arrays]
-    results = [function(*matrices) for matrices in zip(*stacks, strict=True)]
+    count, matrices = math.prod(batch), [np.asarray(x) for x in arrays]
+    if count == 0:  # one stands for their shapes and dtypes
+        stacks = [np.eye(*x.shape[-2:], dtype=x.dtype)[None] for x in matrices]
+    else:
+        stacks = [x.reshape(-1, *x.shape[-2:]) for x in matrices]
+    results = [function(*own) for own in zip(*stacks, strict=True)]
     return tuple(
-        xp.asarray(np.stack(parts).reshape(batch + parts[0].shape))
+        xp.asarray(np.stack(parts)[:count].reshape(batch + parts[0].shape))
         for parts in zip(*results, strict=True)
     )
 
