@@ -44,11 +44,9 @@ def test_eight_devices_follow_one(case):
 def test_a_factorization_that_fails_on_its_device_is_what_it_is_on_one():
     found = result(start("many_devices.py", "failures"))
     expected = found.pop("alone")
-    assert 1 in expected["failures"]
-    assert 1 in expected["retries"]
+    assert 2 in expected["failures"]
     for one in found.values():
         assert one["failures"] == expected["failures"]
-        assert one["retries"] == expected["retries"]
         np.testing.assert_allclose(one["numbers"], expected["numbers"], rtol=1e-9)
 
 

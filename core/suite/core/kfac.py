@@ -23,8 +23,6 @@ from suite.core.noise import unit_noise
 
 ComputeMethod = Literal["eigen", "inverse", "newton_schulz", "ekfac"]
 
-RETRY_BOOST = 1e-3  # more damping for another try at a factor that failed, see `KFAC.refresh_factor`
-
 
 class Eigen(NamedTuple):
     """One factor in its eigenbasis."""

@@ -49,12 +49,11 @@ class Factors(FactorLayout):
                 products.append((jnp.zeros(shape, wide), jnp.ones(bucket.blocks, wide)))
         return FactorsState(tuple(averages), tuple(inverses), *self.no_evidence(), tuple(products))
 
-    def no_evidence(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Weight, ready, failures and retries of all factors before the first step."""
+    def no_evidence(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Weight, ready and failures of all factors before the first step."""
         kinds = [jnp.promote_types(stack.dtype, jnp.float32) for stack in self.stacks]
         count, kind = self.first[-1], jnp.result_type(*kinds) if kinds else jnp.float32
-        failures, retries = (jnp.zeros(count, jnp.int32) for _ in range(2))
-        return jnp.zeros(count, kind), jnp.zeros(count, bool), failures, retries
+        return jnp.zeros(count, kind), jnp.zeros(count, bool), jnp.zeros(count, jnp.int32)
 
     # ---- now and then --------------------------------------------------------------------------
 
@@ -70,31 +69,13 @@ class Factors(FactorLayout):
         return with_averages(state, new)
 
     def refresh_if(self, due: jax.Array, state: FactorsState, damping: Any) -> FactorsState:
-        """`refresh` where due, by a branch that has nothing but what `refresh` changes.
-
-        Inverses that fail are tried once more, with more damping, by the same program.
-        """
-        if self.rule.compute_method != "inverse":
-            new = jax.lax.cond(
-                due,
-                lambda: inverses_of(self.refresh(state, damping)),
-                lambda: inverses_of(state),
-            )
-            return with_inverses(state, new)
-
-        def attempt(i: jax.Array, found: Any) -> Any:
-            before = with_inverses(state, found)
-            failed = before.failures > state.failures
-            boost = jnp.where(failed, core_kfac.RETRY_BOOST, 0.0)
-            return jax.lax.cond(
-                due & ((i == 0) | jnp.any(failed)),
-                lambda: inverses_of(self.refresh(before, damping, boost)),
-                lambda: found,
-            )
-
-        new = with_inverses(state, jax.lax.fori_loop(0, 2, attempt, inverses_of(state)))
-        failed = new.failures - state.failures  # how often: twice is a failure, once a retry
-        return new._replace(failures=state.failures + failed // 2, retries=state.retries + failed % 2)
+        """`refresh` where due, by a branch that has nothing but what `refresh` changes."""
+        new = jax.lax.cond(
+            due,
+            lambda: inverses_of(self.refresh(state, damping)),
+            lambda: inverses_of(state),
+        )
+        return with_inverses(state, new)
 
     # ---- update --------------------------------------------------------------------------------
 
@@ -169,15 +150,11 @@ class Factors(FactorLayout):
 
     # ---- refresh -------------------------------------------------------------------------------
 
-    def refresh(self, state: FactorsState, damping: Any, boost: Any = 0.0) -> FactorsState:
-        """Recompute all inverses or eigenbases, those of one size together.
-
-        Args:
-            boost: a number or (factors,), more damping, in units of each factor's mean eigenvalue.
-        """
+    def refresh(self, state: FactorsState, damping: Any) -> FactorsState:
+        """Recompute all inverses or eigenbases, those of one size together."""
         if not self.stacks:
             return state
-        new = self._refresh_factors(state, damping, boost)
+        new = self._refresh_factors(state, damping)
         if not self.keeps_products:
             return new
         products = []
@@ -192,10 +169,10 @@ class Factors(FactorLayout):
             )
         return new._replace(products=tuple(products))
 
-    def _refresh_factors(self, state: FactorsState, damping: Any, boost: Any) -> FactorsState:
+    def _refresh_factors(self, state: FactorsState, damping: Any) -> FactorsState:
         """Sizes that are near each other are factorized together, which is compiled once."""
         if not self.pads:
-            return self._refresh_by_size(state, damping, boost)
+            return self._refresh_by_size(state, damping)
         classes = list(self.classes().items())
         counts = [[len(self.numbers(n)) for n in numbers] for _, numbers in classes]
         order = np.concatenate([np.asarray(self.numbers(n)) for _, numbers in classes for n in numbers])
@@ -211,7 +188,7 @@ class Factors(FactorLayout):
                 average, found = padding.fill(average, weight, sides, below=self.rule.keeps_eigenbases)
             means.append(found)
             prepared.append((average, weight))
-        dampings = self._dampings(jnp.concatenate(means)[back], damping, boost)[order]
+        dampings = self._dampings(jnp.concatenate(means)[back], damping)[order]
         new: list[Any] = [None] * len(self.stacks)
         fine = []
         for (_, numbers), own, (start, stop), (average, weight) in zip(
@@ -234,8 +211,8 @@ class Factors(FactorLayout):
             failures=state.failures + (seen & ~computed).astype(jnp.int32),
         )
 
-    def _refresh_by_size(self, state: FactorsState, damping: Any, boost: Any) -> FactorsState:
-        dampings = self._dampings(self._means(state), damping, boost)
+    def _refresh_by_size(self, state: FactorsState, damping: Any) -> FactorsState:
+        dampings = self._dampings(self._means(state), damping)
         inverses = list(state.inverses)
         order, ready, failures = [], [], []
         for numbers in self.sizes().values():
@@ -270,7 +247,7 @@ class Factors(FactorLayout):
             lambda: self.rule.refresh_factor(factor, damping),
         )
 
-    def _dampings(self, means: jax.Array, damping: Any, boost: Any) -> jax.Array:
+    def _dampings(self, means: jax.Array, damping: Any) -> jax.Array:
         """What goes onto the diagonal of each factor, from the mean eigenvalues of all."""
         if self.rule.keeps_eigenbases:
             return jnp.zeros_like(means)
@@ -298,7 +275,7 @@ class Factors(FactorLayout):
                     parts.append(split[0])
                 order += [int(f) for f in sides[:, place]]
                 parts.append(split[1])
-        return jnp.concatenate(parts)[np.argsort(order)] + boost * means
+        return jnp.concatenate(parts)[np.argsort(order)]
 
     def _means(self, state: FactorsState) -> jax.Array:
         """Mean eigenvalues of all factors."""

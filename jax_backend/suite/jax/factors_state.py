@@ -14,8 +14,7 @@ class FactorsState(NamedTuple):
     inverses: tuple[Any, ...]  # inverses or eigenbases, of each stack
     weight: jax.Array  # (factors,): how much evidence is in the averages
     ready: jax.Array  # (factors,): whether inverses are of evidence
-    failures: jax.Array  # (factors,): factorizations that failed, also with more damping
-    retries: jax.Array  # (factors,): those that more damping saved
+    failures: jax.Array  # (factors,): factorizations that failed
     products: tuple[tuple[jax.Array, jax.Array], ...]  # EKFAC: (second moments, weight), a bucket each
     shares: Shares | None = None  # averages and inverses, where devices keep some of them each
 

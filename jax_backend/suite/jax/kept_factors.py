@@ -99,14 +99,14 @@ class KeptFactors(SpreadFactors):
 
         return one
 
-    def _refresh_factors(self, state: FactorsState, damping: Any, boost: Any) -> FactorsState:
+    def _refresh_factors(self, state: FactorsState, damping: Any) -> FactorsState:
         def local(own: Shares, common: Any) -> Any:
             small, damping = common
             rows, *counts = self.refresh_own(_row(own.averages), _row(own.inverses), small, damping)
             return own._replace(inverses=_as_row(rows)), counts
 
         small = state.weight, state.ready, state.failures
-        common = small, self._dampings(self._means(state), damping, boost)
+        common = small, self._dampings(self._means(state), damping)
         kept, (ready, failures) = self.spread.run(local, _shares(state), common)
         return state._replace(ready=ready, failures=failures, shares=kept)
 

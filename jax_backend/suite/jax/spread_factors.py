@@ -121,9 +121,9 @@ class SpreadFactors(Factors):
 
     # ---- refresh -------------------------------------------------------------------------------
 
-    def _refresh_factors(self, state: FactorsState, damping: Any, boost: Any) -> FactorsState:
+    def _refresh_factors(self, state: FactorsState, damping: Any) -> FactorsState:
         """Averages and inverses are packed, inverses computed and unpacked; diagonal ones everywhere."""
-        dampings = self._dampings(self._means(state), damping, boost)
+        dampings = self._dampings(self._means(state), damping)
         shared = self.shared()
         averages = self._packed(0, {s: _in_one(state.averages[s]) for s in shared})
         inverses = self._packed(1, {s: _in_one(state.inverses[s]) for s in shared})

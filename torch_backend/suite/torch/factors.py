@@ -17,8 +17,8 @@ from suite.torch.factor_store import FactorStore, Key, at_least_single, factor_r
 from suite.torch.inplace import all_average_in, average_in
 from suite.torch.rows import Bases
 
-# Another try at a factor that failed: more damping, then float64.
-_RETRIES = ((core_kfac.RETRY_BOOST, None), (0.0, torch.float64))
+# Another try at a factor that failed: more damping, in units of its mean eigenvalue, then float64.
+_RETRIES = ((1e-3, None), (0.0, torch.float64))
 
 
 class LayerFactors(FactorStore):
