@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from step_time import EVERY, PERIOD
+from step_contenders import EVERY, PERIOD
 from workloads import WORKLOADS
 
 _MARK = "step: "

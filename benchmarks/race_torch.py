@@ -35,7 +35,7 @@ from race_grids import (
     versions,
 )
 from race_problems import Problem, randoms
-from step_time import kron_torch_class
+from step_contenders import kron_torch_class
 from suite.torch import KFAC, Kron
 from train_language_model import GPT
 from train_pinn import Network, solution

@@ -29,10 +29,13 @@ class LayerShape(NamedTuple):
     diagonal: tuple[bool, bool] = (False, False)
     blocks: int = 1
 
-    def elements(self, side: str) -> int:
-        """Numbers in a factor."""
+    def elements(self, side: str, *, packed: bool = False) -> int:
+        """Numbers in a factor; `packed`: in one triangle of each of its matrices."""
         at = 0 if side == "A" else 1
-        return self.blocks * self.sizes[at] ** (1 if self.diagonal[at] else 2)
+        n = self.sizes[at]
+        if self.diagonal[at]:
+            return self.blocks * n
+        return self.blocks * (n * (n + 1) // 2 if packed else n * n)
 
     def cost(self, side: str, strategy: AssignmentStrategy) -> int:
         """What its owner takes on: n³ to factorize it, or its n² numbers."""

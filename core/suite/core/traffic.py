@@ -62,9 +62,7 @@ def footprint(
     for (i, side), owner in placement.owner_of.items():
         layer, at = layers[i], "AG".index(side)
         full = layer.elements(side) * itemsize
-        packed = full
-        if symmetric and not layer.diagonal[at]:
-            packed = layer.blocks * layer.sizes[at] * (layer.sizes[at] + 1) // 2 * itemsize
+        packed = layer.elements(side, packed=symmetric) * itemsize
         factors[owner] += full
         values = layer.blocks * layer.sizes[at] * itemsize
         held = full if not eigen else values + (0 if layer.diagonal[at] else full)

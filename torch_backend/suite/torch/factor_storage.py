@@ -52,11 +52,5 @@ class FactorStorage:
     def full_factor(self, factor: Factor) -> Factor:
         return factor._replace(average=self.full(factor.average), inverse=self.full(factor.inverse))
 
-    def numbers(self, blocks: int, side: int, diagonal: bool) -> int:
-        """How many a stack of averages or inverses takes."""
-        if diagonal:
-            return blocks * side
-        return blocks * (side * (side + 1) // 2 if self.packed else side * side)
-
     def _is_packed(self, x: Any) -> bool:
         return self.packed and isinstance(x, torch.Tensor) and x.ndim == 3

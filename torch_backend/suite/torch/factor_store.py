@@ -172,7 +172,8 @@ class FactorStore:
         for i, side in self.all_keys():
             layer, at = self.layers[i], 0 if side == "A" else 1
             size, diagonal = layer.sizes[at], layer.diagonal[at]
-            count = self.storage.numbers(layer.blocks, size, diagonal)
+            shape = LayerShape(layer.sizes, layer.diagonal, layer.blocks)
+            count = shape.elements(side, packed=self.storage.packed)
             wide = at_least_single(layer.dtype)
             factor, inverse = self.factor_dtype or wide, self.inv_dtype or wide
             if self.placement.owner_of[i, side] == self.ranks.rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -127,7 +128,7 @@ class LayerFactors(FactorStore):
         if diagonal:
             return side + 1
         halved = self.symmetric or self.storage.packed
-        return side * (side + 1) // 2 + 1 if halved else side * side + 1
+        return (math.prod(packed_shape(side)) if halved else side * side) + 1
 
     def _packed(self, factor: core_kfac.Factor, at: slice) -> torch.Tensor:
         """(blocks, packed size)"""
