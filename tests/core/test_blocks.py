@@ -89,8 +89,11 @@ def test_only_axes_with_dense_factors_are_cut_and_only_into_blocks_of_the_size(s
         if is_diagonal or not structure.partition_grads_into_blocks:
             assert sizes == {side}
         else:
-            assert max(sizes) == min(side, structure.block_size)
-            assert sizes <= {max(sizes), side % structure.block_size}
+            fewest = math.ceil(side / structure.block_size)
+            if side % fewest == 0:
+                assert sizes == {side // fewest}
+            else:
+                assert sizes == {structure.block_size, side % structure.block_size}
     assert len(plan.tiles) <= 2 ** len(plan.merged)
 
 

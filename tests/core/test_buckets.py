@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import assert_identical, normal
-from suite.core.buckets import cut, gather, plan_buckets, scatter
+from suite.core import buckets as module
+from suite.core.buckets import cut, gather, plan_buckets, scatter, together
 
 KEYED = st.lists(st.tuples(st.sampled_from(["a", "b", (2, 3)]), st.integers(1, 4)), max_size=12)
 
@@ -85,3 +86,38 @@ def test_a_single_member_is_not_copied():
 
 def test_no_stacks_no_buckets():
     assert plan_buckets([]) == ()
+
+
+@given(st.lists(st.tuples(st.sampled_from([(), (2,), (2, 3)]), st.integers(0, 4)), max_size=9))
+def test_together_is_each_alone_in_a_call_for_each_kind(kinds):
+    stacks = [(normal(k, *shape, seed=i), normal(k, seed=100 + i)) for i, (shape, k) in enumerate(kinds)]
+    calls = []
+
+    def function(x, y):
+        calls.append(x.shape[1:])
+        return (x * y.reshape(-1, *(1,) * (x.ndim - 1)),)
+
+    found = together(function, stacks)
+    assert sorted(calls) == sorted(set(calls))
+    for (got,), stack in zip(found, stacks, strict=True):
+        assert_identical(got, function(*stack)[0])
+
+
+def test_together_joins_no_more_numbers_than_it_may(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_TOGETHER", 12)
+    sizes = []
+
+    def function(x):
+        sizes.append(x.size)
+        return (-x,)
+
+    stacks = [(normal(k, 2, 2, seed=k),) for k in (1, 2, 1, 5, 1)]
+    for (got,), (x,) in zip(together(function, stacks), stacks, strict=True):
+        assert_identical(got, -x)
+    assert sizes == [12, 4, 20, 4]
+
+
+def test_together_keeps_dtypes_apart():
+    stacks = [(np.ones(2, dtype),) for dtype in ("float32", "float64", "float32")]
+    found = together(lambda x: (x + 1,), stacks)
+    assert [x.dtype for (x,) in found] == ["float32", "float64", "float32"]

@@ -102,6 +102,10 @@ def kron_update(rule):
     return lambda state, g, v: rule.update(state, g, v, 0.1)
 
 
+def kron_fit(state, g, v, other, h, w):
+    return kron.Kron().fit([state, other], [g, h], [v, w], 0.1)
+
+
 def newton_update(rule):
     return lambda state, h, noise, v: rule.update(state, h, noise, 0.1, v)
 
@@ -308,7 +312,12 @@ CASES = {
         linalg.rotate_towards_symmetry,
         (np.eye(4) + 0.3 * normal(B, 4, 4),),
     ),
-    "kron.balance": (lambda q: kron.balance(q, 1), (kron_state((False, True)).factors,)),
+    "kronecker.balance": (lambda q: kronecker.balance(q, 1), (kron_state((False, True)).factors,)),
+    "kronecker.balancing": (kronecker.balancing, (np.abs(normal(B)), np.abs(normal(B, seed=1)))),
+    "kronecker.scaled": (
+        lambda q, r, gain: kronecker.scaled((q, r), gain),
+        (normal(B, 4, 4), normal(B, 3), normal(B, seed=1)),
+    ),
     "kron.Kron.refresh": (kron.Kron().refresh, (kron_state((True, False)),)),
     "kron.Kron.lifted": (kron.Kron().lifted, (kron_state((False, True)),)),
     "kron.Kron.precondition": (
@@ -325,6 +334,13 @@ for geometry in ("Q0.5EQ1.5", "QEQ", "QUAD", "EQ"):
         newton_update(kron.Kron(geometry)),
         (kron_state((False, True)), *(normal(B, 4, 3, seed=k) for k in range(3))),
     )
+CASES["kron.Kron.fit"] = (
+    kron_fit,
+    (
+        *(kron_state((False, True)), normal(B, 4, 3), normal(B, 4, 3, seed=1)),
+        *(kron_state((False, False)), normal(B, 4, 3, seed=2), normal(B, 4, 3, seed=3)),
+    ),
+)
 for update_U in (True, False):
     CASES[f"lra.LRA.update {update_U}"] = (
         lra_update(update_U, lra.LRA(2, preconditioner_init_scale=1.0)),

@@ -19,7 +19,9 @@ from conftest import (
     to_numpy,
 )
 from oracles import dense, kronecker_product
-from suite.core.kron import Geometry, Kron, KronState, balance
+from suite.core import buckets
+from suite.core.kron import Geometry, Kron, KronState
+from suite.core.kronecker import balance
 
 GEOMETRIES = get_args(Geometry)
 NAMES = ", ".join(map(repr, GEOMETRIES))
@@ -101,6 +103,46 @@ def test_update_leaves_the_preconditioners_to_refresh(xp, geometry):
         assert_close(P(squared), kronecker_product(halves))
     else:
         assert_close(P(squared), Q(updated).T @ Q(updated))
+
+
+KINDS = [  # shapes with their stacks, and which axes are diagonal
+    ((2, 3, 3), (False, False)),
+    ((1, 3, 4), (False, False)),
+    ((2, 4, 3), (False, True)),
+    ((3, 4), (True,)),
+    ((1, 2, 3, 4), (False, True, False)),
+    ((2, 2, 4), (False,)),  # two batch axes
+]
+
+
+@every_geometry
+@pytest.mark.parametrize("most", [2**23, 20])
+@pytest.mark.parametrize("newton", [False, True])
+@pytest.mark.parametrize("scale", [1.0, None])
+def test_fit_of_many_kinds_is_update_and_refresh_of_each(xp, geometry, most, newton, scale, monkeypatch):
+    """Whatever is joined, and however little may be."""
+    monkeypatch.setattr(buckets, "_MOST_TOGETHER", most)
+    rule = Kron(geometry, preconditioner_init_scale=scale)
+    states, gradients, noises, vectors = [], [], [], []
+    for k, (shape, diagonal) in enumerate(KINDS):
+        states.append(fresh(xp, rule, shape, diagonal))
+        gradients.append(xp.asarray(10.0**k * normal(*shape, seed=k)))
+        noises.append(xp.asarray(normal(*shape, seed=10 + k)))
+        vectors.append(xp.asarray(normal(*shape, seed=20 + k)))
+    gradients[0] = xp.asarray(np.stack([np.zeros((3, 3)), normal(3, 3)]))  # one is no evidence
+    given = vectors if newton else None
+    together = xp.run(lambda *args: rule.fit(*args, 0.1, given), states, gradients, noises)
+    for k, found in enumerate(together):
+        vector = vectors[k] if newton else None
+        alone = rule.refresh(rule.update(states[k], gradients[k], noises[k], 0.1, vector))
+        assert dims(found) == dims(alone)
+        for x, y in zip(leaves(found), leaves(alone), strict=True):
+            assert_close(x, y)
+        assert not np.array_equal(to_numpy(found.factors[0]), to_numpy(states[k].factors[0]))
+
+
+def dims(state):
+    return [tuple(x.shape) for x in leaves(state)]
 
 
 # The groups

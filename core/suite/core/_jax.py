@@ -110,6 +110,11 @@ def are_finite(x: jax.Array) -> jax.Array:
     return jnp.all(jnp.isfinite(marks), axis=(-2, -1))
 
 
+def largest_entry(x: jax.Array, axis: tuple[int, ...], *, keepdims: bool) -> jax.Array:
+    """max |x| over axes; |x| is no array, for the compiler joins the two."""
+    return jnp.max(jnp.abs(x), axis=axis, keepdims=keepdims)
+
+
 def inner_product(x: jax.Array, y: jax.Array) -> jax.Array:
     """Σ x y over all entries."""
     return jnp.tensordot(x, y, axes=x.ndim, precision="highest")

@@ -78,6 +78,12 @@ def are_finite(x: Array) -> Array:
     return xp.all(xp.isfinite(x), axis=(-2, -1))
 
 
+def largest_entry(x: Array, axis: tuple[int, ...], *, keepdims: bool) -> Array:
+    """max |x| over axes."""
+    xp = array_namespace(x)
+    return xp.max(xp.abs(x), axis=axis, keepdims=keepdims)
+
+
 def inner_product(x: Array, y: Array) -> Array:
     """Σ x y over all entries."""
     return array_namespace(x).sum(x * y)

@@ -160,6 +160,15 @@ def are_finite(x: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(least) & torch.isfinite(greatest)
 
 
+def largest_entry(x: torch.Tensor, axis: tuple[int, ...], *, keepdims: Any) -> torch.Tensor:
+    """max |x| over axes, without an array of |x|."""
+    highest, lowest = (
+        torch.amax(x, dim=axis, keepdim=keepdims),
+        torch.amin(x, dim=axis, keepdim=keepdims),
+    )
+    return torch.maximum(highest, -lowest)
+
+
 def inner_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Σ x y over all entries, without an array of products."""
     return torch.dot(x.reshape(-1), y.reshape(-1))

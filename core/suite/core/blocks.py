@@ -1,8 +1,8 @@
 """How one parameter becomes blocks for a Kronecker-factored preconditioner. Plans are made of ints.
 
 A parameter's axes are merged until few are left, each merged axis gets a dense or a diagonal factor, and
-axes longer than `block_size` are cut. Cutting an axis into equal chunks and one remainder gives at most
-two kinds of chunk per axis, so a parameter becomes a few *tiles*: regular grids of equal blocks, each
+axes longer than `block_size` are cut. Cutting an axis into equal chunks, or these and one remainder, gives
+at most two kinds of chunk per axis, so a parameter becomes a few *tiles*: regular grids of equal blocks, each
 one slice, reshape and transpose away, however many blocks there are.
 
 Source: the options are distributed_kron's; merging and blocking go back to Anil et al. 2020
@@ -34,7 +34,7 @@ class Structure:
             is longer than all the others; 'all_diag', all are.
         merge_small_dims: merge neighbouring axes (a kernel's input channels and offsets, say) while
             their product is at most `target_merged_dim_size`; at least two axes stay.
-        partition_grads_into_blocks: cut axes with dense factors into chunks of `block_size`.
+        partition_grads_into_blocks: cut axes with dense factors into chunks of at most `block_size`.
         max_skew: an axis with side² > max_skew times the parameter's size gets a diagonal factor, whose
             matrix would be larger than the parameter itself (at 1, psgd_torch's); None: no such rule.
     """
@@ -162,11 +162,16 @@ def _diagonal_axes(merged: tuple[int, ...], structure: Structure) -> tuple[bool,
 
 
 def _chunks(side: int, block_size: int) -> list[tuple[int, int, int]]:
-    """(start, count, size) of the equal chunks and, if any, of the remainder."""
-    if side <= block_size:
-        return [(0, 1, side)]
+    """(start, count, size) of chunks of a side, as few as there can be.
+
+    Equal ones where that many divide the side: 1000 is 4 x 250. Every other size is a kind of block of
+    its own, to compile and to call for. Else `block_size`, and a remainder.
+    """
+    fewest = -(-side // block_size)
+    if side % fewest == 0:
+        return [(0, fewest, side // fewest)]
     count, rest = divmod(side, block_size)
-    return [(0, count, block_size)] + ([(count * block_size, 1, rest)] if rest else [])
+    return [(0, count, block_size), (count * block_size, 1, rest)]
 
 
 def split(plan: BlockPlan, x: Array) -> list[Array]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from suite.core._namespace import Array, array_namespace
+from suite.core._namespace import Array, array_namespace, device_of
+
+_MOST_TOGETHER = 2**23  # numbers in an array
 
 
 @dataclass(frozen=True)
@@ -67,3 +70,30 @@ def scatter(bucket: Bucket, joined: Array, stacks: list[Any]) -> None:
     for member in bucket.members:
         whole = len(bucket.members) == 1
         stacks[member.index] = joined if whole else joined[member.start : member.stop, ...]
+
+
+def together(
+    function: Callable[..., tuple[Array, ...]], stacks: Sequence[tuple[Array, ...]]
+) -> list[tuple[Array, ...]]:
+    """`function` of each of the stacks, those that are alike joined: one call for all of them.
+
+    Joining copies, which costs memory: arrays with more than `_MOST_TOGETHER` numbers stay alone.
+
+    Args:
+        function: of arrays (k, ...), to arrays (k, ...), for each of the k by itself.
+        stacks: its arguments, with a k of their own.
+    """
+    keys = [tuple((x.shape[1:], x.dtype, device_of(x)) for x in stack) for stack in stacks]
+    found: list[Any] = [None] * len(stacks)
+    for bucket in plan_buckets([(k, s[0].shape[0]) for k, s in zip(keys, stacks, strict=True)]):
+        largest = max(math.prod(shape) for shape, _, _ in bucket.key)
+        for part in cut(bucket, max(1, _MOST_TOGETHER // max(1, largest))):
+            rows = [stacks[member.index] for member in part.members]
+            if len(rows) == 1:
+                found[part.members[0].index] = function(*rows[0])
+                continue
+            xp = array_namespace(rows[0][0])
+            results = function(*(xp.concat(column, axis=0) for column in zip(*rows, strict=True)))
+            for m in part.members:
+                found[m.index] = tuple(x[m.start : m.stop, ...] for x in results)
+    return found

@@ -13,12 +13,15 @@ References:
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from suite.core import kronecker, linalg
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
+from suite.core.buckets import together
 from suite.core.checks import check_choice, check_number
 from suite.core.rounding import stochastic_round
 
@@ -34,6 +37,17 @@ class KronState(NamedTuple):
     factors: tuple[Array, ...]  # Q_i, (..., n_i, n_i) dense or (..., n_i) diagonal
     lipschitz: tuple[Array, ...]  # L_i, (...,): remembered bound of the update's smoothness
     preconditioners: tuple[Array, ...]  # P_i = Q_iᵀ Q_i, as `refresh` left them
+
+
+class _Evidence(NamedTuple):
+    """What k blocks tell their factors of one axis, in units of the signal's largest entry u."""
+
+    factors: Array  # (k, n, n), or (k, n) of diagonal ones
+    lipschitz: Array  # (k,), as it was, in units of 1
+    seen: Array  # T / u², like the factors
+    white: Array  # c / u², (k,), or what stands for it, like the factors
+    unit: Array  # (k,), u
+    usable: Array  # (k,), bool: whether it is evidence
 
 
 @dataclass(frozen=True)
@@ -135,22 +149,70 @@ class Kron:
         Returns:
             The state with new factors and L; its `preconditioners` are out of date until `refresh`.
         """
+        vectors = None if vector is None else [vector]
+        return self._update_all([state], [gradient], [noise], preconditioner_lr, vectors)[0]
+
+    def fit(
+        self,
+        states: Sequence[KronState],
+        gradients: Sequence[Array],
+        noises: Sequence[Array],
+        preconditioner_lr: Scalar,
+        vectors: Sequence[Array] | None = None,
+    ) -> list[KronState]:
+        """`update` and `refresh` of several stacks: factors of one size, of whatever axis, in one go."""
+        updated = self._update_all(states, gradients, noises, preconditioner_lr, vectors)
+        return self._refresh_all(updated)
+
+    def _update_all(
+        self,
+        states: Sequence[KronState],
+        gradients: Sequence[Array],
+        noises: Sequence[Array],
+        preconditioner_lr: Scalar,
+        vectors: Sequence[Array] | None,
+    ) -> list[KronState]:
+        evidence: list[_Evidence] = []
+        given = vectors or [None] * len(states)
+        for stack in zip(states, gradients, noises, given, strict=True):
+            evidence += self._evidence(*stack)
+        fitted = iter(together(functools.partial(self._fitted, preconditioner_lr), evidence))
+        found = []
+        for state in states:
+            shape = state.lipschitz[0].shape
+            factors, lipschitz = [], []
+            for q, L in zip(state.factors, state.lipschitz, strict=True):
+                new_q, new_L = next(fitted)
+                xp = array_namespace(new_q)
+                factors.append(xp.astype(xp.reshape(new_q, q.shape), q.dtype))
+                lipschitz.append(xp.astype(xp.reshape(new_L, shape), L.dtype))
+            found.append(KronState(tuple(factors), tuple(lipschitz), state.preconditioners))
+        return found
+
+    def _evidence(
+        self, state: KronState, gradient: Array, noise: Array, vector: Array | None
+    ) -> list[_Evidence]:
+        """What a stack of blocks tells its factors, axis by axis, as if it had one leading axis."""
         xp = array_namespace(gradient)
-        ndim = len(state.factors)
-        dtype = state.factors[0].dtype
-        factors = tuple(lift(q) for q in state.factors)
+        ndim, batch = len(state.factors), state.lipschitz[0].ndim
+
+        def flat(x: Array) -> Array:
+            return _flat(x, batch)
+
+        factors, preconditioners = (
+            tuple(flat(lift(q)) for q in kept) for kept in (state.factors, state.preconditioners)
+        )
+        lipschitz = tuple(map(flat, state.lipschitz))
         compute = factors[0].dtype
-        g, noise = xp.astype(gradient, compute), xp.astype(noise, compute)
-        batch = g.ndim - ndim
-        own_axes = tuple(range(batch, g.ndim))
+        g, noise = (flat(xp.astype(x, compute)) for x in (gradient, noise))
+        v = None if vector is None else flat(xp.astype(vector, compute))
+        own_axes = tuple(range(1, g.ndim))
         # An exactly zero gradient says nothing about curvature; fitting it would inflate Q.
-        evidence = linalg.largest_entry(g, own_axes) > 0
-        preconditioners = tuple(lift(p) for p in state.preconditioners)
-        v = None if vector is None else xp.astype(vector, compute)
+        usable = linalg.largest_entry(g, own_axes) > 0
         if self.preconditioner_init_scale is None:
-            gain = self._first_scale(g, v, state.lipschitz[0], own_axes)
-            factors = _scaled(factors, gain * gain if self.fits_P else gain, batch)
-            preconditioners = _scaled(preconditioners, gain * gain, batch)
+            gain = self._first_scale(g, v, lipschitz[0], own_axes)
+            factors = kronecker.scaled(factors, gain * gain if self.fits_P else gain)
+            preconditioners = kronecker.scaled(preconditioners, gain * gain)
         dither = xp.abs(g)  # changed in place, as other fresh arrays here: new ones cost time on a CPU
         dither *= float(xp.finfo(compute).eps)
         dither += as_scalar(self.damping, g)
@@ -171,43 +233,42 @@ class Kron:
             reference = reference / xp.maximum(unit, xp.zeros_like(unit) + 1)
         unit = xp.maximum(unit, xp.zeros_like(unit) + 1)
         signal /= unit
-        u = xp.reshape(unit, g.shape[:batch])
-
-        new_factors, new_lipschitz = [], []
-        for axis, (q, old_L) in enumerate(zip(factors, state.lipschitz, strict=True)):
-            is_diagonal = kronecker.is_diagonal(q, g, ndim)
+        u = xp.reshape(unit, (unit.shape[0],))
+        found = []
+        for axis, (q, L) in enumerate(zip(factors, lipschitz, strict=True)):
+            is_diagonal = q.ndim == 2
             seen = kronecker.apply_factor(q, signal, axis, ndim) if self.geometry == "QEP" else signal
             T = kronecker.gram(seen, axis, ndim, diagonal=is_diagonal)
-            scalar = False  # whether `white` is a number times I
-            if self.geometry == "QEP" and reference is not None:
-                own = kronecker.apply_factor(q, reference, axis, ndim)
+            if reference is not None:
+                own = reference
+                if self.geometry == "QEP":
+                    own = kronecker.apply_factor(q, reference, axis, ndim)
                 white = kronecker.gram(own, axis, ndim, diagonal=is_diagonal)
-                total = T + white
-            elif self.geometry == "QEP":
-                square = q * q if is_diagonal else linalg.gram(linalg.transpose(q))
-                c = math.prod(g.shape[batch:]) / g.shape[batch + axis] / u / u
-                white = square * xp.reshape(c, (*c.shape, *(1,) * (q.ndim - batch)))
-                total = T + white
-            elif reference is None:
-                scalar = True
-                white = math.prod(g.shape[batch:]) / g.shape[batch + axis] / u / u
-                total = T
             else:
-                white = kronecker.gram(reference, axis, ndim, diagonal=is_diagonal)
-                total = T + white
-            bound = xp.max(total, axis=-1) if is_diagonal else linalg.spectral_norm_bound(total)
-            if scalar:
-                bound = bound + white
-            L = xp.astype(old_L, compute) / u / u
-            betaL = as_scalar(self.betaL, L)
-            L = xp.maximum(betaL * L + (1 - betaL) * bound, bound)
-            step = as_scalar(preconditioner_lr, L) / L
-            step = xp.where(evidence, step, xp.zeros_like(step))
-            new_q = self._step(q, T, white, step, is_diagonal, scalar)
-            new_factors.append(xp.astype(new_q, dtype))
-            L = xp.minimum(L * u * u, xp.zeros_like(L) + _LARGEST_LIPSCHITZ)
-            new_lipschitz.append(xp.where(evidence, xp.astype(L, old_L.dtype), old_L))
-        return KronState(tuple(new_factors), tuple(new_lipschitz), state.preconditioners)
+                white = math.prod(g.shape[1:]) / g.shape[1 + axis] / u / u
+                if self.geometry == "QEP":
+                    square = q * q if is_diagonal else linalg.gram(linalg.transpose(q))
+                    white = kronecker.scaled((square,), white)[0]
+            found.append(_Evidence(q, xp.astype(L, compute), T, white, u, usable))
+        return found
+
+    def _fitted(self, preconditioner_lr: Scalar, *evidence: Array) -> tuple[Array, Array]:
+        """New factors and L of blocks with this `_Evidence`."""
+        q, L, T, white, u, usable = evidence
+        xp = array_namespace(q)
+        is_diagonal, scalar = q.ndim == 2, white.ndim == 1
+        total = T if scalar else T + white
+        bound = xp.max(total, axis=-1) if is_diagonal else linalg.spectral_norm_bound(total)
+        if scalar:
+            bound = bound + white
+        old_L, L = L, L / u / u
+        betaL = as_scalar(self.betaL, L)
+        L = xp.maximum(betaL * L + (1 - betaL) * bound, bound)
+        step = as_scalar(preconditioner_lr, L) / L
+        step = xp.where(usable, step, xp.zeros_like(step))
+        new_q = self._step(q, T, white, step, is_diagonal, scalar)
+        L = xp.minimum(L * u * u, xp.zeros_like(L) + _LARGEST_LIPSCHITZ)
+        return new_q, xp.where(usable, L, old_L)
 
     def _first_scale(
         self, g: Array, v: Array | None, lipschitz: Array, own_axes: tuple[int, ...]
@@ -263,16 +324,43 @@ class Kron:
 
     def refresh(self, state: KronState) -> KronState:
         """Balance the factors (a gauge: Q's product stays) and cache the P_i."""
-        factors = balance(state.factors, state.lipschitz[0].ndim)
-        return self.square(state._replace(factors=factors))
+        return self._refresh_all([state])[0]
+
+    def _refresh_all(self, states: Sequence[KronState]) -> list[KronState]:
+        flat = [[_flat(q, s.lipschitz[0].ndim) for q in s.factors] for s in states]
+        sizes = iter(together(_sizes, [(q,) for factors in flat for q in factors]))
+        gains = together(kronecker.balancing, [tuple(next(sizes)[0] for _ in own) for own in flat])
+        pairs = [p for own, gain in zip(flat, gains, strict=True) for p in zip(own, gain, strict=True)]
+        refreshed = iter(together(self._balanced, pairs))
+        found = []
+        for state in states:
+            factors, preconditioners = [], []
+            for old in state.factors:
+                q, P = next(refreshed)
+                xp = array_namespace(q)
+                factors.append(xp.reshape(q, old.shape))
+                preconditioners.append(xp.reshape(P, old.shape))
+            found.append(KronState(tuple(factors), state.lipschitz, tuple(preconditioners)))
+        return found
+
+    def _balanced(self, q: Array, gain: Array) -> tuple[Array, Array]:
+        """Factors (k, n, n) or (k, n) times their `gain` (k,), and what is cached of them."""
+        xp = array_namespace(q)
+        q = xp.astype(kronecker.scaled((lift(q),), gain)[0], q.dtype)
+        return q, self._square(q, q.ndim == 2)
 
     def square(self, state: KronState) -> KronState:
         """Cache P_i = Q_iᵀ Q_i of the factors as they are; where those are P's, symmetrized."""
         batch = state.lipschitz[0].ndim
+        own = tuple(self._square(q, q.ndim == batch + 1) for q in state.factors)
+        return state._replace(preconditioners=own)
+
+    def _square(self, q: Array, is_diagonal: bool) -> Array:
         if self.fits_P:
-            own = tuple(q if q.ndim == batch + 1 else linalg.symmetrize(q) for q in state.factors)
-            return state._replace(preconditioners=own)
-        return state._replace(preconditioners=_squares(state.factors, batch))
+            return q if is_diagonal else linalg.symmetrize(q)
+        if is_diagonal:
+            return q * q
+        return array_namespace(q).astype(linalg.gram(lift(q)), q.dtype)
 
     def lifted(self, state: KronState) -> KronState:
         """The state in at least single precision, for `update` before `rounded`."""
@@ -293,52 +381,16 @@ class Kron:
         return xp.astype(kronecker.apply(P, xp.astype(gradient, P[0].dtype)), gradient.dtype)
 
 
-def balance(factors: tuple[Array, ...], batch: int) -> tuple[Array, ...]:
-    """Give all factors of a block the same largest entry; their Kronecker product stays the same.
-
-    Args:
-        factors: dense (..., n, n) or diagonal (..., n) over `batch` leading axes.
-        batch: how many leading axes stack blocks.
-    """
-    if len(factors) == 1:
-        return factors
-    xp = array_namespace(factors[0])
-
-    def largest(q: Array) -> Array:
-        return xp.max(xp.abs(lift(q)), axis=tuple(range(batch, q.ndim)))
-
-    sizes = [largest(q) for q in factors]
-    usable = sizes[0] > 0  # a factor that is zero cannot be balanced against the others
-    for size in sizes[1:]:
-        usable = usable & (size > 0)
-    one = xp.zeros_like(sizes[0]) + 1
-    logs = [xp.log(xp.where(usable, size, one)) for size in sizes]
-    mean = logs[0]
-    for log in logs[1:]:
-        mean = mean + log
-    mean = mean / len(factors)
-    return tuple(
-        xp.astype(_scaled((lift(q),), xp.exp(mean - log), batch)[0], q.dtype)
-        for q, log in zip(factors, logs, strict=True)
-    )
+def _sizes(q: Array) -> tuple[Array]:
+    """The largest entry of each of a stack of factors, (k,)."""
+    return (linalg.largest_entry(lift(q), tuple(range(1, q.ndim))),)
 
 
-def _squares(factors: tuple[Array, ...], batch: int) -> tuple[Array, ...]:
-    xp = array_namespace(factors[0])
-
-    def square(q: Array) -> Array:
-        if q.ndim == batch + 1:
-            return q * q
-        lifted = lift(q)
-        return xp.astype(linalg.gram(lifted), q.dtype)
-
-    return tuple(square(q) for q in factors)
-
-
-def _scaled(factors: tuple[Array, ...], gain: Array, batch: int) -> tuple[Array, ...]:
-    """Every factor of a block times the block's number in `gain` (...)."""
-    xp = array_namespace(gain)
-    return tuple(q * xp.reshape(gain, (*gain.shape, *(1,) * (q.ndim - batch))) for q in factors)
+def _flat(x: Array, batch: int) -> Array:
+    """With one leading axis in place of `batch` of them."""
+    if batch == 1:
+        return x
+    return array_namespace(x).reshape(x, (math.prod(x.shape[:batch]), *x.shape[batch:]))
 
 
 def _inverse_transposed(factors: tuple[Array, ...], x: Array) -> Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from suite.core import linalg
-from suite.core._namespace import Array, array_namespace
+from suite.core._namespace import Array, array_namespace, lift
 
 
 def is_diagonal(factor: Array, x: Array, ndim: int) -> bool:
@@ -63,3 +63,43 @@ def gram(x: Array, axis: int, ndim: int, *, diagonal: bool) -> Array:
     if diagonal:
         return xp.sum(rows * rows, axis=-1)
     return linalg.gram(xp.matrix_transpose(rows))
+
+
+def balance(factors: tuple[Array, ...], batch: int) -> tuple[Array, ...]:
+    """Give all factors of a block the same largest entry; their Kronecker product stays the same.
+
+    Args:
+        factors: dense (..., n, n) or diagonal (..., n) over `batch` leading axes.
+        batch: how many leading axes stack blocks.
+    """
+    if len(factors) == 1:
+        return factors
+    xp = array_namespace(factors[0])
+    sizes = [linalg.largest_entry(lift(q), tuple(range(batch, q.ndim))) for q in factors]
+    pairs = zip(factors, balancing(*sizes), strict=True)
+    return tuple(xp.astype(scaled((lift(q),), gain)[0], q.dtype) for q, gain in pairs)
+
+
+def balancing(*sizes: Array) -> tuple[Array, ...]:
+    """What to multiply a block's factors with so that they have one size; 1 where one of them is 0.
+
+    Args:
+        sizes: (...), the largest entry of every factor.
+    """
+    xp = array_namespace(sizes[0])
+    usable = sizes[0] > 0  # a factor that is zero cannot be balanced against the others
+    for size in sizes[1:]:
+        usable = usable & (size > 0)
+    one = xp.zeros_like(sizes[0]) + 1
+    logs = [xp.log(xp.where(usable, size, one)) for size in sizes]
+    mean = logs[0]
+    for log in logs[1:]:
+        mean = mean + log
+    mean = mean / len(sizes)
+    return tuple(xp.exp(mean - log) for log in logs)
+
+
+def scaled(factors: tuple[Array, ...], gain: Array) -> tuple[Array, ...]:
+    """Every factor of a block times the block's number in `gain` (...)."""
+    xp = array_namespace(gain)
+    return tuple(q * xp.reshape(gain, (*gain.shape, *(1,) * (q.ndim - gain.ndim))) for q in factors)

@@ -143,21 +143,20 @@ def update(
     signals = stacked([moments.unbiased(m, weight) for m in mu])
 
     def fit(olds: tuple[core_kron.KronState, ...]) -> Any:
-        evidence, vectors, ok = signals, [None] * len(signals), jnp.asarray(True)
+        evidence, ok = signals, jnp.asarray(True)
         if settings.whiten == "gradient":
             evidence = stacked(gradients)
+        numbers = [jnp.asarray(bucket.streams, jnp.int32) for bucket in static.buckets]
+        stacks: tuple[Any, ...] = (list(olds), evidence, layout.place(list(map(pad, numbers, rows))))
         if pair is not None or value_fn is not None:
             vector, product = pair or _make_pair(settings, static, step, params, value_fn)
             ok = all_finite(product)
-            vectors, evidence = (
+            on_vector, on_product = (
                 stacked(static.join(jax.tree.leaves(tree))) for tree in (vector, product)
             )
+            stacks = (list(olds), on_product, stacks[2], on_vector)
         rate = at(settings.preconditioner_lr, state.updates)
-        new = []
-        for old, x, v, bucket in zip(olds, evidence, vectors, static.buckets, strict=True):
-            numbers = layout.place(pad(jnp.asarray(bucket.streams, jnp.int32), x.shape[0]))
-            arguments = (old, x, numbers) if v is None else (old, x, numbers, v)
-            new.append(layout.each(_fitting(settings, step, rate), *arguments))
+        new = layout.each(_fitting(settings, step, rate), *stacks)
         return select(ok, tuple(new), olds), ok
 
     with jax.default_matmul_precision(settings.precond_update_precision):
@@ -223,28 +222,42 @@ def _make_pair(
     return vector, hessian_vector_product(value_fn, params, vector, method=settings.hvp_method)
 
 
-def _fitting(settings: Settings, step: jax.Array, rate: Any) -> Callable[..., core_kron.KronState]:
-    """One update of one bucket's factors, or of a device's share of them."""
-    rule = settings.rule
+def _fitting(settings: Settings, step: jax.Array, rate: Any) -> Callable[..., list[Any]]:
+    """One update of all buckets' factors, or of a device's share of them."""
+    rule, rounds = settings.rule, settings.stochastic_rounding
 
     def fit(
-        old: core_kron.KronState, evidence: jax.Array, numbers: jax.Array, vector: Any = None
+        olds: list[core_kron.KronState],
+        evidence: list[jax.Array],
+        numbers: list[jax.Array],
+        vectors: list[jax.Array] | None = None,
+    ) -> list[core_kron.KronState]:
+        units = [
+            noise.draw(of_blocks, step, noise.FIT, x.shape[1:], old.factors[0].dtype)
+            for of_blocks, x, old in zip(numbers, evidence, olds, strict=True)
+        ]
+        wide = [rule.lifted(old) for old in olds] if rounds else olds
+        found = rule.fit(wide, evidence, units, rate, vectors)
+        return list(map(rounded, found, numbers, olds)) if rounds else found
+
+    def rounded(
+        new: core_kron.KronState, numbers: jax.Array, old: core_kron.KronState
     ) -> core_kron.KronState:
-        dtype = old.factors[0].dtype
-        unit = noise.draw(numbers, step, noise.FIT, evidence.shape[1:], dtype)
-        if not settings.stochastic_rounding:
-            return rule.refresh(rule.update(old, evidence, unit, rate, vector))
-        new = rule.refresh(rule.update(rule.lifted(old), evidence, unit, rate, vector))
         noises = tuple(
             noise.draw(numbers, step, noise.FACTOR + axis, q.shape[1:], jnp.float32)
             for axis, q in enumerate(new.factors)
         )
-        return rule.rounded(new, noises, dtype)
+        return rule.rounded(new, noises, old.factors[0].dtype)
 
     if settings.batch_size is None:
         return fit
     size = settings.batch_size
-    return lambda *arguments: in_batches(fit, size, *arguments)
+
+    def fit_in_batches(*stacks: Any) -> list[core_kron.KronState]:
+        alone = [[[x] for x in column] for column in stacks]
+        return [in_batches(fit, size, *one)[0] for one in zip(*alone, strict=True)]
+
+    return fit_in_batches
 
 
 def _preconditioning(settings: Settings) -> Callable[..., jax.Array]:

@@ -9,7 +9,6 @@ Over several ranks either all of them do the same, or each has a share of the bl
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -57,6 +56,18 @@ class Pack(NamedTuple):
     streams: torch.Tensor  # (blocks,) int32, noise streams
 
 
+class _Work(NamedTuple):
+    """What a step does with one bucket."""
+
+    bucket: int
+    keep: torch.Tensor | None  # whether blocks may change; None: all do
+    signal: torch.Tensor
+    weight: torch.Tensor | None  # what the signal is still to be divided by
+    evidence: torch.Tensor
+    vector: torch.Tensor | None
+    state: core_kron.KronState  # as it was
+
+
 class KronEngine:
     """Blocks, buckets and state of the parameters of one group."""
 
@@ -92,6 +103,7 @@ class KronEngine:
             buckets.Bucket(b.key, tuple(replace(m, index=own[m.index]) for m in b.members))
             for b in found
         )
+        self.rounds = _rounds(self.buckets)
         self.places = {m.index: (i, m) for i, bucket in enumerate(self.buckets) for m in bucket.members}
         streams = [
             _by_tile(plan, noise.stream_numbers(number, plan.blocks, seed))
@@ -142,30 +154,41 @@ class KronEngine:
         stacks = self._split(gradients)
         filled = [stack is not None for stack in stacks]
         of_pairs = None if pairs is None else (self._split(pairs.vectors), self._split(pairs.products))
-        for i, bucket in enumerate(self.buckets):
-            here = [filled[member.index] for member in bucket.members]
-            if not any(here):
-                continue
-            keep = self._keep(i, here, finite)
-            gradient = self._gather(i, stacks)
-            signal, weight = self._absorb(i, gradient, keep, settings)
-            evidence, vector = (gradient if settings.whiten == "gradient" else signal), None
-            if of_pairs is not None:
-                vector, evidence = (self._gather(i, parts) for parts in of_pairs)
-            state = self.storage.full(self.rule, self.packs[i].kron, factors=settings.update)
-            if not settings.update_first:
-                direction = self._precondition(state, signal, weight, settings)
-            if settings.update:
-                state = self._fit(i, state, evidence, vector, settings)
-            if settings.update_first:
-                direction = self._precondition(state, signal, weight, settings)
-            if settings.update:
-                _write(self.packs[i].kron, self.storage.keep(state), keep)
-            if keep is not None:
-                condition = keep.reshape(-1, *(1,) * (signal.ndim - 1)) if keep.ndim else keep
-                direction = torch.where(condition, direction, 0.0)
-            buckets.scatter(bucket, direction, stacks)
+        for numbers in self.rounds:
+            here = [[filled[m.index] for m in self.buckets[i].members] for i in numbers]
+            work = [
+                self._prepared(i, self._keep(i, own, finite), stacks, of_pairs, settings)
+                for i, own in zip(numbers, here, strict=True)
+                if any(own)
+            ]
+            fitted = self._fit(work, settings) if settings.update else [w.state for w in work]
+            for w, state in zip(work, fitted, strict=True):
+                used = state if settings.update_first else w.state
+                direction = self._precondition(used, w.signal, w.weight, settings)
+                if settings.update:
+                    _write(self.packs[w.bucket].kron, self.storage.keep(state), w.keep)
+                if w.keep is not None:
+                    condition = _of_blocks(w.keep, w.signal)
+                    direction = torch.where(condition, direction, 0.0)
+                buckets.scatter(self.buckets[w.bucket], direction, stacks)
         return self.exchange.directions(present, stacks)
+
+    def _prepared(
+        self,
+        i: int,
+        keep: torch.Tensor | None,
+        stacks: list[Any],
+        of_pairs: tuple[list[Any], list[Any]] | None,
+        settings: StepSettings,
+    ) -> _Work:
+        """Take a bucket's gradients into its momentum."""
+        gradient = self._gather(i, stacks)
+        signal, weight = self._absorb(i, gradient, keep, settings)
+        evidence, vector = (gradient if settings.whiten == "gradient" else signal), None
+        if of_pairs is not None:
+            vector, evidence = (self._gather(i, parts) for parts in of_pairs)
+        state = self.storage.full(self.rule, self.packs[i].kron, factors=settings.update)
+        return _Work(i, keep, signal, weight, evidence, vector, state)
 
     def _split(self, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
         """By share; None for those of others and of parameters without a tensor."""
@@ -231,30 +254,32 @@ class KronEngine:
         _select(pack.weight, weight, keep)
         return signal, None
 
-    def _fit(
-        self,
-        i: int,
-        old: core_kron.KronState,
-        evidence: torch.Tensor,
-        vector: torch.Tensor | None,
-        settings: StepSettings,
-    ) -> core_kron.KronState:
-        """The bucket's factors after one update."""
-        dtype = old.factors[0].dtype
-        unit = noise.draw(
-            self.packs[i].streams, settings.step, noise.FIT, tuple(evidence.shape[1:]), dtype
-        )
-        if settings.stochastic_rounding:
-            old = self.rule.lifted(old)
-        new = self.rule.update(old, evidence, unit, settings.preconditioner_lr, vector)
-        new = self.rule.refresh(new)
-        if settings.stochastic_rounding:
+    def _fit(self, work: list[_Work], settings: StepSettings) -> list[core_kron.KronState]:
+        """The buckets' factors after one update."""
+        rounds, olds = settings.stochastic_rounding, [w.state for w in work]
+        units = [
+            noise.draw(
+                self.packs[w.bucket].streams,
+                settings.step,
+                noise.FIT,
+                tuple(w.evidence.shape[1:]),
+                w.state.factors[0].dtype,
+            )
+            for w in work
+        ]
+        evidence, vectors = [w.evidence for w in work], [w.vector for w in work if w.vector is not None]
+        wide = [self.rule.lifted(old) for old in olds] if rounds else olds
+        found = self.rule.fit(wide, evidence, units, settings.preconditioner_lr, vectors or None)
+        if not rounds:
+            return found
+        rounded = []
+        for w, new in zip(work, found, strict=True):
             noises = tuple(
-                self._noise(i, noise.FACTOR + axis, q.shape, settings)
+                self._noise(w.bucket, noise.FACTOR + axis, q.shape, settings)
                 for axis, q in enumerate(new.factors)
             )
-            new = self.rule.rounded(new, noises, dtype)
-        return new
+            rounded.append(self.rule.rounded(new, noises, w.state.factors[0].dtype))
+        return rounded
 
     def _precondition(
         self,
@@ -370,12 +395,32 @@ class KronEngine:
             self.packs[i] = pack._replace(kron=self.storage.renewed(self.rule, pack.kron))
 
 
-_CACHED = 2**17  # numbers: with more of them at a time, a step on a CPU waits for memory
+# Numbers to handle together: more would not stay in a CPU's cache, or take memory elsewhere.
+_CACHED, _JOINED = 2**17, 2**23
+
+
+def _at_once(device: torch.device) -> int:
+    return _CACHED if device.type == "cpu" else _JOINED
 
 
 def _most_blocks(sizes: tuple[int, ...], diagonal: Any, dtype: torch.dtype, device: torch.device) -> int:
     """How many blocks to handle together."""
-    return max(1, _CACHED // math.prod(sizes)) if device.type == "cpu" else sys.maxsize
+    return max(1, _at_once(device) // math.prod(sizes))
+
+
+def _rounds(found: Sequence[buckets.Bucket]) -> list[list[int]]:
+    """Which buckets to handle together."""
+    rounds: list[list[int]] = []
+    numbers, last = 0, None
+    for i, bucket in enumerate(found):
+        sizes, _, _, device = bucket.key
+        own = bucket.blocks * math.prod(sizes)
+        if not rounds or device != last or numbers + own > _at_once(device):
+            rounds.append([])
+            numbers = 0
+        rounds[-1].append(i)
+        numbers, last = numbers + own, device
+    return rounds
 
 
 def _by_tile(plan: blocks.BlockPlan, numbers: Sequence[int]) -> list[list[int]]:
@@ -408,5 +453,9 @@ def _select(old: torch.Tensor, new: torch.Tensor, keep: torch.Tensor | None) -> 
     if keep is None:
         old.copy_(new)
         return
-    condition = keep.reshape(-1, *(1,) * (old.ndim - 1)) if keep.ndim else keep
-    torch.where(condition, new, old, out=old)
+    torch.where(_of_blocks(keep, old), new, old, out=old)
+
+
+def _of_blocks(flags: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Flags (), or (blocks,), to meet a stack of blocks."""
+    return flags.reshape(-1, *(1,) * (x.ndim - 1)) if flags.ndim else flags
