@@ -1,9 +1,9 @@
 """How one parameter becomes blocks for a Kronecker-factored preconditioner. Plans are made of ints.
 
 A parameter's axes are merged until few are left, each merged axis gets a dense or a diagonal factor, and
-axes longer than `block_size` are cut. Cutting an axis into equal chunks, or these and one remainder, gives
-at most two kinds of chunk per axis, so a parameter becomes a few *tiles*: regular grids of equal blocks, each
-one slice, reshape and transpose away, however many blocks there are.
+axes longer than `block_size` are cut: into equal chunks, or these and one remainder. That is at most two
+kinds of chunk per axis, so a parameter becomes a few *tiles*: regular grids of equal blocks, each one
+slice, reshape and transpose away, however many blocks there are.
 
 Source: the options are distributed_kron's; merging and blocking go back to Anil et al. 2020
 (arXiv:2002.09018).
