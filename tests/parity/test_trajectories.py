@@ -67,7 +67,7 @@ def jax_kfac_trajectory(network, dtype, **settings):
     return network.from_jax([np.asarray(w) for w in weights])
 
 
-def jax_kron_trajectory(network, dtype, **settings):
+def jax_kron_trajectory(network, dtype, steps=KRON_STEPS, **settings):
     weights, x, y = networks.jax_arguments(network, dtype)
     tx = kron(0.01, **KRON_SETTINGS, **settings)
     state = jax.jit(tx.init)(weights)
@@ -78,7 +78,7 @@ def jax_kron_trajectory(network, dtype, **settings):
         updates, state = tx.update(grads, state, weights)
         return optax.apply_updates(weights, updates), state
 
-    for _ in range(KRON_STEPS):
+    for _ in range(steps):
         weights, state = step(weights, state)
     return [np.asarray(w) for w in weights]
 
@@ -107,20 +107,22 @@ def test_kfac(name, compute_method, dtype, rtol):
 
 
 @pytest.mark.parametrize(
-    ("geometry", "dtype", "rtol"),
-    [(g, *PRECISIONS[0]) for g in ("Q0.5EQ1.5", "QEQ", "QUAD", "EQ")] + [("Q0.5EQ1.5", *PRECISIONS[1])],
+    ("geometry", "dtype", "steps", "rtol"),
+    [(g, "float64", KRON_STEPS, 1e-9) for g in ("Q0.5EQ1.5", "QEQ", "QUAD", "EQ")]
+    # Later the convolutions' loss is nearly zero, and rounding errors of float32 grow a thousandfold.
+    + [("Q0.5EQ1.5", "float32", 100, 1e-5)],
 )
 @pytest.mark.parametrize("name", NETWORKS)
-def test_kron(name, geometry, dtype, rtol):
+def test_kron(name, geometry, dtype, steps, rtol):
     network = NETWORKS[name]()
     ours = networks.torch_trajectory(
         network,
         lambda model: Kron(model.parameters(), lr=0.01, geometry=geometry, **KRON_SETTINGS),
-        KRON_STEPS,
+        steps,
         getattr(torch, dtype),
     )
     assert moved(network, ours)
-    assert_same(ours, jax_kron_trajectory(network, dtype, geometry=geometry), rtol)
+    assert_same(ours, jax_kron_trajectory(network, dtype, steps, geometry=geometry), rtol)
 
 
 # Settings of Kron, each on a path of its own through both adapters.

@@ -106,16 +106,16 @@ def test_blocks_of_a_parameter_do_not_depend_on_their_neighbours():
 
 
 @pytest.mark.parametrize("numbers", [1, 60, 200])
-def test_buckets_cut_to_what_a_cache_holds_take_the_same_steps(monkeypatch, numbers):
+def test_blocks_handled_in_rounds_that_a_cache_holds_take_the_same_steps(monkeypatch, numbers):
     def trajectory() -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(6, 6, bias=i % 2 == 0) for i in range(6))).double()
         kron = Kron(model.parameters(), lr=0.01, preconditioner_update_probability=0.5)
         run(model, kron, range(6))
-        return [p.detach() for p in model.parameters()], sum(len(e.buckets) for e in kron._engines)
+        return [p.detach() for p in model.parameters()], sum(len(e.rounds) for e in kron._engines)
 
     whole, few = trajectory()
-    monkeypatch.setattr("suite.torch.kron_engine._CACHED", numbers)
+    monkeypatch.setattr("suite.torch.kron_rounds._CACHED", numbers)
     cut, many = trajectory()
     assert many > few
     for a, b in zip(whole, cut, strict=True):

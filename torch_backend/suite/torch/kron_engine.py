@@ -8,7 +8,6 @@ Over several ranks either all of them do the same, or each has a share of the bl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from suite.core.rounding import stochastic_round
 from suite.core.step_size import Clip, clipped, normalized, rms_clip_scale
 from suite.torch.collectives import Ranks
 from suite.torch.inplace import average_in
+from suite.torch.kron_rounds import Piece, gathered, plan_rounds, which_may_change
 from suite.torch.kron_shares import Share, ShareExchange, plan_shares
 from suite.torch.kron_storage import KronStorage
 
@@ -57,9 +57,9 @@ class Pack(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """What a step does with one bucket."""
+    """What a step does with one piece."""
 
-    bucket: int
+    pack: Pack  # its part of the bucket
     keep: torch.Tensor | None  # whether blocks may change; None: all do
     signal: torch.Tensor
     weight: torch.Tensor | None  # what the signal is still to be divided by
@@ -94,16 +94,11 @@ class KronEngine:
         self.shares = plan_shares(parameters, self.plans, ranks, shard)
         self.exchange = ShareExchange(parameters, self.plans, self.shares, ranks, shard)
         own = [i for i, share in enumerate(self.shares) if share.owner == ranks.rank]
-        found = [
-            part
-            for bucket in buckets.plan_buckets([self._stack(self.shares[i]) for i in own])
-            for part in buckets.cut(bucket, _most_blocks(*bucket.key))
-        ]
         self.buckets = tuple(  # of the shares that are here, by their number
             buckets.Bucket(b.key, tuple(replace(m, index=own[m.index]) for m in b.members))
-            for b in found
+            for b in buckets.plan_buckets([self._stack(self.shares[i]) for i in own])
         )
-        self.rounds = _rounds(self.buckets)
+        self.rounds = plan_rounds(self.buckets)
         self.places = {m.index: (i, m) for i, bucket in enumerate(self.buckets) for m in bucket.members}
         streams = [
             _by_tile(plan, noise.stream_numbers(number, plan.blocks, seed))
@@ -154,41 +149,53 @@ class KronEngine:
         stacks = self._split(gradients)
         filled = [stack is not None for stack in stacks]
         of_pairs = None if pairs is None else (self._split(pairs.vectors), self._split(pairs.products))
-        for numbers in self.rounds:
-            here = [[filled[m.index] for m in self.buckets[i].members] for i in numbers]
-            work = [
-                self._prepared(i, self._keep(i, own, finite), stacks, of_pairs, settings)
-                for i, own in zip(numbers, here, strict=True)
-                if any(own)
-            ]
+        found: list[list[torch.Tensor]] = [[] for _ in self.shares]
+        for pieces in self.rounds:
+            here = [piece for piece in pieces if any(filled[i] for i, _ in piece.parts)]
+            work = [self._prepared(piece, stacks, filled, finite, of_pairs, settings) for piece in here]
             fitted = self._fit(work, settings) if settings.update else [w.state for w in work]
-            for w, state in zip(work, fitted, strict=True):
+            for piece, w, state in zip(here, work, fitted, strict=True):
                 used = state if settings.update_first else w.state
                 direction = self._precondition(used, w.signal, w.weight, settings)
                 if settings.update:
-                    _write(self.packs[w.bucket].kron, self.storage.keep(state), w.keep)
+                    _write(w.pack.kron, self.storage.keep(state), w.keep)
                 if w.keep is not None:
-                    condition = _of_blocks(w.keep, w.signal)
-                    direction = torch.where(condition, direction, 0.0)
-                buckets.scatter(self.buckets[w.bucket], direction, stacks)
-        return self.exchange.directions(present, stacks)
+                    direction = torch.where(_of_blocks(w.keep, w.signal), direction, 0.0)
+                parts = direction.split([blocks.stop - blocks.start for _, blocks in piece.parts])
+                for (i, _), part in zip(piece.parts, parts, strict=True):
+                    if filled[i]:
+                        found[i].append(part)
+        joined = [None if not own else own[0] if len(own) == 1 else torch.cat(own) for own in found]
+        return self.exchange.directions(present, joined)
 
     def _prepared(
         self,
-        i: int,
-        keep: torch.Tensor | None,
+        piece: Piece,
         stacks: list[Any],
+        filled: list[bool],
+        finite: torch.Tensor | None,
         of_pairs: tuple[list[Any], list[Any]] | None,
         settings: StepSettings,
     ) -> _Work:
-        """Take a bucket's gradients into its momentum."""
-        gradient = self._gather(i, stacks)
-        signal, weight = self._absorb(i, gradient, keep, settings)
+        """Take the gradients of a piece into its momentum."""
+        pack = self._pack(piece)
+        keep = which_may_change(piece, filled, finite, pack.momentum.device)
+        gradient = gathered(piece, stacks, pack.momentum)
+        signal, weight = self._absorb(pack, gradient, keep, settings)
         evidence, vector = (gradient if settings.whiten == "gradient" else signal), None
         if of_pairs is not None:
-            vector, evidence = (self._gather(i, parts) for parts in of_pairs)
-        state = self.storage.full(self.rule, self.packs[i].kron, factors=settings.update)
-        return _Work(i, keep, signal, weight, evidence, vector, state)
+            vector, evidence = (gathered(piece, parts, pack.momentum) for parts in of_pairs)
+        state = self.storage.full(self.rule, pack.kron, factors=settings.update)
+        return _Work(pack, keep, signal, weight, evidence, vector, state)
+
+    def _pack(self, piece: Piece) -> Pack:
+        """The piece's part of its bucket, as views."""
+        pack, bucket = self.packs[piece.bucket], self.buckets[piece.bucket]
+        if piece.stop - piece.start == bucket.blocks:
+            return pack
+        part = slice(piece.start, piece.stop)
+        kron = core_kron.KronState(*(tuple(x[part] for x in own) for own in pack.kron))
+        return Pack(pack.momentum[part], pack.weight[part], kron, pack.streams[part])
 
     def _split(self, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
         """By share; None for those of others and of parameters without a tensor."""
@@ -205,35 +212,10 @@ class KronEngine:
                 stacks[i] = stack if whole else stack[share.start : share.stop]
         return stacks
 
-    def _keep(self, i: int, here: list[bool], finite: torch.Tensor | None) -> torch.Tensor | None:
-        """Whether blocks may change: () or (blocks,); None: all do."""
-        if all(here):
-            return finite
-        spans = [m.stop - m.start for m in self.buckets[i].members]
-        flags = [flag for flag, n in zip(here, spans, strict=True) for _ in range(n)]
-        mask = torch.tensor(flags, device=self.packs[i].momentum.device)
-        return mask if finite is None else finite & mask
-
-    def _gather(self, i: int, stacks: list[Any]) -> torch.Tensor:
-        """The bucket's part of `stacks`, zeros for what is missing."""
-        momentum = self.packs[i].momentum
-        filled = {
-            m.index: torch.zeros_like(momentum[m.start : m.stop])
-            for m in self.buckets[i].members
-            if stacks[m.index] is None
-        }
-        if filled:
-            stacks = [filled.get(place, stack) for place, stack in enumerate(stacks)]
-        return buckets.gather(self.buckets[i], stacks)
-
-    def _noise(self, i: int, use: int, shape: torch.Size, settings: StepSettings) -> torch.Tensor:
-        return noise.draw(self.packs[i].streams, settings.step, use, tuple(shape[1:]), torch.float32)
-
     def _absorb(
-        self, i: int, gradient: torch.Tensor, keep: torch.Tensor | None, settings: StepSettings
+        self, pack: Pack, gradient: torch.Tensor, keep: torch.Tensor | None, settings: StepSettings
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Momentum with this gradient in it; what it is still to be divided by, (blocks,) or None."""
-        pack = self.packs[i]
         old = pack.momentum
         if keep is None and not settings.stochastic_rounding:
             average_in(old, gradient, settings.b1)
@@ -244,7 +226,7 @@ class KronEngine:
             return moments.unbiased(old, pack.weight), None
         if settings.stochastic_rounding:
             wide = moments.update_average(lift(old), gradient, settings.b1)
-            unit = self._noise(i, noise.MOMENTUM, old.shape, settings)
+            unit = _noise(pack, noise.MOMENTUM, old.shape, settings)
             momentum = stochastic_round(wide, unit, old.dtype)
         else:
             momentum = moments.update_average(old, gradient, settings.b1)
@@ -259,7 +241,7 @@ class KronEngine:
         rounds, olds = settings.stochastic_rounding, [w.state for w in work]
         units = [
             noise.draw(
-                self.packs[w.bucket].streams,
+                w.pack.streams,
                 settings.step,
                 noise.FIT,
                 tuple(w.evidence.shape[1:]),
@@ -275,7 +257,7 @@ class KronEngine:
         rounded = []
         for w, new in zip(work, found, strict=True):
             noises = tuple(
-                self._noise(w.bucket, noise.FACTOR + axis, q.shape, settings)
+                _noise(w.pack, noise.FACTOR + axis, q.shape, settings)
                 for axis, q in enumerate(new.factors)
             )
             rounded.append(self.rule.rounded(new, noises, w.state.factors[0].dtype))
@@ -395,32 +377,8 @@ class KronEngine:
             self.packs[i] = pack._replace(kron=self.storage.renewed(self.rule, pack.kron))
 
 
-# Numbers to handle together: more would not stay in a CPU's cache, or take memory elsewhere.
-_CACHED, _JOINED = 2**17, 2**23
-
-
-def _at_once(device: torch.device) -> int:
-    return _CACHED if device.type == "cpu" else _JOINED
-
-
-def _most_blocks(sizes: tuple[int, ...], diagonal: Any, dtype: torch.dtype, device: torch.device) -> int:
-    """How many blocks to handle together."""
-    return max(1, _at_once(device) // math.prod(sizes))
-
-
-def _rounds(found: Sequence[buckets.Bucket]) -> list[list[int]]:
-    """Which buckets to handle together."""
-    rounds: list[list[int]] = []
-    numbers, last = 0, None
-    for i, bucket in enumerate(found):
-        sizes, _, _, device = bucket.key
-        own = bucket.blocks * math.prod(sizes)
-        if not rounds or device != last or numbers + own > _at_once(device):
-            rounds.append([])
-            numbers = 0
-        rounds[-1].append(i)
-        numbers, last = numbers + own, device
-    return rounds
+def _noise(pack: Pack, use: int, shape: torch.Size, settings: StepSettings) -> torch.Tensor:
+    return noise.draw(pack.streams, settings.step, use, tuple(shape[1:]), torch.float32)
 
 
 def _by_tile(plan: blocks.BlockPlan, numbers: Sequence[int]) -> list[list[int]]:

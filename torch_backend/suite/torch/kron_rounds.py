@@ -1,0 +1,77 @@
+"""Rounds of a step of Kron: what it handles at a time, be it part of a large bucket or many small ones.
+
+On a CPU a round stays in the cache; elsewhere it bounds the memory that a step takes. What is in one
+round is fitted together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from suite.core.buckets import Bucket
+
+# Numbers to handle together: more would not stay in a CPU's cache, or take memory elsewhere.
+_CACHED, _JOINED = 2**17, 2**23
+
+
+class Piece(NamedTuple):
+    """Blocks of one bucket that a step handles at a time."""
+
+    bucket: int
+    start: int
+    stop: int
+    parts: tuple[tuple[int, slice], ...]  # numbers of shares, and which of their blocks these are
+
+
+def _at_once(device: torch.device) -> int:
+    return _CACHED if device.type == "cpu" else _JOINED
+
+
+def plan_rounds(found: Sequence[Bucket]) -> list[list[Piece]]:
+    """All blocks of buckets whose keys are (sizes, ..., device)."""
+    rounds: list[list[Piece]] = []
+    numbers, last = 0, None
+    for i, bucket in enumerate(found):
+        sizes, *_, device = bucket.key
+        size, limit = math.prod(sizes), _at_once(device)
+        most = max(1, limit // size)  # blocks
+        for start in range(0, bucket.blocks, most):
+            stop = min(start + most, bucket.blocks)
+            parts = tuple(
+                (m.index, slice(max(start, m.start) - m.start, min(stop, m.stop) - m.start))
+                for m in bucket.members
+                if m.start < stop and start < m.stop
+            )
+            own = (stop - start) * size
+            if not rounds or device != last or numbers + own > limit:
+                rounds.append([])
+                numbers = 0
+            rounds[-1].append(Piece(i, start, stop, parts))
+            numbers, last = numbers + own, device
+    return rounds
+
+
+def which_may_change(
+    piece: Piece, filled: Sequence[bool], finite: torch.Tensor | None, device: torch.device
+) -> torch.Tensor | None:
+    """Whether blocks may change: () or (blocks,); None: all do."""
+    if all(filled[i] for i, _ in piece.parts):
+        return finite
+    flags = [filled[i] for i, part in piece.parts for _ in range(part.stop - part.start)]
+    mask = torch.tensor(flags, device=device)
+    return mask if finite is None else finite & mask
+
+
+def gathered(piece: Piece, stacks: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
+    """The piece's part of `stacks`, zeros for what is missing."""
+    found = [
+        like.new_zeros((part.stop - part.start, *like.shape[1:]))
+        if stacks[i] is None
+        else stacks[i][part]
+        for i, part in piece.parts
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found)
