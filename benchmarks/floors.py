@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from suite.core.blocks import Structure, plan_blocks
 from workloads import Workload
 
 Shape = tuple[int, int]
@@ -21,26 +22,44 @@ def grouped(workload: Workload) -> dict[tuple[int, int, int], int]:
 
 
 class Floor:
-    """Dense factors for every layer of a workload, stacked by shape."""
+    """Dense factors for every layer of a workload, or for its blocks, stacked by shape."""
 
-    def __init__(self, workload: Workload, device: torch.device) -> None:
+    def __init__(
+        self, workload: Workload, device: torch.device, structure: Structure | None = None
+    ) -> None:
         self.stacks = []
         for (m, n, rows), count in grouped(workload).items():
             random = torch.randn
-            self.stacks.append(
-                {
-                    "G": random(count, m, n, device=device),
-                    "L": torch.eye(m, device=device).repeat(count, 1, 1),
-                    "R": torch.eye(n, device=device).repeat(count, 1, 1),
+            parts = [((m, n), count)]
+            if structure is not None:
+                plan = plan_blocks((m, n), structure)
+                parts = [(tile.sizes, count * tile.blocks) for tile in plan.tiles]
+            for (d_out, d_in), blocks in parts:
+                self.stacks.append(
+                    {
+                        "G": random(blocks, d_out, d_in, device=device),
+                        "L": torch.eye(d_out, device=device).repeat(blocks, 1, 1),
+                        "R": torch.eye(d_in, device=device).repeat(blocks, 1, 1),
+                    }
+                )
+            if structure is None:
+                self.stacks[-1] |= {
                     "x": random(count, rows, n, device=device),
                     "g": random(count, rows, m, device=device),
                 }
-            )
 
     def two_products(self) -> None:
         """A plain step of either method: L G R."""
         for s in self.stacks:
             torch.bmm(torch.bmm(s["L"], s["G"]), s["R"])
+
+    def rows(self) -> None:
+        """A plain step of K-FAC from the rows of a batch, where these are fewer: (L g)ᵀ (R x)."""
+        for s in self.stacks:
+            if s["x"].shape[1] < min(s["G"].shape[1:]):
+                torch.bmm(torch.bmm(s["g"], s["L"]).mT, torch.bmm(s["x"], s["R"]))
+            else:
+                torch.bmm(torch.bmm(s["L"], s["G"]), s["R"])
 
     def kron_update(self) -> None:
         """h = P g, the Gram matrix of each side, its product with Q, and QᵀQ."""
@@ -66,6 +85,11 @@ class Floor:
 FLOORS: dict[str, Callable[[Floor], None]] = {
     "two products": Floor.two_products,
     "Kron's update": Floor.kron_update,
+    "rows": Floor.rows,
     "statistics": Floor.statistics,
     "inverses": Floor.inverses,
+}
+IN_BLOCKS: dict[str, Callable[[Floor], None]] = {  # of Kron's default structure
+    "two products, blocks": Floor.two_products,
+    "Kron's update, blocks": Floor.kron_update,
 }

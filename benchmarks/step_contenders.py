@@ -59,8 +59,11 @@ class OurKFAC(Torch):
         self.base = torch.optim.SGD(workload.model.parameters(), lr=1e-4, momentum=0.9)
         self.optimizer = KFAC(workload.model, self.base, inv_update_steps=PERIOD, **settings)
         self.every = settings.get("factor_update_steps", 1)
+        self.spread = settings.get("spread_inverses", False)
 
     def kind(self, step: int) -> str:
+        if self.spread:  # steps of several lengths
+            return "mixed"
         if step % PERIOD == 0:
             return "refresh"
         return "statistics" if step % self.every == 0 else "plain"
@@ -112,6 +115,10 @@ CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
         w, compute_method="inverse", factor_update_steps=PERIOD
     ),
 }
+SPREAD: dict[str, Callable[[Workload], Contender]] = {  # when they are named
+    "K-FAC, spread": lambda w: OurKFAC(w, spread_inverses=True),
+    "K-FAC, inverse, spread": lambda w: OurKFAC(w, compute_method="inverse", spread_inverses=True),
+}
 DENSE = {"partition_grads_into_blocks": False}
 EQ, QUAD4P = {**DENSE, "geometry": "EQ"}, {**DENSE, "geometry": "QUAD4P"}
 PACKED, UNCACHED = {"packed_factors": True}, {"cache_preconditioner": False}
@@ -134,5 +141,5 @@ LESS_STATE: dict[str, Callable[[Workload], Contender]] = {  # when they are name
     "Kron, dense, QUAD4P, packed, without P": kron(**QUAD4P, **PACKED, **UNCACHED),
     "Kron, dense, QUAD4P, packed, without P, bf16": kron(**QUAD4P, **PACKED, **UNCACHED, **HALF),
 }
-EVERY = CONTENDERS | LESS_STATE
+EVERY = CONTENDERS | SPREAD | LESS_STATE
 PEERS = {"kron_torch": kron_torch}

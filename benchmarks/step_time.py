@@ -12,6 +12,7 @@ cannot be imported or fails is reported with its exception.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -27,8 +28,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from floors import FLOORS, Floor
+from floors import FLOORS, IN_BLOCKS, Floor
 from step_contenders import CONTENDERS, EVERY, PEERS, PERIOD, Contender, OurKFAC
+from suite.core.blocks import Structure
+from table import floors_of_steps
 from workloads import WORKLOADS
 
 EXACT, SUBSET = "K-FAC, inverse", "K-FAC, inverse, of 1/8 of the examples"
@@ -112,14 +115,16 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         first[contender] = clock(device) - start
     torch.manual_seed(arguments.seed)
     plain = WORKLOADS[name](device)
-    floor = Floor(plain, device)
+    dense, blocks = Floor(plain, device), Floor(plain, device, Structure())
+    bare = {what: functools.partial(function, dense) for what, function in FLOORS.items()}
+    bare |= {what: functools.partial(function, blocks) for what, function in IN_BLOCKS.items()}
     times: dict[str, dict[str, list[tuple[float, float]]]] = {c: {} for c in found}
     passes: list[float] = []
-    floors: dict[str, list[float]] = {f: [] for f in FLOORS}
+    floors: dict[str, list[float]] = {f: [] for f in bare}
     for _ in range(arguments.cycles):
-        for what, function in FLOORS.items():
+        for what, function in bare.items():
             start = clock(device)
-            function(floor)
+            function()
             floors[what].append(clock(device) - start)
         for _ in range(3):
             start = clock(device)
@@ -189,13 +194,9 @@ def _step(one: Contender, device: torch.device) -> tuple[float, float]:
 def table(report: dict[str, Any]) -> str:
     """Multiples of AdamW's whole step, and the optimizer's part over the floor."""
     adamw = report["contenders"]["AdamW"]["amortised"]
-    floors, fb = report["floors"], report["forward_backward"]
-    kron_floor = (fb + floors["two products"] + floors["Kron's update"] / PERIOD) / adamw
-    kfac_floor = fb + floors["two products"] + floors["inverses"] / PERIOD
+    floors = report["floors"]
     lines = [
-        f"  floors / AdamW: Kron every {PERIOD} {kron_floor:.2f}, K-FAC statistics every step "
-        f"{(kfac_floor + floors['statistics']) / adamw:.2f}, every {PERIOD} "
-        f"{(kfac_floor + floors['statistics'] / PERIOD) / adamw:.2f}",
+        f"  floors / AdamW, new factors every {PERIOD}: {floors_of_steps(report)}",
         f"  {'':46s}{'amortised':>10s}{'plain':>8s}{'stats':>8s}{'costly':>8s}{'worst':>8s}"
         f"{'opt/floor':>11s}{'B/param':>9s}{'first s':>9s}{'host syncs':>12s}",
     ]

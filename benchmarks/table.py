@@ -69,21 +69,31 @@ def _over(value: float, unit: float | None) -> str:
     return "" if unit is None else f"{value / unit:.2f}"
 
 
+def floors_of_steps(report: dict[str, Any]) -> str:
+    """What a step takes at least, amortised and over AdamW's: bare products and factorizations."""
+    floors = report["floors"]
+    adamw, fb = report["contenders"]["AdamW"]["amortised"], report["forward_backward"]
+    found = {"Kron with dense sides": floors["two products"] + floors["Kron's update"] / PERIOD}
+    if "rows" in floors:
+        update = floors["Kron's update, blocks"] / PERIOD
+        found["Kron in blocks"] = floors["two products, blocks"] + update
+    inverses = floors["inverses"] / PERIOD
+    found["K-FAC"] = floors["two products"] + inverses + floors["statistics"]
+    found["K-FAC, statistics every 10"] = (
+        floors["two products"] + inverses + floors["statistics"] / PERIOD
+    )
+    if "rows" in floors:
+        thin = min(floors["rows"], floors["two products"])
+        found["the same, directions from rows"] = thin + inverses + floors["statistics"] / PERIOD
+    return "; ".join(f"{name} {(fb + floor) / adamw:.2f}" for name, floor in found.items())
+
+
 def step_time_table(name: str, report: dict[str, Any]) -> str:
     """Amortised step and each kind of step, over AdamW's."""
     adamw = report["contenders"]["AdamW"]["amortised"]
-    floors, fb = report["floors"], report["forward_backward"]
-    plain = fb + floors["two products"]
-    kfac = plain + floors["inverses"] / PERIOD
-    bounds = [
-        plain + floors["Kron's update"] / PERIOD,
-        kfac + floors["statistics"],
-        kfac + floors["statistics"] / PERIOD,
-    ]
-    kron, every, tenth = (f"{bound / adamw:.2f}" for bound in bounds)
+    floors = report["floors"]
     lines = [
-        f"**{name}**: floors with dense sides: Kron {kron}; K-FAC {every}, with statistics in every "
-        f"tenth step {tenth}",
+        f"**{name}**: floors, with new factors in every tenth step: {floors_of_steps(report)}",
         "",
         "| | amortised | plain step | with statistics | with new inverses or factors | worst step | "
         "plain step's optimizer / two products | bytes of state a parameter | first step, seconds | "

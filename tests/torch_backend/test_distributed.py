@@ -60,7 +60,7 @@ def alone(settings: Settings) -> list[torch.Tensor]:
     """The parameters after training in this process, without a process group."""
     kept = ("factor_scaling", "fisher", "likelihood", "compute_method", "inv_update_steps")
     kept += ("factor_update_steps", "kl_clip", "weight_sharing", "loss_reduction", "damping")
-    kept += ("compute_eigenvalue_outer_product", "warm_start")
+    kept += ("compute_eigenvalue_outer_product", "warm_start", "spread_inverses")
     own = {name: value for name, value in settings.kfac.items() if name in kept}
     if settings.loss == "global":
         settings = replace(settings, loss="mean", shares=())
@@ -186,6 +186,23 @@ VARIANTS: dict[str, tuple[int, Settings]] = {
     "outer products": (2, Settings(kfac={"compute_eigenvalue_outer_product": True})),
     "newton-schulz": (2, Settings(kfac={"compute_method": "newton_schulz"})),
     "warm start": (4, Settings(kfac={"warm_start": True, "inv_update_steps": 2}, batch=240)),
+    "spread": (
+        4,
+        Settings(
+            kfac={
+                "spread_inverses": True,
+                "inv_update_steps": 3,
+                "compute_method": "inverse",
+                "gradient_worker_fraction": 0.5,
+            }
+        ),
+    ),
+    "spread, ekfac, fsdp": (
+        3,
+        Settings(
+            "fsdp", kfac={"spread_inverses": True, "inv_update_steps": 3, "compute_method": "ekfac"}
+        ),
+    ),
     "a rank without data": (
         3,
         Settings("none", loss="global", shares=(13, 11, 0), kfac={"loss_reduction": "global_mean"}),

@@ -591,6 +591,8 @@ SETTINGS = {
     "ekfac": {"compute_method": "ekfac"},
     "outer product": {"compute_eigenvalue_outer_product": True},
     "warm start": {"warm_start": True},
+    "spread": {"spread_inverses": True, "compute_method": "inverse"},
+    "spread, ekfac": {"spread_inverses": True, "compute_method": "ekfac"},
     "mc": {"fisher": "mc", "likelihood": "categorical", "seed": 3},
     "max_rows": {"max_rows": 5},
     "max_examples": {"max_examples": 2},

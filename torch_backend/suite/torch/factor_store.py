@@ -77,7 +77,7 @@ class FactorStore:
     def _plan(self, input_of: Mapping[int, int]) -> None:
         """Decide who owns what, given which layer shares whose A, and what is here."""
         self.input_of = dict(input_of)
-        shapes = [LayerShape(layer.sizes, layer.diagonal, layer.blocks) for layer in self.layers]
+        shapes = [self._shape(i) for i in range(len(self.layers))]
         self.placement = self._place(shapes, self.input_of)
         worked = [i for i in range(len(shapes)) if self.placement.is_worker(i, self.ranks.rank)]
         found = buckets.plan_buckets(
@@ -93,6 +93,10 @@ class FactorStore:
         self.allocated = self.refreshed = self.updated = False
         self.factors, self.products, self.received = [], [], {}
         self._cache.clear()
+
+    def _shape(self, index: int) -> LayerShape:
+        layer = self.layers[index]
+        return LayerShape(layer.sizes, layer.diagonal, layer.blocks)
 
     def all_keys(self) -> list[Key]:
         """All factors of the model, in one order on every rank."""
@@ -172,8 +176,7 @@ class FactorStore:
         for i, side in self.all_keys():
             layer, at = self.layers[i], 0 if side == "A" else 1
             size, diagonal = layer.sizes[at], layer.diagonal[at]
-            shape = LayerShape(layer.sizes, layer.diagonal, layer.blocks)
-            count = shape.elements(side, packed=self.storage.packed)
+            count = self._shape(i).elements(side, packed=self.storage.packed)
             wide = at_least_single(layer.dtype)
             factor, inverse = self.factor_dtype or wide, self.inv_dtype or wide
             if self.placement.owner_of[i, side] == self.ranks.rank:
@@ -255,8 +258,8 @@ class FactorStore:
     ) -> dict[str, dict[str, torch.Tensor]]:
         """Tensors by layer name, as far as this rank has them; nothing before the first step.
 
-        A shared A is in the record of each layer that has it. Averages, which later steps change in
-        place, are copied.
+        A shared A is in the record of each layer that has it. What later steps may change in place is
+        copied.
         """
         layers: dict[str, dict[str, torch.Tensor]] = {layer.name: {} for layer in self.layers}
         if not self.allocated or not include_factors:
@@ -266,11 +269,8 @@ class FactorStore:
                 place = self.places.get(self._key(i, side))
                 if place is not None:
                     own = factor_rows(self.factors[place.bucket], slice(place.start, place.stop))
-                    changing = (side, f"{side}_weight")
-                    layers[layer.name] |= {
-                        name: tensor.clone() if name in changing else tensor
-                        for name, tensor in _tensors(self.storage.full_factor(own), side).items()
-                    }
+                    tensors = _tensors(self.storage.full_factor(own), side)
+                    layers[layer.name] |= {name: tensor.clone() for name, tensor in tensors.items()}
                 elif self._key(i, side) in self.received:
                     inverse, ready = self.received[self._key(i, side)]
                     layers[layer.name] |= _inverse_tensors(self.storage.full(inverse), ready, side)
@@ -448,6 +448,16 @@ def rows_of(inverse: Any, at: slice) -> Any:
             None if inverse.vectors is None else inverse.vectors[at], inverse.values[at]
         )
     return inverse[at]
+
+
+def copy_inverse(kept: Any, new: Any) -> None:
+    """Inverses or eigenbases into the place of others."""
+    if isinstance(kept, core_kfac.Eigen):
+        if kept.vectors is not None:
+            kept.vectors.copy_(new.vectors)
+        kept.values.copy_(new.values)
+    else:
+        kept.copy_(new)
 
 
 def factor_rows(factor: core_kfac.Factor, at: slice) -> core_kfac.Factor:

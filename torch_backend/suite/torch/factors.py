@@ -9,17 +9,29 @@ from typing import Any
 
 import torch
 
-from suite.core import ekfac, linalg
+from suite.core import buckets, ekfac, linalg
 from suite.core import kfac as core_kfac
 from suite.core.packing import pack, packed_shape, unpack
+from suite.core.turns import plan_turns
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Parcel
-from suite.torch.factor_store import FactorStore, Key, at_least_single, factor_rows, rows_of
+from suite.torch.factor_store import (
+    FactorStore,
+    Key,
+    at_least_single,
+    copy_inverse,
+    factor_rows,
+    rows_of,
+)
 from suite.torch.inplace import all_average_in, average_in
 from suite.torch.rows import Bases
 
 # Another try at a factor that failed: more damping, in units of its mean eigenvalue, then float64.
 _RETRIES = ((1e-3, None), (0.0, torch.float64))
+
+
+Turn = tuple[int, int]  # step of a cycle, of how many
+Group = tuple[int, list[int]]  # a layer with an A, and all layers that have it
 
 
 class LayerFactors(FactorStore):
@@ -64,13 +76,21 @@ class LayerFactors(FactorStore):
                     average_in(average[at], new[member.index], factor_decay)
                     average_in(weight[at], torch.ones_like(weight[at]), factor_decay)
 
-    def refresh(self, damping: float) -> None:
-        """Recompute all inverses or eigenbases, each on its owner, and bring them to their users."""
+    def refresh(self, damping: float, turn: Turn | None = None) -> None:
+        """Recompute inverses or eigenbases, each on its owner, and bring them to their users.
+
+        Args:
+            turn: (step, of how many): only of the layers whose turn it is in this step of a cycle; of
+                all if there are none yet.
+        """
         if not self.allocated:
+            return
+        if turn is not None and self.refreshed:
+            self._refresh_some(damping, turn)
             return
         self.refreshed = True
         self._cache.clear()
-        dampings = self._dampings(damping)
+        dampings = self._dampings(damping, self._groups())
         due = set(range(len(self.factors)))
 
         def fresh(number: int) -> core_kfac.Factor:
@@ -79,26 +99,86 @@ class LayerFactors(FactorStore):
                 self.factors[number] = self._refreshed(number, dampings[number])
             return self.factors[number]
 
-        self._spread(fresh)
+        self._spread(self.all_keys(), fresh)
         for number in sorted(due):
             fresh(number)
-        if self.keeps_products:
-            for number in range(len(self.buckets)):
-                A, _ = self._gathered(number, "A")
-                G, _ = self._gathered(number, "G")
-                self.products[number] = ekfac.restart(A, G)
+        self._restart_products(set(range(len(self.layers))))
 
-    def _spread(self, fresh: Callable[[int], core_kfac.Factor]) -> None:
+    def _refresh_some(self, damping: float, turn: Turn) -> None:
+        """Of layers that share an A all at once: their dampings depend on each other."""
+        step, steps = turn
+        groups = self._groups()
+        turns = plan_turns([self._cost(*group) for group in groups], steps)
+        groups = [group for group, own in zip(groups, turns, strict=True) if own == step]
+        due = {i for _, members in groups for i in members}
+        keys = [key for key in self.all_keys() if key[0] in due]
+        dampings = self._dampings(damping, groups)
+        for number, bucket in enumerate(self.factor_buckets):
+            for at in _runs(bucket, [self.owners[m.index][0] in due for m in bucket.members]):
+                self._refresh_rows(number, at, dampings[number])
+        self._spread(keys, lambda number: self.factors[number])
+        for number, bucket in enumerate(self.buckets):
+            if any(m.index in due for m in bucket.members):
+                for what in ("A", "G", "ready"):
+                    self._cache.pop((number, what), None)
+        for i in due:
+            self._cache.pop((i, "layer is ready"), None)
+        self._restart_products(due)
+
+    def _refresh_rows(self, number: int, at: slice, damping: Any) -> None:
+        """Some of a stack of factors, in place."""
+        old = factor_rows(self.factors[number], at)
+        for part in self.storage.portions(old):
+            rows = slice(at.start + part.start, at.start + part.stop)
+            here = factor_rows(self.factors[number], rows)
+            own = damping[rows] if isinstance(damping, torch.Tensor) else damping
+            warm = self.warm_start and self.rule.keeps_eigenbases and bool(here.ready.all())
+            full = self.storage.full_factor(here)
+            new = self._refreshed_part(number, rows.start, full, own, warm)
+            copy_inverse(here.inverse, self.storage.keep(new.inverse))
+            here.ready.copy_(new.ready)
+            here.failures.copy_(new.failures)
+
+    def _restart_products(self, due: set[int]) -> None:
+        """Second moments in the eigenbases of these layers, from the new bases."""
+        if not self.keeps_products:
+            return
+        for number, bucket in enumerate(self.buckets):
+            if all(m.index in due for m in bucket.members):
+                A, G = (self._gathered(number, side)[0] for side in ("A", "G"))
+                self.products[number] = ekfac.restart(A, G)
+                continue
+            for m in bucket.members:
+                if m.index in due:
+                    A, G = (self._inverse_of(m.index, side)[0] for side in ("A", "G"))
+                    for kept, new in zip(self.products[number], ekfac.restart(A, G), strict=True):
+                        kept[m.start : m.stop] = new
+
+    def _groups(self) -> list[Group]:
+        """Layers that share an A, in the order of the layers that have it."""
+        groups: dict[int, list[int]] = {}
+        for i in range(len(self.layers)):
+            groups.setdefault(self.input_of.get(i, i), []).append(i)
+        return list(groups.items())
+
+    def _cost(self, leader: int, members: Sequence[int]) -> int:
+        """Of a group's factorizations."""
+        costs = [self._shape(leader).cost("A", "compute")]
+        costs += [self._shape(i).cost("G", "compute") for i in members]
+        return sum(costs)
+
+    def _spread(self, sent: Sequence[Key], fresh: Callable[[int], core_kfac.Factor]) -> None:
         """Send inverses or eigenbases from their owners to their users.
 
         Args:
+            sent: whose.
             fresh: number of a stack of factors -> the stack, computed when the first of it leaves.
         """
         if self.ranks.alone:
             return
         # One size after the other, as they are computed.
-        sizes = list(dict.fromkeys(self._kind(*key) for key in self.all_keys()))
-        keys = sorted(self.all_keys(), key=lambda key: sizes.index(self._kind(*key)))
+        sizes = list(dict.fromkeys(self._kind(*key) for key in sent))
+        keys = sorted(sent, key=lambda key: sizes.index(self._kind(*key)))
         parcels = []
         for key in keys:
             i, side = key
@@ -166,23 +246,23 @@ class LayerFactors(FactorStore):
         sides = [self._inverse_of(index, side)[0].vectors for side in ("A", "G")]
         return sides[0], sides[1]
 
-    def _dampings(self, damping: float) -> list[Any]:
-        """What goes onto the diagonals of each stack of factors."""
+    def _dampings(self, damping: float, groups: Sequence[Group]) -> list[Any]:
+        """What goes onto the diagonals of each stack of factors, where these groups' are."""
         if self.factor_scaling == "kfac_pytorch":  # the whole damping on both sides
             return [0.0 if self.rule.keeps_eigenbases else damping for _ in self.factors]
         if self.rule.keeps_eigenbases:
             return [0.0 for _ in self.factors]
-        mean_of = self._mean_eigenvalues()
-        groups: dict[int, list[int]] = {}
-        for i in range(len(self.layers)):
-            groups.setdefault(self.input_of.get(i, i), []).append(i)
+        keys = [(leader, "A") for leader, _ in groups]
+        keys += [(i, "G") for _, members in groups for i in members]
+        mean_of = self._mean_eigenvalues(keys)
         dampings = [torch.zeros_like(factor.weight) for factor in self.factors]
-        for leader, members in groups.items():
+        for leader, members in groups:
             # One A, so one π for all that share it: from the mean of their G's. No number among
             # these G's may leave its damping to an A that has to suit the others, too.
             mean_G = torch.stack([mean_of[i, "G"] for i in members]).mean(0)
+            mean_A = mean_of[leader, "A"]
             for i in members:
-                mean_A, (d_in, d_out) = mean_of[leader, "A"], self.layers[i].sizes
+                d_in, d_out = self.layers[i].sizes
                 sizes = d_in, d_out if len(members) == 1 else max(d_out, 2)
                 split = self.rule.split_damping(mean_A, mean_G, damping, sizes)
                 for side, value in zip(("A", "G"), split, strict=True):
@@ -191,8 +271,8 @@ class LayerFactors(FactorStore):
                         dampings[place.bucket][place.start : place.stop] = value
         return dampings
 
-    def _mean_eigenvalues(self) -> dict[Key, torch.Tensor]:
-        """(blocks,) of every factor of the model, from wherever it is."""
+    def _mean_eigenvalues(self, keys: Sequence[Key]) -> dict[Key, torch.Tensor]:
+        """(blocks,) of factors, wherever they are."""
         means = [self.storage.mean_eigenvalue(factor) for factor in self.factors]
 
         def here(key: Key) -> torch.Tensor:
@@ -203,7 +283,7 @@ class LayerFactors(FactorStore):
                 return torch.zeros(layer.blocks, dtype=dtype, device=layer.device)
             return means[place.bucket][place.start : place.stop]
 
-        found = {key: here(key) for key in self.all_keys()}
+        found = {key: here(key) for key in keys}
         if self.ranks.alone:
             return found
         joined = torch.cat([mean.to(self.ranks.device, torch.float64) for mean in found.values()])
@@ -336,6 +416,17 @@ class LayerFactors(FactorStore):
             record[f"failures_{side}"] = int(factor.failures[at].sum())
         record["ready"] = self.is_ready(index)
         return record
+
+
+def _runs(bucket: buckets.Bucket, chosen: Sequence[bool]) -> list[slice]:
+    """Where chosen members of a bucket are, neighbours together."""
+    runs: list[slice] = []
+    for member, here in zip(bucket.members, chosen, strict=True):
+        if here and runs and runs[-1].stop == member.start:
+            runs[-1] = slice(runs[-1].start, member.stop)
+        elif here:
+            runs.append(slice(member.start, member.stop))
+    return runs
 
 
 def _joined(inverses: Sequence[Any]) -> Any:

@@ -61,6 +61,8 @@ class KFAC(torch.optim.Optimizer):
         optimizer: a torch optimizer over the model's parameters, or None.
         factor_update_steps: steps between updates of the factors' running averages.
         inv_update_steps: steps between computations of inverses or eigenbases.
+        spread_inverses: compute those of some layers in every step instead of all in one, each layer's
+            once in `inv_update_steps` steps: no step takes much longer than the others.
         damping: Tikhonov damping λ, in units of curvature. A new value is in the next direction with
             'eigen' and 'ekfac', in the next inverses with the others.
         factor_decay: decay of the running averages, in [0, 1).
@@ -157,6 +159,7 @@ class KFAC(torch.optim.Optimizer):
         *,
         factor_update_steps: int | Callable[[int], int] = 1,
         inv_update_steps: int | Callable[[int], int] = 1,
+        spread_inverses: bool = False,
         damping: Schedule = 0.001,
         factor_decay: Schedule = 0.95,
         kl_clip: Schedule | None = 0.001,
@@ -219,6 +222,7 @@ class KFAC(torch.optim.Optimizer):
             check_choice(f"weight_sharing[{kind!r}]" if kind else "weight_sharing", value, SHARINGS)
         for name, flag in (
             ("compute_eigenvalue_outer_product", compute_eigenvalue_outer_product),
+            ("spread_inverses", spread_inverses),
             ("warm_start", warm_start),
             ("colocate_factors", colocate_factors),
             ("symmetry_aware", symmetry_aware),
@@ -253,6 +257,7 @@ class KFAC(torch.optim.Optimizer):
             kind = type(grad_scaler).__name__
             raise TypeError(f"grad_scaler must be a GradScaler, a function or None, got {kind}")
         self._grad_scaler = grad_scaler
+        self._spread_inverses = spread_inverses
         self._hyperparameters: dict[str, Any] = {
             "factor_update_steps": factor_update_steps,
             "inv_update_steps": inv_update_steps,
@@ -316,6 +321,7 @@ class KFAC(torch.optim.Optimizer):
         self._settings = {
             "compute_method": method,
             "compute_eigenvalue_outer_product": compute_eigenvalue_outer_product,
+            "spread_inverses": spread_inverses,
             "warm_start": warm_start,
             "fisher": fisher,
             "likelihood": likelihood,
@@ -474,7 +480,10 @@ class KFAC(torch.optim.Optimizer):
             if self._steps % factor_update_steps == 0:
                 counts = self._engine.update(taken, agreed, factor_decay)
             del taken  # before inverses need room
-            if self._steps % inv_update_steps == 0:
+            if self._spread_inverses:
+                turn = self._steps % inv_update_steps, inv_update_steps
+                self._engine.refresh(damping, self._steps, turn)
+            elif self._steps % inv_update_steps == 0:
                 self._engine.refresh(damping, self._steps)
             self._engine.precondition(damping, kl_clip, lr_of, agreed)
             if self._base is not None:
@@ -582,9 +591,10 @@ class KFAC(torch.optim.Optimizer):
         """Plain numbers about the last step for any logger. Computed when asked, which takes a while.
 
         Keys: 'steps', 'skipped_steps', 'damping', 'kl_clip_coefficient', 'steps_since_refresh' (how
-        stale the inverses are), 'retries' (factorizations saved by another try), and 'layers', by name:
-        'condition_A', 'condition_G', 'failures_A', 'failures_G', 'ready', and 'update_to_weight', the
-        norm of what is in the gradient now (after `step`: the direction) over the weight's.
+        stale the inverses are; with `spread_inverses` how far the current round of them is), 'retries'
+        (factorizations saved by another try), and 'layers', by name: 'condition_A', 'condition_G',
+        'failures_A', 'failures_G', 'ready', and 'update_to_weight', the norm of what is in the gradient
+        now (after `step`: the direction) over the weight's.
         """
         engine = self._engine.metrics(self.hyperparameter("damping"), self._steps)
         return {"steps": self._steps, "skipped_steps": self._skipped_steps, **engine}

@@ -29,7 +29,7 @@ from suite.torch.collectives import Ranks
 from suite.torch.directions import Directions, squared_rates_times
 from suite.torch.dtensors import local
 from suite.torch.factor_store import at_least_single
-from suite.torch.factors import LayerFactors
+from suite.torch.factors import LayerFactors, Turn
 from suite.torch.find_layers import FoundLayers
 from suite.torch.gradients import GradientExchange
 from suite.torch.hooks import Hook, ModeAround
@@ -507,10 +507,11 @@ class KFACEngine:
 
     # ---- directions ----------------------------------------------------------------------------
 
-    def refresh(self, damping: float, step: int) -> None:
-        """Recompute all inverses or eigenbases."""
-        self.factors.refresh(damping)
-        self.refreshed_at = step if self.factors.allocated else None
+    def refresh(self, damping: float, step: int, turn: Turn | None = None) -> None:
+        """Recompute all inverses or eigenbases, or those whose turn it is in this step of a cycle."""
+        self.factors.refresh(damping, turn)
+        if turn is None or turn[0] == 0 or self.refreshed_at is None:
+            self.refreshed_at = step if self.factors.allocated else None
         self._tell_captures()
 
     def precondition(
