@@ -148,6 +148,17 @@ def test_schedules_and_weight_decay():
     assert asked
 
 
+def test_finite_steps_outside_of_jit_show_no_nan_to_debug_nans():
+    tx = kfac(PLAN, 0.1, damping=0.1, inv_update_steps=2)
+    state = tx.init(PARAMS)
+    _, grads, statistics = evaluate(PARAMS, X, Y)
+    with jax.debug_nans(True):
+        plain, state = tx.update(grads, state, PARAMS, statistics=None)  # no layer has inverses yet
+        updates, _ = tx.update(grads, state, PARAMS, statistics=statistics)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(updates), strict=True):
+        assert jnp.any(a != b)
+
+
 def test_a_step_that_is_not_finite_changes_nothing():
     tx = kfac(PLAN, 0.1, fallback=optax.adam(1e-3), weight_decay=0.1)
     params, state, _ = train(tx, 2)

@@ -206,3 +206,15 @@ def test_an_integer_that_decides_shapes_must_be_static():
         tx.init({"w": jnp.zeros((2, 2))})
     static = optax.inject_hyperparams(kron, static_args="block_size")
     static(learning_rate=0.1, block_size=64).init({"w": jnp.zeros((2, 2))})
+
+
+@every_transformation
+def test_finite_steps_outside_of_jit_show_no_nan_to_debug_nans(name):
+    factory, settings, takes_loss = TRANSFORMATIONS[name]
+    params, _, value = mixed("float32")
+    tx = factory(**settings)
+    state = tx.init(params)
+    extra = {"value_fn": value} if takes_loss else {}
+    with jax.debug_nans(True):
+        updates, _ = tx.update(jax.grad(value)(params), state, params, **extra)
+    assert all(jnp.any(u != 0) for u in jax.tree.leaves(updates))

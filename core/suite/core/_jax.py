@@ -133,9 +133,14 @@ def usually(condition: jax.Array, x: jax.Array, other: Callable[[], Any]) -> jax
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):  # no integer is NaN
         return jnp.where(condition, x, other())
+    return _chosen(condition, x, other())
+
+
+@jax.jit  # outside of any other `jax.debug_nans` would find the mark; inside this changes nothing
+def _chosen(condition: jax.Array, x: jax.Array, other: jax.Array) -> jax.Array:
     shape = condition.shape
     mark = lax.select(condition, jnp.zeros(shape, x.dtype), jnp.full(shape, jnp.nan, x.dtype))
-    return lax.select(jnp.isnan(x + mark), jnp.broadcast_to(other(), x.shape), x)
+    return lax.select(jnp.isnan(x + mark), jnp.broadcast_to(other, x.shape), x)
 
 
 def transposed_times(x: jax.Array, y: jax.Array) -> jax.Array:
