@@ -56,6 +56,11 @@ def kron_grid(problem: Problem) -> Grid:
     return {"lr": problem.rates, "b1": DECAYS}
 
 
+def muon_grid(problem: Problem) -> Grid:
+    """AdamW's rates: Muon's steps are scaled to the root mean square of AdamW's (arXiv:2502.16982)."""
+    return {"lr": problem.rates, "momentum": DECAYS}
+
+
 def kfac_grid(problem: Problem) -> Grid:
     name, centre = problem.kfac_step
     steps = around(centre, 10 if name == "kl_clip" else 3, 5)

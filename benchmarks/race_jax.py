@@ -19,6 +19,7 @@ from race_grids import (
     adam_grid,
     kfac_grid,
     kron_grid,
+    muon_grid,
     sgd_grid,
     versions,
 )
@@ -224,7 +225,13 @@ def peers(name: str, problem: Problem) -> dict[str, Contender]:
 
         return peer(lr, b1=b1)
 
+    def muon(lr: Any, momentum: Any) -> Any:
+        from optax.contrib import muon as peer
+
+        return peer(lr, beta=momentum, consistent_rms=0.2)  # torch's "match_rms_adamw"
+
     return {
+        "optax.contrib.muon": contender(name, functools.partial(plain, muon), muon_grid(problem)),
         "distributed_kron": contender(name, functools.partial(plain, theirs), kron_grid(problem)),
         "kfac-jax": contender(name, functools.partial(kfac_jax, name), kfac_grid(problem)),
     }

@@ -31,6 +31,7 @@ from race_grids import (
     around,
     kfac_grid,
     kron_grid,
+    muon_grid,
     sgd_grid,
     versions,
 )
@@ -280,6 +281,30 @@ def heavyball_class(name: str) -> Any:
     return getattr(heavyball, name)
 
 
+class Together(NamedTuple):
+    """Optimizers of different parameters, as one."""
+
+    optimizers: list[torch.optim.Optimizer]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def torch_muon(model: nn.Module, lr: float, momentum: float) -> Together:
+    """Muon of the matrices but embeddings, AdamW of the rest, as its documentation says; one rate."""
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p not in tables]
+    rest = [p for p in model.parameters() if p.ndim != 2 or p in tables]
+    settings: dict[str, Any] = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon(matrices, lr, momentum=momentum, **settings)
+    return Together([muon, *([torch.optim.AdamW(rest, lr, weight_decay=0.0)] if rest else [])])
+
+
 def peers(name: str, problem: Problem) -> dict[str, Contender]:
     """Each in its own way: heavyball compiles its steps."""
 
@@ -298,6 +323,7 @@ def peers(name: str, problem: Problem) -> dict[str, Contender]:
 
     rates = around(3 * problem.rates[2], math.sqrt(10), 5)  # of Muon, whose steps are shorter
     return {
+        "torch.optim.Muon": _contender(name, torch_muon, muon_grid(problem)),
         "kron_torch": _contender(name, kron_torch, kron_grid(problem), warm=3),
         "heavyball PSGDKron": _contender(name, psgd, kron_grid(problem), warm=3),
         "heavyball SOAP": _contender(name, soap, adam_grid(problem), warm=3),

@@ -44,10 +44,16 @@ def test_every_grid_has_the_same_size_and_starts_at_its_centre():
 
 
 @pytest.mark.parametrize(
-    "name", ["AdamW", *(pytest.param(n, marks=pytest.mark.slow) for n in ("Kron", "K-FAC, every 5"))]
+    "name",
+    [
+        "AdamW",
+        "optax.contrib.muon",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("Kron", "K-FAC, every 5")),
+    ],
 )
 def test_hyperparameters_are_arguments_and_the_loss_falls(name):
-    contender = race_jax.contenders("digits", PROBLEMS["digits"])[name]
+    digits = ("digits", PROBLEMS["digits"])
+    contender = (race_jax.contenders(*digits) | race_jax.peers(*digits))[name]
     lost = []
     for number, point in enumerate((contender.points()[0], contender.points()[-1])):
         training = contender.begin(0, **point)
@@ -100,18 +106,21 @@ def test_the_poisson_networks_derivatives_are_those_of_its_values():
 
 def test_the_command_writes_what_tables_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "distributed_kron", SimpleNamespace(kron=optax.sgd))
-    monkeypatch.setitem(sys.modules, "kfac_jax", None)  # importing it fails
+    for absent in ("kfac_jax", "optax.contrib"):
+        monkeypatch.setitem(sys.modules, absent, None)  # importing it fails
     monkeypatch.setitem(race.PROBLEMS, "digits", PROBLEMS["digits"]._replace(target=0.1))
     file, picture = tmp_path / "race.json", tmp_path / "race.png"
     arguments = ["--framework", "jax", "--problems", "digits", "--contenders", "SGD"]
-    arguments += ["distributed_kron", "kfac-jax", "--peers", "--seeds", "2", "--tuning-seeds", "1"]
+    arguments += ["distributed_kron", "kfac-jax", "optax.contrib.muon", "--peers"]
+    arguments += ["--seeds", "2", "--tuning-seeds", "1"]
     arguments += ["--budget", "20", "--json", str(file), "--plot", str(picture)]
     race.main(arguments)
     report = json.loads(file.read_text())["workloads"]["digits"]
     assert list(report["contenders"]) == ["SGD", "AdamW"]
-    assert report["failed"].keys() == {"distributed_kron", "kfac-jax"}  # sgd has no b1
-    assert "unexpected keyword argument 'b1'" in report["failed"]["distributed_kron"]
+    assert report["failed"].keys() == {"optax.contrib.muon", "distributed_kron", "kfac-jax"}
+    assert "unexpected keyword argument 'b1'" in report["failed"]["distributed_kron"]  # sgd has none
     assert report["failed"]["kfac-jax"].startswith("ModuleNotFoundError('import of kfac_jax")
+    assert "import of optax.contrib" in report["failed"]["optax.contrib.muon"]
     assert report["versions"]["jax"] == jax.__version__
     for one in report["contenders"].values():
         assert one["compile_seconds"] > 0

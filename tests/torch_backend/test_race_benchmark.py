@@ -171,6 +171,29 @@ def test_heavyball_gets_what_is_tuned(monkeypatch):
     ]
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
+def test_torchs_muon_moves_matrices_and_adamw_the_rest():
+    """A first step: AdamW's is lr in every entry, Muon's has singular values near 0.2 lr √max(sides)."""
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(5, 8),
+        torch.nn.Linear(8, 4),
+        torch.nn.Unflatten(1, (1, 4)),
+        torch.nn.Conv1d(1, 2, 3),
+    )
+    before = [p.detach().clone() for p in model.parameters()]
+    muon = race_torch.torch_muon(model, lr=0.1, momentum=0.9)
+    model(torch.arange(5)).square().sum().backward()
+    muon.step()
+    table, matrix, *rest = (p.detach() - b for p, b in zip(model.parameters(), before, strict=True))
+    for moved in (table, *rest):
+        assert moved.abs() == pytest.approx(torch.full_like(moved, 0.1).numpy(), rel=1e-3)
+    singular = torch.linalg.svdvals(matrix) / (0.2 * 0.1 * math.sqrt(8))
+    assert singular.numpy() == pytest.approx(np.ones(4), abs=0.5)
+    muon.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    race_torch.torch_muon(torch.nn.Linear(3, 2, bias=False), lr=0.1, momentum=0.9)  # no rest
+
+
 def test_every_grid_has_the_same_size_and_starts_at_its_centre():
     assert race_torch.STARTS.keys() == PROBLEMS.keys()
     for name, problem in PROBLEMS.items():
@@ -222,12 +245,13 @@ def test_the_command_writes_what_tables_and_comparisons_read(tmp_path, monkeypat
 
     monkeypatch.setattr(race_torch, "kron_torch_class", absent)
     monkeypatch.setitem(sys.modules, "heavyball", None)  # importing it fails
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)  # before torch 2.9
     monkeypatch.setitem(race.PROBLEMS, "square", SQUARE._replace(target=0.1))
     monkeypatch.setitem(race_torch.STARTS, "square", half_square)
     file, picture = tmp_path / "race.json", tmp_path / "race.png"
     file.write_text(json.dumps({"workloads": {"kept": {}}}))
     arguments = ["--problems", "square", "--contenders", "SGD", "Kron", "kron_torch"]
-    arguments += ["heavyball SOAP", "--peers"]
+    arguments += ["heavyball SOAP", "torch.optim.Muon", "--peers"]
     arguments += ["--seeds", "2", "--tuning-seeds", "1", "--budget", "20", "--json", str(file)]
     race.main(arguments)
     record = json.loads(file.read_text())
@@ -235,7 +259,8 @@ def test_the_command_writes_what_tables_and_comparisons_read(tmp_path, monkeypat
     report = record["workloads"]["square"]
     assert list(report["contenders"]) == ["SGD", "AdamW", "Kron"]
     assert report["failed"]["kron_torch"] == "ImportError('no such package')"
-    assert report["failed"].keys() == {"kron_torch", "heavyball SOAP"}
+    assert report["failed"].keys() == {"torch.optim.Muon", "kron_torch", "heavyball SOAP"}
+    assert "has no attribute 'Muon'" in report["failed"]["torch.optim.Muon"]
     assert report["failed"]["heavyball SOAP"].startswith("ModuleNotFoundError('import of heavyball")
     assert report["budget"] == 20
     assert report["seeds"] == {"tuning": [0], "reported": [100, 101]}
