@@ -352,6 +352,10 @@ def test_bad_settings_are_errors(settings, error, message):
         ("preconditioner_update_probability", lambda step: 0.0),
         ("b1", 1.0),
         ("geometry", "QQ"),
+        ("block_size", 3),  # too late
+        ("packed_factors", True),
+        ("mu_dtype", torch.bfloat16),
+        ("seed", 5),
     ],
 )
 def test_a_setting_that_went_bad_is_an_error_before_anything_changes(name, value):

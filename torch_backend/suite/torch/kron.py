@@ -207,6 +207,7 @@ class Kron(torch.optim.Optimizer):
             "update_clock": 1.0,  # due: the first step fits the factors
         }
         self._engines: list[KronEngine] = []
+        self._made_for: list[dict[str, Any]] = []  # by engine
         self._skipped: torch.Tensor | None = None
         super().__init__(params, defaults)
 
@@ -247,6 +248,7 @@ class Kron(torch.optim.Optimizer):
             shard=self.distributed == "shard",
         )
         self._engines.append(engine)
+        self._made_for.append({name: group[name] for name in ("seed", *_FIXED)})
         self._attach_state(engine)
 
     def _attach_state(self, engine: KronEngine) -> None:
@@ -256,7 +258,7 @@ class Kron(torch.optim.Optimizer):
             self.state[parameter] = {**engine.views(index), "skipped_steps": self._skipped}
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_engines", "_skipped", "hvp", "distributed", "_ranks", "_torn_reported")
+        names = ("_engines", "_made_for", "_skipped", "hvp", "distributed", "_ranks", "_torn_reported")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
@@ -271,7 +273,10 @@ class Kron(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: no closure where `hvp` needs one.
+            ValueError: a setting of a group is not valid, or cannot be changed any more.
         """
+        for group, fixed in zip(self.param_groups, self._made_for, strict=True):
+            _require_same(group, fixed)
         plans = [_planned(group) for group in self.param_groups]
         for engine, (rule, settings, _) in zip(self._engines, plans, strict=True):
             engine.storage.require(rule, settings.stochastic_rounding)
@@ -536,6 +541,14 @@ def _planned(group: dict[str, Any]) -> tuple[core_kron.Kron, StepSettings, dict[
     )
     counts = {"steps": step, "updates": updates + int(due), "update_clock": clock}
     return _rule(group), settings, counts
+
+
+def _require_same(group: dict[str, Any], fixed: dict[str, Any]) -> None:
+    for name, value in fixed.items():
+        if group[name] != value:
+            raise ValueError(
+                f"{name} must stay {value!r}, for which blocks and state were made, got {group[name]!r}"
+            )
 
 
 def _at(name: str, group: dict[str, Any], step: int) -> float:
