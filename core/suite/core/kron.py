@@ -160,7 +160,11 @@ class Kron:
         preconditioner_lr: Scalar,
         vectors: Sequence[Array] | None = None,
     ) -> list[KronState]:
-        """`update` and `refresh` of several stacks: factors of one size, of whatever axis, in one go."""
+        """`update` and `refresh` of several stacks: factors of one size, of whatever axis, in one go.
+
+        Args:
+            states, gradients, noises, vectors: one for each stack; the arguments of `update`.
+        """
         updated = self._update_all(states, gradients, noises, preconditioner_lr, vectors)
         return self._refresh_all(updated)
 
@@ -261,14 +265,13 @@ class Kron:
         bound = xp.max(total, axis=-1) if is_diagonal else linalg.spectral_norm_bound(total)
         if scalar:
             bound = bound + white
-        old_L, L = L, L / u / u
         betaL = as_scalar(self.betaL, L)
-        L = xp.maximum(betaL * L + (1 - betaL) * bound, bound)
-        step = as_scalar(preconditioner_lr, L) / L
+        new_L = xp.maximum(betaL * (L / u / u) + (1 - betaL) * bound, bound)
+        step = as_scalar(preconditioner_lr, L) / new_L
         step = xp.where(usable, step, xp.zeros_like(step))
         new_q = self._step(q, T, white, step, is_diagonal, scalar)
-        L = xp.minimum(L * u * u, xp.zeros_like(L) + _LARGEST_LIPSCHITZ)
-        return new_q, xp.where(usable, L, old_L)
+        new_L = xp.minimum(new_L * u * u, xp.zeros_like(L) + _LARGEST_LIPSCHITZ)
+        return new_q, xp.where(usable, new_L, L)
 
     def _first_scale(
         self, g: Array, v: Array | None, lipschitz: Array, own_axes: tuple[int, ...]
