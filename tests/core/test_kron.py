@@ -141,6 +141,14 @@ def test_fit_of_many_kinds_is_update_and_refresh_of_each(xp, geometry, most, new
         assert not np.array_equal(to_numpy(found.factors[0]), to_numpy(states[k].factors[0]))
 
 
+def test_fit_wants_as_many_vectors_as_stacks():
+    rule = Kron()
+    state = rule.init(np.zeros(()), (1, 3, 3), (False, False))
+    g = normal(1, 3, 3)
+    with pytest.raises(ValueError, match="zip"):
+        rule.fit([state], [g], [g], 0.1, [])
+
+
 def dims(state):
     return [tuple(x.shape) for x in leaves(state)]
 
