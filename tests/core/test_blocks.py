@@ -133,6 +133,14 @@ def test_scalar_is_one_block_of_one_diagonal_entry():
     assert_identical(merge(plan, split(plan, np.array(3.0))), np.array(3.0))
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4)])
+def test_a_parameter_without_entries_has_blocks_without_any(shape):
+    plan = plan_blocks(shape, Structure(block_size=2))
+    (stack,) = split(plan, np.zeros(shape))
+    assert stack.size == 0
+    assert merge(plan, [stack]).shape == shape
+
+
 def test_scanned_scalar_is_an_error_with_the_shape():
     with pytest.raises(ValueError, match=r"at least one axis, got shape \(\)$"):
         plan_blocks((), Structure(), scanned=True)

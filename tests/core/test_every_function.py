@@ -312,7 +312,6 @@ CASES = {
         linalg.rotate_towards_symmetry,
         (np.eye(4) + 0.3 * normal(B, 4, 4),),
     ),
-    "kronecker.balance": (lambda q: kronecker.balance(q, 1), (kron_state((False, True)).factors,)),
     "kronecker.balancing": (kronecker.balancing, (np.abs(normal(B)), np.abs(normal(B, seed=1)))),
     "kronecker.scaled": (
         lambda q, r, gain: kronecker.scaled((q, r), gain),

@@ -21,7 +21,6 @@ from conftest import (
 from oracles import dense, kronecker_product
 from suite.core import buckets
 from suite.core.kron import Geometry, Kron, KronState
-from suite.core.kronecker import balance
 
 GEOMETRIES = get_args(Geometry)
 NAMES = ", ".join(map(repr, GEOMETRIES))
@@ -141,6 +140,14 @@ def test_fit_of_many_kinds_is_update_and_refresh_of_each(xp, geometry, most, new
         assert not np.array_equal(to_numpy(found.factors[0]), to_numpy(states[k].factors[0]))
 
 
+def test_fit_wants_as_many_vectors_as_stacks():
+    rule = Kron()
+    state = rule.init(np.zeros(()), (1, 3, 3), (False, False))
+    g = normal(1, 3, 3)
+    with pytest.raises(ValueError, match="zip"):
+        rule.fit([state], [g], [g], 0.1, [])
+
+
 def dims(state):
     return [tuple(x.shape) for x in leaves(state)]
 
@@ -232,20 +239,27 @@ def test_scaling_one_factor_up_and_another_down_changes_no_direction(xp, geometr
     assert_close(P(moved), P(train(xp, rule, state, some_gradients(3))))
 
 
+def balanced(xp, factors, batch):
+    """Factors with `batch` leading axes, after a refresh."""
+    factors = tuple(map(xp.asarray, factors))
+    lipschitz = tuple(xp.asarray(np.zeros(q.shape[:batch]), dtype_name(q)) for q in factors)
+    return xp.run(Kron().refresh, KronState(factors, lipschitz, factors)).factors
+
+
 def test_balance_keeps_the_product_and_equalizes_the_largest_entries(xp):
     factors = (1e6 * normal(2, 4, 4), 1e-3 * normal(2, 3), normal(2, 2, 2))
-    balanced = [to_numpy(q) for q in xp.run(balance, tuple(map(xp.asarray, factors)), batch=1)]
+    found = [to_numpy(q) for q in balanced(xp, factors, 1)]
     for k in range(2):
         assert_close(
-            kronecker_product([q[k] for q in balanced]), kronecker_product([q[k] for q in factors])
+            kronecker_product([q[k] for q in found]), kronecker_product([q[k] for q in factors])
         )
-        largest = [np.abs(q[k]).max() for q in balanced]
+        largest = [np.abs(q[k]).max() for q in found]
         assert_close(largest, np.full(3, largest[0]))
 
 
 def test_balance_works_at_the_extremes_of_single_precision(xp):
-    factors = tuple(xp.asarray(c * positive_definite(3), "float32") for c in (1e30, 1e-30))
-    left, right = map(to_numpy, xp.run(balance, factors, batch=0))
+    factors = [(c * positive_definite(3)).astype(np.float32) for c in (1e30, 1e-30)]
+    left, right = map(to_numpy, balanced(xp, factors, 0))
     assert_close(left, positive_definite(3), rtol=1e-4)
     assert_close(right, positive_definite(3), rtol=1e-4)
 
@@ -254,15 +268,15 @@ def test_balance_works_at_the_extremes_of_single_precision(xp):
 def test_balance_leaves_a_block_with_a_zero_factor_alone(xp, zero):
     factors = [normal(2, 3, 3), normal(2, 3, 3, seed=1)]
     factors[zero][0] = 0
-    balanced = [to_numpy(q) for q in xp.run(balance, tuple(map(xp.asarray, factors)), batch=1)]
-    for q, old in zip(balanced, factors, strict=True):
+    found = [to_numpy(q) for q in balanced(xp, factors, 1)]
+    for q, old in zip(found, factors, strict=True):
         assert_identical(q[0], old[0])
         assert np.abs(q[1] - old[1]).max() > 1e-3
 
 
 def test_balance_leaves_a_single_factor_alone(xp):
-    factors = (xp.asarray(normal(3, 3)),)
-    assert_identical(xp.run(balance, factors, batch=0), factors)
+    (q,) = balanced(xp, [normal(3, 3)], 0)
+    assert_identical(to_numpy(q), normal(3, 3))
 
 
 @every_geometry

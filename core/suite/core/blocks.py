@@ -167,6 +167,8 @@ def _chunks(side: int, block_size: int) -> list[tuple[int, int, int]]:
     Equal ones where that many divide the side: 1000 is 4 x 250. Every other size is a kind of block of
     its own, to compile and to call for. Else `block_size`, and a remainder.
     """
+    if side <= block_size:
+        return [(0, 1, side)]
     fewest = -(-side // block_size)
     if side % fewest == 0:
         return [(0, fewest, side // fewest)]

@@ -163,7 +163,12 @@ class Kron:
         """`update` and `refresh` of several stacks: factors of one size, of whatever axis, in one go.
 
         Args:
-            states, gradients, noises, vectors: one for each stack; the arguments of `update`.
+            states, gradients, noises: one for each stack, as `update` takes them.
+            preconditioner_lr: of all of them.
+            vectors: one for each stack; None: the gradients are not H v.
+
+        Raises:
+            ValueError: not as many of one as of the others.
         """
         updated = self._update_all(states, gradients, noises, preconditioner_lr, vectors)
         return self._refresh_all(updated)
@@ -177,7 +182,7 @@ class Kron:
         vectors: Sequence[Array] | None,
     ) -> list[KronState]:
         evidence: list[_Evidence] = []
-        given = vectors or [None] * len(states)
+        given = [None] * len(states) if vectors is None else vectors
         for stack in zip(states, gradients, noises, given, strict=True):
             evidence += self._evidence(*stack)
         fitted = iter(together(functools.partial(self._fitted, preconditioner_lr), evidence))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from suite.core import linalg
-from suite.core._namespace import Array, array_namespace, lift
+from suite.core._namespace import Array, array_namespace
 
 
 def is_diagonal(factor: Array, x: Array, ndim: int) -> bool:
@@ -63,21 +63,6 @@ def gram(x: Array, axis: int, ndim: int, *, diagonal: bool) -> Array:
     if diagonal:
         return xp.sum(rows * rows, axis=-1)
     return linalg.gram(xp.matrix_transpose(rows))
-
-
-def balance(factors: tuple[Array, ...], batch: int) -> tuple[Array, ...]:
-    """Give all factors of a block the same largest entry; their Kronecker product stays the same.
-
-    Args:
-        factors: dense (..., n, n) or diagonal (..., n) over `batch` leading axes.
-        batch: how many leading axes stack blocks.
-    """
-    if len(factors) == 1:
-        return factors
-    xp = array_namespace(factors[0])
-    sizes = [linalg.largest_entry(lift(q), tuple(range(batch, q.ndim))) for q in factors]
-    pairs = zip(factors, balancing(*sizes), strict=True)
-    return tuple(xp.astype(scaled((lift(q),), gain)[0], q.dtype) for q, gain in pairs)
 
 
 def balancing(*sizes: Array) -> tuple[Array, ...]:

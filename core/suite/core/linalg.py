@@ -348,8 +348,8 @@ def spectral_norm_bound(x: Array) -> Array:
     row = xp.argmax(xp.sum(x * x, axis=-1), axis=-1)
     positions = xp.arange(x.shape[-1], device=device_of(x))
     start = xp.astype(positions == row[..., None], x.dtype)[..., None, :]
-    # The entries of x are at most 1, one of them is 1, and it is in the row: no norm below leaves the
-    # range of single precision up to sides of 50,000.
+    # No entry of x exceeds 1, and one is 1, so that the row's norm is at least 1; entries of `twice` are
+    # at most n². No norm below leaves the range of single precision up to sides of millions.
     once = xp.matmul(xp.matmul(start, x), x)
     twice = xp.matmul(once, x)
     before, after = times_transposed(once, once), times_transposed(twice, twice)
