@@ -114,9 +114,6 @@ CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
     "K-FAC, inverse, statistics every 10": lambda w: OurKFAC(
         w, compute_method="inverse", factor_update_steps=PERIOD
     ),
-}
-SPREAD: dict[str, Callable[[Workload], Contender]] = {  # when they are named
-    "K-FAC, spread": lambda w: OurKFAC(w, spread_inverses=True),
     "K-FAC, inverse, spread": lambda w: OurKFAC(w, compute_method="inverse", spread_inverses=True),
 }
 DENSE = {"partition_grads_into_blocks": False}
@@ -141,5 +138,5 @@ LESS_STATE: dict[str, Callable[[Workload], Contender]] = {  # when they are name
     "Kron, dense, QUAD4P, packed, without P": kron(**QUAD4P, **PACKED, **UNCACHED),
     "Kron, dense, QUAD4P, packed, without P, bf16": kron(**QUAD4P, **PACKED, **UNCACHED, **HALF),
 }
-EVERY = CONTENDERS | SPREAD | LESS_STATE
+EVERY = CONTENDERS | LESS_STATE
 PEERS = {"kron_torch": kron_torch}
