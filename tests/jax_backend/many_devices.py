@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_exchange import measured
 from suite.core.placement import LayerShape, plan_placement
-from suite.jax import eigenbases, kfac, state_specs, value_and_grad, verify
+from suite.jax import eigenbases, kfac, kron, lra, scale_by_kron, state_specs, value_and_grad, verify
 
 STEPS = 12
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -231,13 +231,62 @@ def capture():
             out[f"explicit {kind} set_mesh"] = difference(jax.jit(VAG)(params, *given), expected)
             out[f"explicit {kind} verify"] = max(verify(loss_fn, params, *given).values())
             tx = kfac(PLAN, 0.1, **SETTINGS)
-            update = jax.sharding.auto_axes(
-                lambda *given, tx=tx: tx.update(*given[:3], statistics=given[3])[0],
-                out_sharding=spec,
-            )
-            updates = jax.jit(update)(found[1], tx.init(params), params, found[2])
-        alone, _ = tx.update(expected[1], tx.init(PARAMS), PARAMS, statistics=expected[2])
+
+            @jax.jit
+            def update(grads, state, params, statistics, tx=tx):
+                return tx.update(grads, state, params, statistics=statistics)
+
+            updates, state = update(found[1], tx.init(params), params, found[2])
+            updates, _ = update(updates, state, params, found[2])
+        alone, state = tx.update(expected[1], tx.init(PARAMS), PARAMS, statistics=expected[2])
+        alone, _ = tx.update(alone, state, PARAMS, statistics=expected[2])
         out[f"explicit {kind} update"] = difference(updates, alone)
+        alike = lambda u, p: u.sharding.is_equivalent_to(p.sharding, u.ndim)  # noqa: E731
+        same = jax.tree.map(alike, updates, params)
+        out[f"explicit {kind} shardings"] = float(not all(jax.tree.leaves(same)))
+    return out
+
+
+def explicit_axes():
+    """PSGD on a mesh whose axes are in the types of arrays, which is what `jax.make_mesh` makes."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    specs = {"w": P("data", "model"), "s": P(None, "data", "model"), "b": P()}
+    params = {"w": normal(16, 8), "s": normal(3, 8, 4, seed=1), "b": normal(8, seed=2)}
+    place = lambda tree: {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in tree.items()}  # noqa: E731
+    scanned = {"w": False, "s": True, "b": False}
+    blocks = {"block_size": 4, "preconditioner_update_probability": 0.6, "scanned_layers": scanned}
+    whole, over = {"params_partition_specs": specs}, {"preconditioner_partition_spec": P("data")}
+    batched = {"lax_map_scanned_layers": True, "lax_map_batch_size": 2}
+    cases = {
+        "kron": (lambda **k: kron(0.01, **blocks, weight_decay=0.1, **k), {}),
+        "kron, blocks over data": (lambda **k: kron(0.01, **blocks, **k), over),
+        "kron, specs": (lambda **k: kron(0.01, **blocks, **k), whole),
+        "kron, both": (lambda **k: kron(0.01, **blocks, **k), whole | over),
+        "kron, batched": (lambda **k: kron(0.01, **blocks, **batched, **k), over),
+        "chain": (lambda **k: optax.chain(scale_by_kron(**blocks, **k), optax.scale(-0.01)), over),
+        "lra": (lambda: lra(0.01, rank=2), {}),
+    }
+
+    def train(tx, params, place):
+        state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
+        for step in range(4):
+            grads = place({k: normal(*x.shape, seed=10 + step) for k, x in params.items()})
+            updates, state = update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    out = {}
+    for name, (make, sharded) in cases.items():
+        alone = train(make(), params, lambda tree: tree)
+        with jax.set_mesh(mesh):
+            found = train(make(**sharded), place(params), place)
+        out[name] = difference(found, alone)
+        kept = [
+            found[k].sharding.is_equivalent_to(NamedSharding(mesh, specs[k]), found[k].ndim)
+            for k in specs
+        ]
+        out[f"{name}, shardings"] = float(not all(kept))
+        out[f"moved {name}"] = difference(found, params)
     return out
 
 
@@ -294,5 +343,8 @@ def cost():
 
 
 if __name__ == "__main__":
-    cases = {f.__name__: f for f in (trajectories, fractions, own_shard_map, capture, failures, cost)}
+    cases = {
+        f.__name__: f
+        for f in (trajectories, fractions, own_shard_map, capture, explicit_axes, failures, cost)
+    }
     print(json.dumps(cases[sys.argv[1]]()))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -39,6 +40,15 @@ def test_eight_devices_follow_one(case):
     assert min(moved.values()) > 0.1
     assert max(others.values()) < 1e-9, differences
     assert len(others) >= 9
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="needs jax 0.7")
+def test_optimizers_take_arrays_on_explicit_axes():
+    differences = result(start("many_devices.py", "explicit_axes"))
+    moved = {name: d for name, d in differences.items() if name.startswith("moved")}
+    others = {name: d for name, d in differences.items() if name not in moved}
+    assert min(moved.values()) > 0.01
+    assert max(others.values()) < 1e-9, differences
 
 
 def test_a_factorization_that_fails_on_its_device_is_what_it_is_on_one():

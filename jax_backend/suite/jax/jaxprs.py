@@ -617,18 +617,32 @@ def varying_axes(x: Any) -> set[str]:
     return set(getattr(kind, "vma", ()))
 
 
-def on_automatic_axes(f: Callable[..., Any], *arguments: Any) -> Any:
-    """f(*arguments), as if mesh axes that are explicit were not; its results are on every device."""
+def on_automatic_axes(f: Callable[..., Any], *arguments: Any, out: Any = None) -> Any:
+    """f(*arguments), as if mesh axes that are explicit were not.
+
+    Args:
+        out: PartitionSpecs of the result, a pytree that its structure begins with; None: it is on every
+            device.
+    """
     meshes = [mesh for mesh in map(_explicit_mesh, jax.tree.leaves(arguments)) if mesh is not None]
     if not meshes:
         return f(*arguments)
     if not hasattr(jax.sharding, "auto_axes"):
         raise NotImplementedError(
-            "statistics of arrays with explicit sharding axes need jax >= 0.7: "
-            "make the mesh with AxisType.Auto"
+            "arrays with explicit sharding axes need jax >= 0.7: make the mesh with AxisType.Auto"
         )
     with jax.sharding.use_abstract_mesh(meshes[0]):
-        return jax.sharding.auto_axes(f, out_sharding=jax.sharding.PartitionSpec())(*arguments)
+        out = jax.sharding.PartitionSpec() if out is None else out
+        return jax.sharding.auto_axes(f, out_sharding=out)(*arguments)
+
+
+def explicit_specs(tree: Any) -> Any:
+    """How arrays are sharded over explicit axes, as a pytree of PartitionSpecs."""
+
+    def spec(x: Any) -> Any:
+        return jax.sharding.PartitionSpec() if _explicit_mesh(x) is None else jax.typeof(x).sharding.spec
+
+    return jax.tree.map(spec, tree)
 
 
 def _explicit_mesh(x: Any) -> Any:

@@ -15,6 +15,7 @@ from suite.core import statistics as core_statistics
 from suite.core.checks import check_choice, check_flag, check_integer, check_number
 from suite.core.linalg import inner_product
 from suite.core.step_size import kl_clip_coefficient
+from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.factors import Factors
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.given import any_rows, require_fit
@@ -188,7 +189,7 @@ def scale_by_kfac(
         )
         return moved, new_state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))
 
 
 def kfac(
@@ -309,7 +310,7 @@ def kfac(
         )
         return jax.tree.unflatten(treedef, moved), new_state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))
 
 
 def _leaves(plan: Plan, tree: Any) -> list[Any]:

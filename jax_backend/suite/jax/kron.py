@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -20,7 +21,9 @@ from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedu
 from suite.core.step_size import Clip, check_clip
 from suite.jax import kron_blocks, kron_engine
 from suite.jax.boxes import rebox, unbox
+from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.finite import zero_unless
+from suite.jax.jaxprs import explicit_specs, on_automatic_axes
 from suite.jax.kron_engine import ScaleByKronState, Schedule, Settings, at
 from suite.jax.sharding import layout_of, specs_like
 
@@ -174,7 +177,13 @@ def scale_by_kron(
     )
 
     def init(params: Any) -> ScaleByKronState:
-        return kron_engine.init(settings, unbox(params))
+        params = unbox(params)
+        whole: Any = PartitionSpec()
+        specs = settings.params_partition_specs
+        of_mu = explicit_specs(params) if specs is None else specs_like(params, specs)
+        buckets: Any = settings.layout.spec
+        out = ScaleByKronState(whole, whole, whole, of_mu, whole, buckets, whole)
+        return on_automatic_axes(functools.partial(kron_engine.init, settings), params, out=out)
 
     def update(
         updates: Any,
@@ -201,7 +210,7 @@ def scale_by_kron(
         moved, state = kron_engine.update(settings, plain, state, unbox(params), pair, loss)
         return rebox(moved, updates), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))
 
 
 def kron(
@@ -323,7 +332,7 @@ def with_learning_rate(
             moved = zero_unless(finite, moved)
         return rebox(moved, updates), KronOptState(inner, rest)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))
 
 
 def get_opt_state_partition_specs(params: Any, scale_by_kron_only: bool = False, **kwargs: Any) -> Any:

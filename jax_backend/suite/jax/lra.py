@@ -18,8 +18,10 @@ from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip, clipped
 from suite.jax.boxes import rebox, unbox
+from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
+from suite.jax.jaxprs import on_automatic_axes
 from suite.jax.kron import Integer, with_learning_rate
 from suite.jax.kron_engine import Schedule, at
 
@@ -175,7 +177,7 @@ def _scale(
         return vector.astype(jnp.promote_types(vector.dtype, jnp.float32))
 
     def init(params: Any) -> ScaleByVectorState:
-        momentum = jnp.zeros_like(flat(params))
+        momentum = jnp.zeros_like(on_automatic_axes(flat, params))
         return ScaleByVectorState(
             jnp.zeros((), jnp.int32),
             jnp.zeros((), jnp.int32),
@@ -254,7 +256,7 @@ def _scale(
             state.skipped_steps + (~finite).astype(jnp.int32),
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))
 
 
 def lra(
