@@ -336,6 +336,14 @@ def test_spectral_norm_bound_neither_overflows_nor_underflows(xp, size):
     )
 
 
+@pytest.mark.parametrize("axis", [(0,), (-2, -1), (0, 2)])
+@pytest.mark.parametrize("keepdims", [False, True])
+def test_the_largest_entry_is_that_of_absolute_values(xp, axis, keepdims):
+    x = normal(3, 4, 2)  # of either sign
+    got = xp.run(lambda x: linalg.largest_entry(x, axis, keepdims=keepdims), xp.asarray(x))
+    assert_identical(xp.numpy(got), np.abs(x).max(axis=axis, keepdims=keepdims))
+
+
 def test_add_diagonal_takes_a_number_or_one_for_each_matrix(xp):
     x, values = normal(2, 3, 3), np.array([2.0, -1.0])
     assert_close(xp.run(linalg.add_diagonal, xp.asarray(x), 0.5), x + 0.5 * np.eye(3))

@@ -30,6 +30,7 @@ from suite.core import (
     statistics,
     step_size,
     traffic,
+    turns,
 )
 
 __version__ = "0.1.0"
@@ -61,4 +62,5 @@ __all__ = [
     "statistics",
     "step_size",
     "traffic",
+    "turns",
 ]

@@ -28,8 +28,9 @@ from suite.torch.checks import warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.directions import Directions, squared_rates_times
 from suite.torch.dtensors import local
+from suite.torch.factor_refresh import Turn
 from suite.torch.factor_store import at_least_single
-from suite.torch.factors import LayerFactors, Turn
+from suite.torch.factors import LayerFactors
 from suite.torch.find_layers import FoundLayers
 from suite.torch.gradients import GradientExchange
 from suite.torch.hooks import Hook, ModeAround

@@ -1,0 +1,335 @@
+"""Inverses and eigenbases: of all layers or of those whose turn it is, and brought to their users."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from suite.core import buckets, ekfac
+from suite.core import kfac as core_kfac
+from suite.core.packing import pack, packed_shape, unpack
+from suite.core.turns import plan_turns
+from suite.torch.checks import warn_user
+from suite.torch.collectives import Parcel
+from suite.torch.factor_store import (
+    FactorStore,
+    Key,
+    at_least_single,
+    copy_inverse,
+    factor_rows,
+    rows_of,
+)
+
+# Another try at a factor that failed: more damping, in units of its mean eigenvalue, then float64.
+_RETRIES = ((1e-3, None), (0.0, torch.float64))
+
+
+Turn = tuple[int, int]  # step of a cycle, of how many
+Group = tuple[int, list[int]]  # a layer with an A, and all layers that have it
+
+
+class FactorRefresh(FactorStore):
+    """A store that computes what it derives from its averages."""
+
+    def refresh(self, damping: float, turn: Turn | None = None) -> None:
+        """Recompute inverses or eigenbases, each on its owner, and bring them to their users.
+
+        Args:
+            turn: (step, of how many): only of the layers whose turn it is in this step of a cycle; of
+                all if there are none yet.
+        """
+        if not self.allocated:
+            return
+        if turn is not None and self.refreshed:
+            self._refresh_some(damping, turn)
+            return
+        self.refreshed = True
+        self._cache.clear()
+        dampings = self._dampings(damping, self._groups())
+        due = set(range(len(self.factors)))
+
+        def fresh(number: int) -> core_kfac.Factor:
+            if number in due:
+                due.remove(number)
+                self.factors[number] = self._refreshed(number, dampings[number])
+            return self.factors[number]
+
+        self._spread(self.all_keys(), fresh)
+        for number in sorted(due):
+            fresh(number)
+        self._restart_products(set(range(len(self.layers))))
+
+    def _refresh_some(self, damping: float, turn: Turn) -> None:
+        """Of layers that share an A all at once: their dampings depend on each other."""
+        step, steps = turn
+        groups = self._groups()
+        turns = plan_turns([self._cost(*group) for group in groups], steps)
+        groups = [group for group, own in zip(groups, turns, strict=True) if own == step]
+        due = {i for _, members in groups for i in members}
+        keys = [key for key in self.all_keys() if key[0] in due]
+        dampings = self._dampings(damping, groups)
+        for number, bucket in enumerate(self.factor_buckets):
+            for at in _runs(bucket, [self.owners[m.index][0] in due for m in bucket.members]):
+                self._refresh_rows(number, at, dampings[number])
+        self._spread(keys, lambda number: self.factors[number])
+        for number, bucket in enumerate(self.buckets):
+            if any(m.index in due for m in bucket.members):
+                for what in ("A", "G", "ready"):
+                    self._cache.pop((number, what), None)
+        for i in due:
+            self._cache.pop((i, "layer is ready"), None)
+        self._restart_products(due)
+
+    def _refresh_rows(self, number: int, at: slice, damping: Any) -> None:
+        """Some of a stack of factors, in place."""
+        old = factor_rows(self.factors[number], at)
+        for part in self.storage.portions(old):
+            rows = slice(at.start + part.start, at.start + part.stop)
+            here = factor_rows(self.factors[number], rows)
+            own = damping[rows] if isinstance(damping, torch.Tensor) else damping
+            warm = self.warm_start and self.rule.keeps_eigenbases and bool(here.ready.all())
+            full = self.storage.full_factor(here)
+            new = self._refreshed_part(number, rows.start, full, own, warm)
+            copy_inverse(here.inverse, self.storage.keep(new.inverse))
+            here.ready.copy_(new.ready)
+            here.failures.copy_(new.failures)
+
+    def _restart_products(self, due: set[int]) -> None:
+        """Second moments in the eigenbases of these layers, from the new bases."""
+        if not self.keeps_products:
+            return
+        for number, bucket in enumerate(self.buckets):
+            if all(m.index in due for m in bucket.members):
+                A, G = (self._gathered(number, side)[0] for side in ("A", "G"))
+                self.products[number] = ekfac.restart(A, G)
+                continue
+            for m in bucket.members:
+                if m.index in due:
+                    A, G = (self._inverse_of(m.index, side)[0] for side in ("A", "G"))
+                    for kept, new in zip(self.products[number], ekfac.restart(A, G), strict=True):
+                        kept[m.start : m.stop] = new
+
+    def _groups(self) -> list[Group]:
+        """Layers that share an A, in the order of the layers that have it."""
+        groups: dict[int, list[int]] = {}
+        for i in range(len(self.layers)):
+            groups.setdefault(self.input_of.get(i, i), []).append(i)
+        return list(groups.items())
+
+    def _cost(self, leader: int, members: Sequence[int]) -> int:
+        """Of a group's factorizations."""
+        costs = [self._shape(leader).cost("A", "compute")]
+        costs += [self._shape(i).cost("G", "compute") for i in members]
+        return sum(costs)
+
+    def _spread(self, sent: Sequence[Key], fresh: Callable[[int], core_kfac.Factor]) -> None:
+        """Send inverses or eigenbases from their owners to their users.
+
+        Args:
+            sent: whose.
+            fresh: number of a stack of factors -> the stack, computed when the first of it leaves.
+        """
+        if self.ranks.alone:
+            return
+        # One size after the other, as they are computed.
+        sizes = list(dict.fromkeys(self._kind(*key) for key in sent))
+        keys = sorted(sent, key=lambda key: sizes.index(self._kind(*key)))
+        parcels = []
+        for key in keys:
+            i, side = key
+            layer, at = self.layers[i], 0 if side == "A" else 1
+            dtype = self.inv_dtype or at_least_single(layer.dtype)
+            size = layer.blocks * self._packed_size(layer.sizes[at], layer.diagonal[at])
+            owner = self.placement.owner_of[key]
+            parcels.append(Parcel(layer.name, (size,), dtype, owner, self._users(key)))
+
+        def content(number: int) -> torch.Tensor:
+            place = self.places[keys[number]]
+            return self._packed(fresh(place.bucket), slice(place.start, place.stop))
+
+        found = self.ranks.send(
+            parcels, content, lambda n: self.layers[keys[n][0]].device, "K-FAC's exchange of inverses"
+        )
+        for number, flat in found.items():
+            key = keys[number]
+            kind = self._kind(*key)
+            blocks = self.layers[key[0]].blocks
+            self.received[key] = self._unpacked(flat.reshape(blocks, -1), kind[0], kind[1])
+
+    def _packed_size(self, side: int, diagonal: bool) -> int:
+        """Numbers that travel for one block: the inverse or basis, and whether there is one."""
+        if self.rule.keeps_eigenbases:
+            return side + 1 if diagonal else side * side + side + 1
+        if diagonal:
+            return side + 1
+        halved = self.symmetric or self.storage.packed
+        return (math.prod(packed_shape(side)) if halved else side * side) + 1
+
+    def _packed(self, factor: core_kfac.Factor, at: slice) -> torch.Tensor:
+        """(blocks, packed size)"""
+        inverse = rows_of(factor.inverse, at)
+        if isinstance(inverse, core_kfac.Eigen):
+            parts = [inverse.values] if inverse.vectors is None else [inverse.values, inverse.vectors]
+        elif self.symmetric and inverse.ndim == 3 and not self.storage.packed:
+            parts = [pack(inverse)]
+        else:
+            parts = [inverse]
+        ready = factor.ready[at].to(parts[0].dtype)
+        return torch.cat([*(x.reshape(x.shape[0], -1) for x in parts), ready[:, None]], dim=1)
+
+    def _unpacked(self, flat: torch.Tensor, side: int, diagonal: bool) -> tuple[Any, torch.Tensor]:
+        ready, flat = flat[:, -1] != 0, flat[:, :-1]
+        if self.rule.keeps_eigenbases:
+            values = flat[:, :side]
+            vectors = None if diagonal else flat[:, side:].reshape(-1, side, side)
+            return core_kfac.Eigen(vectors, values), ready
+        if diagonal:
+            return flat, ready
+        if self.symmetric or self.storage.packed:
+            packed = flat.reshape(-1, *packed_shape(side))
+            return packed if self.storage.packed else unpack(packed), ready
+        return flat.reshape(-1, side, side), ready
+
+    def _dampings(self, damping: float, groups: Sequence[Group]) -> list[Any]:
+        """What goes onto the diagonals of each stack of factors, where these groups' are."""
+        if self.factor_scaling == "kfac_pytorch":  # the whole damping on both sides
+            return [0.0 if self.rule.keeps_eigenbases else damping for _ in self.factors]
+        if self.rule.keeps_eigenbases:
+            return [0.0 for _ in self.factors]
+        keys = [(leader, "A") for leader, _ in groups]
+        keys += [(i, "G") for _, members in groups for i in members]
+        mean_of = self._mean_eigenvalues(keys)
+        dampings = [torch.zeros_like(factor.weight) for factor in self.factors]
+        for leader, members in groups:
+            # One A, so one π for all that share it: from the mean of their G's. No number among
+            # these G's may leave its damping to an A that has to suit the others, too.
+            mean_G = torch.stack([mean_of[i, "G"] for i in members]).mean(0)
+            mean_A = mean_of[leader, "A"]
+            for i in members:
+                d_in, d_out = self.layers[i].sizes
+                sizes = d_in, d_out if len(members) == 1 else max(d_out, 2)
+                split = self.rule.split_damping(mean_A, mean_G, damping, sizes)
+                for side, value in zip(("A", "G"), split, strict=True):
+                    place = self.places.get((i, side))
+                    if place is not None:
+                        dampings[place.bucket][place.start : place.stop] = value
+        return dampings
+
+    def _mean_eigenvalues(self, keys: Sequence[Key]) -> dict[Key, torch.Tensor]:
+        """(blocks,) of factors, wherever they are."""
+        means = [self.storage.mean_eigenvalue(factor) for factor in self.factors]
+
+        def here(key: Key) -> torch.Tensor:
+            place = self.places.get(key)
+            if place is None:
+                layer = self.layers[key[0]]
+                dtype = at_least_single(self.factor_dtype or layer.dtype)
+                return torch.zeros(layer.blocks, dtype=dtype, device=layer.device)
+            return means[place.bucket][place.start : place.stop]
+
+        found = {key: here(key) for key in keys}
+        if self.ranks.alone:
+            return found
+        joined = torch.cat([mean.to(self.ranks.device, torch.float64) for mean in found.values()])
+        total = self.ranks.total(joined, "K-FAC's exchange of traces")
+        pieces = total.split([mean.shape[0] for mean in found.values()])
+        return {key: piece.to(found[key]) for key, piece in zip(found, pieces, strict=True)}
+
+    def _refreshed(self, number: int, damping: Any) -> core_kfac.Factor:
+        """A stack of factors with new inverses or eigenbases, as it is kept."""
+        old = self.factors[number]
+        warm = self.warm_start and self.rule.keeps_eigenbases and bool(old.ready.all())
+        parts = []
+        for at in self.storage.portions(old):
+            own = damping[at] if isinstance(damping, torch.Tensor) else damping
+            part = self.storage.full_factor(factor_rows(old, at))
+            new = self._refreshed_part(number, at.start, part, own, warm)
+            parts.append((self.storage.keep(new.inverse), new.ready, new.failures))
+        inverses, ready, failures = zip(*parts, strict=True)
+        if len(parts) == 1:
+            return old._replace(inverse=inverses[0], ready=ready[0], failures=failures[0])
+        return old._replace(
+            inverse=_joined(inverses), ready=torch.cat(ready), failures=torch.cat(failures)
+        )
+
+    def _refreshed_part(
+        self, number: int, first: int, old: core_kfac.Factor, damping: Any, warm: bool
+    ) -> core_kfac.Factor:
+        """`old` refreshed; a factor that fails gets more damping, then float64, then stays stale.
+
+        Args:
+            number, first: where it begins: a stack of factors, a block of it.
+        """
+        new = self.rule.refresh_factor(old, damping, warm=warm)
+        failed = new.failures > old.failures
+        if not bool(failed.any()):
+            return new
+        for boost, dtype in _RETRIES:
+            given = old if dtype is None else old._replace(average=old.average.to(dtype))
+            again = self.rule.refresh_factor(given, damping, boost=boost)
+            saved = failed & (again.failures == old.failures)
+            self.retries += int(saved.sum())
+            new = core_kfac.Factor(
+                new.average,
+                new.weight,
+                core_kfac.where(saved, again.inverse, new.inverse),
+                new.ready | saved,
+                torch.where(saved, old.failures, new.failures),
+            )
+            failed = failed & ~saved
+            if not bool(failed.any()):
+                return new
+        names = ", ".join(
+            self._label(self.owners[m.index])
+            for m in self.factor_buckets[number].members
+            if bool(failed[max(m.start - first, 0) : max(m.stop - first, 0)].any())
+        )
+        warn_user(
+            f"factorizations failed, also with more damping and in float64; the inverses before them "
+            f"stay in use: {names}"
+        )
+        return new
+
+    def _gathered(self, number: int, side: str) -> tuple[Any, torch.Tensor]:
+        """(inverses as they are kept, ready) of a side of a bucket's layers: a view of neighbours."""
+        known: Any = self._cache.get((number, side))
+        if known is not None:
+            return known
+        members = self.buckets[number].members
+        places = [self.places.get(self._key(m.index, side)) for m in members]
+        here = [place for place in places if place is not None]
+        if len(here) == len(places) and all(
+            a.bucket == b.bucket and a.stop == b.start for a, b in itertools.pairwise(here)
+        ):
+            factor, index = self.factors[here[0].bucket], slice(here[0].start, here[-1].stop)
+            found = rows_of(factor.inverse, index), factor.ready[index]
+        else:
+            parts = [self._inverse_of(m.index, side) for m in members]
+            found = _joined([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+            if self.storage.packed:  # to save memory: no second copy is kept
+                return found
+        self._cache[number, side] = found
+        return found
+
+
+def _runs(bucket: buckets.Bucket, chosen: Sequence[bool]) -> list[slice]:
+    """Where chosen members of a bucket are, neighbours together."""
+    runs: list[slice] = []
+    for member, here in zip(bucket.members, chosen, strict=True):
+        if here and runs and runs[-1].stop == member.start:
+            runs[-1] = slice(runs[-1].start, member.stop)
+        elif here:
+            runs.append(slice(member.start, member.stop))
+    return runs
+
+
+def _joined(inverses: Sequence[Any]) -> Any:
+    if not isinstance(inverses[0], core_kfac.Eigen):
+        return torch.cat(list(inverses))
+    vectors = [x.vectors for x in inverses if x.vectors is not None]
+    values = torch.cat([x.values for x in inverses])
+    return core_kfac.Eigen(torch.cat(vectors) if vectors else None, values)
