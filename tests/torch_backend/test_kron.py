@@ -377,6 +377,26 @@ def test_a_setting_that_went_bad_is_an_error_before_anything_changes(name, value
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("settings", [{}, {"packed_factors": True}, {"geometry": "QUAD4P"}])
+def test_what_follows_from_loaded_state_is_to_the_last_bit_what_a_step_had_computed(settings):
+    """Products of matrices of side 9 round by their place in a stack: it has to be that of a step."""
+
+    def kron() -> tuple[nn.Module, Kron]:
+        torch.manual_seed(0)
+        sides = [(9, 9), (9, 16), (16, 9), (9, 8), (8, 9), (9, 27), (27, 9)]
+        model = nn.Sequential(*(nn.Linear(m, n) for m, n in sides))
+        return model, Kron(model.parameters(), lr=1e-3, **settings)
+
+    (model, first), (_, second) = kron(), kron()
+    for _ in range(2):
+        model(torch.randn(8, 9)).square().mean().backward()
+        first.step()
+    second.load_state_dict(first.state_dict())
+    for a, b in zip(first._engines[0].packs, second._engines[0].packs, strict=True):
+        for p, q in zip(a.kron.preconditioners, b.kron.preconditioners, strict=True):
+            assert torch.equal(p, q)
+
+
 @pytest.mark.parametrize("geometry", ["Q0.5EQ1.5", "EQ"])
 @pytest.mark.parametrize("stop", range(5))
 def test_a_resumed_run_is_the_uninterrupted_run(geometry, stop):

@@ -359,9 +359,18 @@ class Kron:
 
     def square(self, state: KronState) -> KronState:
         """Cache P_i = Q_iᵀ Q_i of the factors as they are; where those are P's, symmetrized."""
-        batch = state.lipschitz[0].ndim
-        own = tuple(self._square(q, q.ndim == batch + 1) for q in state.factors)
-        return state._replace(preconditioners=own)
+        return self.square_all([state])[0]
+
+    def square_all(self, states: Sequence[KronState]) -> list[KronState]:
+        """`square` of several stacks, computed together as `fit` does it: to the same last bit."""
+        flat = [(_flat(q, s.lipschitz[0].ndim),) for s in states for q in s.factors]
+        squares = iter(together(lambda q: (self._square(q, q.ndim == 2),), flat))
+        found = []
+        for state in states:
+            own = [(q, next(squares)[0]) for q in state.factors]
+            P = tuple(array_namespace(p).reshape(p, q.shape) for q, p in own)
+            found.append(state._replace(preconditioners=P))
+        return found
 
     def _square(self, q: Array, is_diagonal: bool) -> Array:
         if self.fits_P:

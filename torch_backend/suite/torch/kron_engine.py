@@ -372,9 +372,12 @@ class KronEngine:
         return f"tile{share.tile}" if whole else f"tile{share.tile}.blocks{share.start}"
 
     def after_load(self) -> None:
-        """Recompute what follows from loaded state: P = QᵀQ of every factor."""
-        for i, pack in enumerate(self.packs):
-            self.packs[i] = pack._replace(kron=self.storage.renewed(self.rule, pack.kron))
+        """Recompute what follows from loaded state: P = QᵀQ of every factor, as a step does."""
+        for pieces in self.rounds:
+            kept = [self._pack(piece).kron for piece in pieces]
+            for own, state in zip(kept, self.storage.renewed(self.rule, kept), strict=True):
+                for old, new in zip(own.preconditioners, state.preconditioners, strict=True):
+                    old.copy_(new)
 
 
 def _noise(pack: Pack, use: int, shape: torch.Size, settings: StepSettings) -> torch.Tensor:

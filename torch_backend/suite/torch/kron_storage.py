@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,12 +45,18 @@ class KronStorage:
             kept = kept._replace(factors=tuple(map(self.full_factor, kept.factors)))
         return kept._replace(preconditioners=whole)
 
-    def renewed(self, rule: core_kron.Kron, kept: core_kron.KronState) -> core_kron.KronState:
+    def renewed(
+        self, rule: core_kron.Kron, kept: Sequence[core_kron.KronState]
+    ) -> list[core_kron.KronState]:
         """What is kept, with the P of its factors, which may have changed."""
         if not self.cached:
-            return kept
-        whole = kept._replace(factors=tuple(map(self.full_factor, kept.factors)))
-        return kept._replace(preconditioners=self.keep(rule.square(whole)).preconditioners)
+            return list(kept)
+        whole = [state._replace(factors=tuple(map(self.full_factor, state.factors))) for state in kept]
+        squared = map(self.keep, rule.square_all(whole))
+        return [
+            own._replace(preconditioners=new.preconditioners)
+            for own, new in zip(kept, squared, strict=True)
+        ]
 
     def require(self, rule: core_kron.Kron, stochastic_rounding: bool) -> None:
         """ValueError for settings with which factors would not stay what is packed."""
