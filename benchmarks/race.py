@@ -218,10 +218,11 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.budget:
             problem = problem._replace(budget=arguments.budget)
         peers = framework.peers(name, problem) if arguments.peers else {}
-        chosen = framework.contenders(name, problem) | peers
+        named = bool(arguments.contenders)
+        chosen = framework.contenders(name, problem, variants=named) | peers
         if arguments.contenders:
             unknown = set(arguments.contenders) - chosen.keys()
-            if unknown - framework.contenders("digits", PROBLEMS["digits"]).keys():
+            if unknown - framework.contenders("digits", PROBLEMS["digits"], variants=True).keys():
                 parser.error(f"no contender {', '.join(sorted(unknown))}; there are {', '.join(chosen)}")
             wanted = {"AdamW", *arguments.contenders}  # AdamW is the unit
             chosen = {key: value for key, value in chosen.items() if key in wanted}

@@ -7,7 +7,7 @@ import importlib.metadata
 import itertools
 import platform
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from race_problems import Problem
 
@@ -39,6 +39,13 @@ class Contender(NamedTuple):
 def around(centre: float, factor: float, count: int) -> tuple[float, ...]:
     return tuple(float(f"{centre * factor**i:.3g}") for i in range(-(count // 2), count // 2 + 1))
 
+
+# Kron's other structures and a cheaper geometry, raced when they are named.
+KRON_VARIANTS: dict[str, dict[str, Any]] = {
+    "Kron, QEQ": {"geometry": "QEQ"},
+    "Kron, whole": {"partition_grads_into_blocks": False},
+    "Kron, one_diag": {"memory_save_mode": "one_diag"},
+}
 
 DECAYS = (0.8, 0.9, 0.95)  # of momentum
 SQUARES = (0.9, 0.99, 0.999)  # of Adam's second moments

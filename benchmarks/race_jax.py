@@ -13,6 +13,7 @@ import optax
 
 import race_problems as problems
 from race_grids import (
+    KRON_VARIANTS,
     Contender,
     Grid,
     Training,
@@ -160,7 +161,7 @@ def contender(name: str, build: Callable[[Start], Built], grid: Grid) -> Contend
     return Contender(begin, grid)
 
 
-def contenders(name: str, problem: Problem) -> dict[str, Contender]:
+def contenders(name: str, problem: Problem, *, variants: bool = False) -> dict[str, Contender]:
     def sgd(lr: Any, momentum: Any) -> Any:
         return optax.sgd(lr, momentum)
 
@@ -177,7 +178,7 @@ def contenders(name: str, problem: Problem) -> dict[str, Contender]:
         settings |= {"compute_method": "inverse", "inv_update_steps": 5}
         return contender(name, functools.partial(captured, settings), kfac_grid(problem))
 
-    return {
+    found = {
         "SGD": contender(name, functools.partial(plain, sgd), sgd_grid(problem)),
         "AdamW": contender(name, functools.partial(plain, adamw), adam_grid(problem)),
         "Kron": ours(),
@@ -185,6 +186,9 @@ def contenders(name: str, problem: Problem) -> dict[str, Contender]:
         "K-FAC": layers(),
         "K-FAC, every 5": layers(factor_update_steps=5),
     }
+    if variants:
+        found |= {label: ours(**settings) for label, settings in KRON_VARIANTS.items()}
+    return found
 
 
 def plain(make: Callable[..., Any], start: Start) -> Built:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import race_problems as problems
 from race_grids import (
     DECAYS,
+    KRON_VARIANTS,
     Contender,
     Grid,
     Training,
@@ -242,7 +243,7 @@ def begin(
     return Training(take, evaluate, compiling if warm else 0.0)
 
 
-def contenders(name: str, problem: Problem) -> dict[str, Contender]:
+def contenders(name: str, problem: Problem, *, variants: bool = False) -> dict[str, Contender]:
     def kfac(**settings: Any) -> Contender:
         def make(model: nn.Module, damping: float, lr: float = 0.1, kl_clip: float = 0.001) -> KFAC:
             base = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
@@ -272,6 +273,8 @@ def contenders(name: str, problem: Problem) -> dict[str, Contender]:
     }
     if problem.small:
         found["K-FAC, eigen"] = kfac(compute_method="eigen", inv_update_steps=5)
+    if variants:
+        found |= {label: kron(**settings) for label, settings in KRON_VARIANTS.items()}
     return found
 
 

@@ -107,7 +107,9 @@ def kron_torch(workload: Workload) -> Contender:
 CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
     "AdamW": lambda w: Torch(w, lambda p: torch.optim.AdamW(p, lr=1e-4)),
     "Kron": kron(),
+    "Kron, QEQ": kron(geometry="QEQ"),
     "Kron, dense": kron(partition_grads_into_blocks=False),
+    "Kron, dense, QEQ": kron(partition_grads_into_blocks=False, geometry="QEQ"),
     "Kron, bf16": kron(mu_dtype=torch.bfloat16, precond_dtype=torch.bfloat16),
     "K-FAC": lambda w: OurKFAC(w),
     "K-FAC, inverse": lambda w: OurKFAC(w, compute_method="inverse"),

@@ -37,7 +37,8 @@ def small(monkeypatch):
 
 def test_every_grid_has_the_same_size_and_starts_at_its_centre():
     for name in race_jax.STARTS:
-        field = race_jax.contenders(name, PROBLEMS[name]) | race_jax.peers(name, PROBLEMS[name])
+        problem = PROBLEMS[name]
+        field = race_jax.contenders(name, problem, variants=True) | race_jax.peers(name, problem)
         for contender in field.values():
             assert [len(values) for values in contender.grid.values()] == [5, 3]
             assert contender.points()[0] == {k: v[len(v) // 2] for k, v in contender.grid.items()}

@@ -50,6 +50,19 @@ def test_it_is_found_among_many_small_tensors(bad, where):
     assert not bool(all_finite(tensors))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", [(0, 0), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_of_second_moments_too(dtype, bad, where):
+    rows = torch.ones(4, 2, dtype=dtype)
+    few, many = torch.ones(3, dtype=torch.float64), -torch.ones(2)
+    assert bool(all_finite([many], [few, rows.mT @ rows]))
+    rows[where] = bad
+    assert not bool(all_finite([many], [few, rows.mT @ rows]))
+    assert not bool(all_finite([], [rows.square().sum(0)]))
+    assert not bool(all_finite([rows], []))
+
+
 def test_complex_numbers_have_two_parts():
     x = torch.ones(3, dtype=torch.complex64)
     assert bool(all_finite([x, x.conj()]))

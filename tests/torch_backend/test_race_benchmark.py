@@ -197,7 +197,7 @@ def test_torchs_muon_moves_matrices_and_adamw_the_rest():
 def test_every_grid_has_the_same_size_and_starts_at_its_centre():
     assert race_torch.STARTS.keys() == PROBLEMS.keys()
     for name, problem in PROBLEMS.items():
-        field = race_torch.contenders(name, problem) | race_torch.peers(name, problem)
+        field = race_torch.contenders(name, problem, variants=True) | race_torch.peers(name, problem)
         for contender in field.values():
             assert [len(values) for values in contender.grid.values()] == [5, 3]
             assert all(list(values) == sorted(set(values)) for values in contender.grid.values())

@@ -112,8 +112,11 @@ def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
     """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
     factor, info = torch.linalg.cholesky_ex(x)
     factored = info == 0
-    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    inverse = torch.cholesky_inverse(usually(factored[..., None, None], factor, lambda: eye))
+
+    def eye() -> torch.Tensor:
+        return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+
+    inverse = torch.cholesky_inverse(usually(factored[..., None, None], factor, eye))
     # LAPACK's column order would survive until a checkpoint, and products round differently after it.
     inverse = inverse.mT.contiguous()  # it is symmetric
     # Of positive definite matrices the diagonal bounds all entries; other infinities fail to factorize.
@@ -176,7 +179,7 @@ def inner_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def add_diagonal(x: torch.Tensor, value: Any) -> torch.Tensor:
     """x + value I; `value` a number or (..., 1, 1)."""
-    if not isinstance(value, float):
+    if not isinstance(value, float) and value.shape[:-2] != x.shape[:-2]:
         x = x.expand(torch.broadcast_shapes(x.shape, value.shape))
     y = x.clone(memory_format=torch.contiguous_format)
     torch.linalg.diagonal(y).add_(value if isinstance(value, float) else value[..., 0])
@@ -257,7 +260,7 @@ def gram(x: torch.Tensor) -> torch.Tensor:
     n = x.shape[-1]
     least = _SMALLEST_HALVED_TALL if x.shape[-2] >= 2 * n else _SMALLEST_HALVED
     if n < least or x.shape[-2] < n // 16 or not _is_at_hand(x):
-        return torch.matmul(x.mT, x)
+        return torch.bmm(x.mT, x) if x.ndim == 3 else torch.matmul(x.mT, x)
     product = torch.empty((*x.shape[:-2], n, n), dtype=x.dtype, device=x.device)
     edges = [n * i // 4 for i in range(5)]
     for start, stop in itertools.pairwise(edges):

@@ -393,7 +393,7 @@ def mean_eigenvalue(average: Array, weight: Array) -> Array:
     Args:
         average, weight: as in `Factor`.
     """
-    return _mean(lift(moments.unbiased(average, weight)), weight.ndim)
+    return moments.unbiased(_mean(lift(average), weight.ndim), weight)
 
 
 def eigenvalue_products(A: Eigen, G: Eigen) -> Array:

@@ -49,5 +49,4 @@ def unbiased(average: Array, weight: Array) -> Array:
     xp = array_namespace(average, weight)
     weight = xp.astype(weight, average.dtype)
     weight = xp.reshape(weight, tuple(weight.shape) + (1,) * (average.ndim - weight.ndim))
-    seen = weight > 0
-    return average / xp.where(seen, weight, xp.zeros_like(weight) + float("inf"))
+    return average / xp.where(weight > 0, weight, float("inf"))

@@ -8,6 +8,8 @@ that is what numpy, torch and JAX (without 64-bit mode) share.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from suite.core._namespace import Array, Scalar, array_namespace, device_of
@@ -44,20 +46,45 @@ def unit_noise(streams: Array, step: Scalar, shape: tuple[int, ...], dtype: Any)
     Returns:
         (n, *shape).
     """
-    xp = array_namespace(streams)
-    size = 1
-    for side in shape:
-        size *= side
+    return unit_noises([streams], step, [shape], dtype)[0]
+
+
+def unit_noises(
+    streams: Sequence[Array], step: Scalar, shapes: Sequence[tuple[int, ...]], dtype: Any
+) -> list[Array]:
+    """`unit_noise` of several stacks, hashed together: the same numbers in fewer calls.
+
+    Args:
+        streams, shapes: one for each stack; streams on one device.
+        step, dtype: of all of them.
+    """
+    xp = array_namespace(*streams)
+    sizes, counts = [math.prod(shape) for shape in shapes], [own.shape[0] for own in streams]
     if not isinstance(step, int):
         step = xp.astype(step, xp.int32)
     # Each argument is hashed before it meets the next: sums of raw counters would collide.
-    keys = _mix(_mix(streams + 1013904223) ^ (xp.zeros_like(streams) + step))
-    position = _mix(xp.arange(size, dtype=xp.int32, device=device_of(streams)) + 374761393)
-    bits = _mix(keys[:, None] ^ position[None, :])
+    joined = _joined(streams)
+    keys = _mix(_mix(joined + 1013904223) ^ (xp.zeros_like(joined) + step))
+    counter = xp.arange(max(sizes, default=0), dtype=xp.int32, device=device_of(joined))
+    position = _mix(counter + 374761393)
+    bits, start = [], 0
+    for size, count in zip(sizes, counts, strict=True):
+        own = keys[start : start + count, None] ^ position[None, :size]
+        bits.append(xp.reshape(own, (count * size,)))
+        start += count
     wide = dtype if xp.finfo(dtype).bits >= 32 else xp.float32  # half precision cannot hold an int32
-    uniform = xp.astype(bits, wide) + 0.5
+    uniform = xp.astype(_mix(_joined(bits)), wide) + 0.5
     uniform *= 2.0**-31 * 3.0**0.5
-    return xp.reshape(xp.astype(uniform, dtype), (streams.shape[0], *shape))
+    uniform = xp.astype(uniform, dtype)
+    found, start = [], 0
+    for shape, size, count in zip(shapes, sizes, counts, strict=True):
+        found.append(xp.reshape(uniform[start : start + count * size], (count, *shape)))
+        start += count * size
+    return found
+
+
+def _joined(stacks: Sequence[Array]) -> Array:
+    return stacks[0] if len(stacks) == 1 else array_namespace(*stacks).concat(stacks, axis=0)
 
 
 # What a block draws noise for. Each use has its own: equal counters would give equal numbers.
@@ -67,7 +94,14 @@ _STEPS_PER_USE = 2**26
 
 def draw(streams: Array, step: Scalar, use: int, shape: tuple[int, ...], dtype: Any) -> Array:
     """`unit_noise` of a use, independent of that of all others for the first 67 million steps."""
-    return unit_noise(streams, step + use * _STEPS_PER_USE, shape, dtype)
+    return draws([streams], step, use, [shape], dtype)[0]
+
+
+def draws(
+    streams: Sequence[Array], step: Scalar, use: int, shapes: Sequence[tuple[int, ...]], dtype: Any
+) -> list[Array]:
+    """`draw` of several stacks, see `unit_noises`."""
+    return unit_noises(streams, step + use * _STEPS_PER_USE, shapes, dtype)
 
 
 def stream_numbers(parameter: int, blocks: int, seed: int = 0) -> list[int]:

@@ -55,12 +55,12 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
     rows = lift(rows)
     if not bias:
         return xp.sum(rows * rows, axis=1) if diagonal else linalg.gram(rows)
-    count = xp.zeros((rows.shape[0], 1), dtype=rows.dtype, device=device_of(rows)) + float(rows.shape[1])
-    if diagonal:
-        return xp.concat([xp.sum(rows * rows, axis=1), count], axis=-1)
-    if rows.shape[1] < 10 * rows.shape[2]:
+    if not diagonal and rows.shape[1] < 10 * rows.shape[2]:
         ones = xp.ones((*rows.shape[:2], 1), dtype=rows.dtype, device=device_of(rows))
         return linalg.gram(xp.concat([rows, ones], axis=-1))
+    count = xp.ones((rows.shape[0], 1), dtype=rows.dtype, device=device_of(rows)) * float(rows.shape[1])
+    if diagonal:
+        return xp.concat([xp.sum(rows * rows, axis=1), count], axis=-1)
     products = linalg.gram(rows)
     sums = xp.sum(rows, axis=1)
     right = xp.concat([sums, count], axis=-1)[..., None]

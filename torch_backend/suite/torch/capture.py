@@ -8,7 +8,6 @@ under activation checkpointing, never in a forward pass without a backward one.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from suite.torch.layers import Layer, Site
 from suite.torch.rows import (
     Bases,
     LayerSpec,
+    Sums,
     bag_second_moments,
     example_count,
     output_positions,
@@ -75,22 +75,38 @@ class _Probe(torch.autograd.Function):
         x, *rest = ctx.saved_tensors
         scale, chosen, *vectors = rest or (None, None)
         bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[7] else None
-        with torch.no_grad(), _without_autocast(gradient.device.type):
-            g = gradient.to(ctx.dtype)
-            if scale is not None:
-                g = g * scale
-            if x is not None and x.is_floating_point():
-                x = x.to(ctx.dtype)
-            A, G, counts, products = sums(ctx.spec, x, g, chosen=chosen, want_A=wanted[2], bases=bases)
+        given = ctx, gradient, x, scale, chosen, bases
+        if _is_plain(gradient.device.type):
+            A, G, counts, products = _Probe._sums(*given)
+        else:
+            with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                A, G, counts, products = _Probe._sums(*given)
         if not rest:
             return gradient, None, A, G, counts, None, None
         return gradient, None, A, G, counts, None, None, products, *(None,) * 4
 
+    @staticmethod
+    def _sums(
+        ctx: Any,
+        g: torch.Tensor,
+        x: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        chosen: torch.Tensor | None,
+        bases: Bases | None,
+    ) -> Sums:
+        g = g.to(ctx.dtype)
+        if scale is not None:
+            g = g * scale
+        if x is not None and x.is_floating_point():
+            x = x.to(ctx.dtype)
+        return sums(ctx.spec, x, g, chosen=chosen, want_A=ctx.needs_input_grad[2], bases=bases)
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(device_type):
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
+
+def _is_plain(device_type: str) -> bool:
+    """Whether neither autograd nor autocast would have a part in what is computed now."""
+    if torch.compiler.is_compiling():
+        return False
+    return not torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type)
 
 
 class LayerCapture:
@@ -239,9 +255,11 @@ class LayerCapture:
 
     def _chosen(self, spec: LayerSpec, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
         """The examples or rows that statistics are taken from; None: all of them."""
-        total = example_count(spec, y) if spec.max_examples else row_count(spec, x)
         count = spec.max_examples or spec.max_rows
-        if not 0 < count < total:
+        if not count:
+            return None
+        total = example_count(spec, y) if spec.max_examples else row_count(spec, x)
+        if count >= total:
             return None
         if spec.max_examples:
             return self.clock.examples(count, total, y.device)

@@ -18,6 +18,7 @@ from suite.torch.collectives import Parcel
 from suite.torch.factor_store import (
     FactorStore,
     Key,
+    Pair,
     at_least_single,
     copy_inverse,
     factor_rows,
@@ -203,20 +204,36 @@ class FactorRefresh(FactorStore):
         keys = [(leader, "A") for leader, _ in groups]
         keys += [(i, "G") for _, members in groups for i in members]
         mean_of = self._mean_eigenvalues(keys)
-        dampings = [torch.zeros_like(factor.weight) for factor in self.factors]
+        alike: dict[Any, list[Group]] = {}  # groups that share the damping out by one rule
+        means: dict[int, Pair] = {}  # by leader
         for leader, members in groups:
             # One A, so one π for all that share it: from the mean of their G's. No number among
             # these G's may leave its damping to an A that has to suit the others, too.
-            mean_G = torch.stack([mean_of[i, "G"] for i in members]).mean(0)
+            mean_G = mean_of[members[0], "G"]
+            if len(members) > 1:
+                mean_G = torch.stack([mean_of[i, "G"] for i in members]).mean(0)
             mean_A = mean_of[leader, "A"]
-            for i in members:
-                d_in, d_out = self.layers[i].sizes
-                sizes = d_in, d_out if len(members) == 1 else max(d_out, 2)
-                split = self.rule.split_damping(mean_A, mean_G, damping, sizes)
-                for side, value in zip(("A", "G"), split, strict=True):
-                    place = self.places.get((i, side))
-                    if place is not None:
-                        dampings[place.bucket][place.start : place.stop] = value
+            d_in, d_out = self.layers[leader].sizes
+            sizes = min(d_in, 2), min(d_out, 2) if len(members) == 1 else 2
+            means[leader] = mean_A, mean_G
+            alike.setdefault((sizes, mean_A.dtype, mean_G.dtype, mean_A.device), []).append(
+                (leader, members)
+            )
+        share_of: dict[Key, torch.Tensor] = {}
+        for (sizes, *_), some in alike.items():
+            pairs = [means[leader] for leader, _ in some]
+            of_A, of_G = (torch.cat(side) for side in zip(*pairs, strict=True))
+            shares = self.rule.split_damping(of_A, of_G, damping, sizes)
+            blocks = [mean_A.shape[0] for mean_A, _ in pairs]
+            split = (share.split(blocks) for share in shares)
+            for (leader, members), for_A, for_G in zip(some, *split, strict=True):
+                share_of[leader, "A"] = for_A
+                share_of |= {(i, "G"): for_G for i in members}
+        dampings = []
+        for factor, bucket in zip(self.factors, self.factor_buckets, strict=True):
+            none = torch.zeros_like(factor.weight)
+            owned = [(self.owners[m.index], slice(m.start, m.stop)) for m in bucket.members]
+            dampings.append(torch.cat([share_of.get(key, none[at]) for key, at in owned]))
         return dampings
 
     def _mean_eigenvalues(self, keys: Sequence[Key]) -> dict[Key, torch.Tensor]:
@@ -244,9 +261,10 @@ class FactorRefresh(FactorStore):
         old = self.factors[number]
         warm = self.warm_start and self.rule.keeps_eigenbases and bool(old.ready.all())
         parts = []
-        for at in self.storage.portions(old):
+        portions = self.storage.portions(old)
+        for at in portions:
             own = damping[at] if isinstance(damping, torch.Tensor) else damping
-            part = self.storage.full_factor(factor_rows(old, at))
+            part = self.storage.full_factor(factor_rows(old, at) if len(portions) > 1 else old)
             new = self._refreshed_part(number, at.start, part, own, warm)
             parts.append((self.storage.keep(new.inverse), new.ready, new.failures))
         inverses, ready, failures = zip(*parts, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,33 +19,39 @@ def all_average_in(averages: Sequence[torch.Tensor], new: Sequence[torch.Tensor]
     torch._foreach_lerp_(list(averages), [x.to(averages[0].dtype) for x in new], 1.0 - decay)
 
 
-_SMALL = 2**14  # numbers in a tensor below which a call for it costs more than a copy of it
-_JOINED = 2**15  # in tensors that small ones are copied to: no new pages, and in the cache
+def all_finite(tensors: Sequence[torch.Tensor], moments: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """(): whether all numbers in tensors that are not empty are finite; the host does not wait.
 
-
-def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(): whether all numbers in tensors that are not empty are finite; the host does not wait."""
-    tensors = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors]
-    here = [x for x in tensors if x.device.type == "cpu"]
-    elsewhere = [x for x in tensors if x.device.type != "cpu"]
+    Args:
+        moments: Σ x xᵀ or Σ x²: the largest of their numbers is not finite if another is not.
+    """
     # Both pass a NaN on. Of torch's ways this is by far the fastest on a CPU, and the other on a GPU.
-    extremes = [extreme.double() for x in _few(here) for extreme in torch.aminmax(x)]
-    if not elsewhere:
-        return torch.stack(extremes).isfinite().all() if extremes else torch.ones((), dtype=torch.bool)
-    finite = nn.utils.get_total_norm(elsewhere, norm_type=float("inf")).isfinite()
-    return finite & torch.stack(extremes).isfinite().all().to(finite.device) if extremes else finite
+    found = []
+    for dtype, some in _by_dtype(tensors).items():
+        if dtype.is_complex:
+            some = [torch.view_as_real(x.resolve_conj()) for x in some]
+        extremes = [extreme for x in some if x.is_cpu for extreme in torch.aminmax(x)]
+        found += _are_finite(extremes, [x for x in some if not x.is_cpu])
+    for some in _by_dtype(moments).values():
+        here = [x for x in some if x.is_cpu]
+        extremes = list(torch._foreach_max(here)) if here else []
+        found += _are_finite(extremes, [x for x in some if not x.is_cpu])
+    if not found:
+        return torch.ones((), dtype=torch.bool)
+    device = next((x.device for x in found if not x.is_cpu), found[0].device)
+    return functools.reduce(torch.logical_and, [x.to(device) for x in found])
 
 
-def _few(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same numbers in fewer tensors."""
-    found: list[torch.Tensor] = []
-    small: dict[torch.dtype, list[torch.Tensor]] = {}
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
     for x in tensors:
-        if x.numel() < _SMALL:
-            small.setdefault(x.dtype, []).append(x.reshape(-1))
-        else:
-            found.append(x)
-    for parts in small.values():
-        length = max(1, _JOINED * len(parts) // sum(map(len, parts)))
-        found += [torch.cat(parts[i : i + length]) for i in range(0, len(parts), length)]
+        found.setdefault(x.dtype, []).append(x)
+    return found
+
+
+def _are_finite(numbers: list[torch.Tensor], elsewhere: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """(): whether these numbers are, and tensors elsewhere; of each kind if there are any."""
+    found = [torch.stack(numbers).isfinite().all()] if numbers else []
+    if elsewhere:
+        found.append(nn.utils.get_total_norm(elsewhere, norm_type=float("inf")).isfinite())
     return found

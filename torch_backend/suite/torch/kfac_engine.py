@@ -317,8 +317,8 @@ class KFACEngine:
         """(): whether all gradients and statistics here are."""
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         tensors = [g._values() if g.is_sparse else g for g in gradients]
-        tensors += [x for t in taken if t is not None for x in _arrays(t)]
-        return all_finite([x for x in tensors if x.numel()])
+        moments = [x for t in taken if t is not None for x in _arrays(t)]
+        return all_finite([x for x in tensors if x.numel()], [x for x in moments if x.numel()])
 
     def update(self, taken: Taken, agreed: Agreement, factor_decay: float) -> bool:
         """Average statistics into the factors of the layers that some rank has seen.

@@ -239,16 +239,7 @@ class KronEngine:
     def _fit(self, work: list[_Work], settings: StepSettings) -> list[core_kron.KronState]:
         """The buckets' factors after one update."""
         rounds, olds = settings.stochastic_rounding, [w.state for w in work]
-        units = [
-            noise.draw(
-                w.pack.streams,
-                settings.step,
-                noise.FIT,
-                tuple(w.evidence.shape[1:]),
-                w.state.factors[0].dtype,
-            )
-            for w in work
-        ]
+        units = _noises(work, settings.step)
         evidence, vectors = [w.evidence for w in work], [w.vector for w in work if w.vector is not None]
         wide = [self.rule.lifted(old) for old in olds] if rounds else olds
         found = self.rule.fit(wide, evidence, units, settings.preconditioner_lr, vectors or None)
@@ -378,6 +369,21 @@ class KronEngine:
             for own, state in zip(kept, self.storage.renewed(self.rule, kept), strict=True):
                 for old, new in zip(own.preconditioners, state.preconditioners, strict=True):
                     old.copy_(new)
+
+
+def _noises(work: Sequence[_Work], step: int) -> list[torch.Tensor]:
+    """What the fit of each piece needs, of one device and dtype all together."""
+    kinds = [((w.pack.streams.device, w.state.factors[0].dtype), 1) for w in work]
+    found: list[Any] = [None] * len(work)
+    for alike in buckets.plan_buckets(kinds):
+        own = [work[member.index] for member in alike.members]
+        shapes = [tuple(w.evidence.shape[1:]) for w in own]
+        streams = [w.pack.streams for w in own]
+        for member, drawn in zip(
+            alike.members, noise.draws(streams, step, noise.FIT, shapes, alike.key[1]), strict=True
+        ):
+            found[member.index] = drawn
+    return found
 
 
 def _noise(pack: Pack, use: int, shape: torch.Size, settings: StepSettings) -> torch.Tensor:
