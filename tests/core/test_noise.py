@@ -67,9 +67,9 @@ def test_noise_of_a_stream_does_not_depend_on_its_neighbours(xp):
 
 def test_stacks_of_several_shapes_are_drawn_together_as_they_are_alone(xp):
     streams = [np.array(own, dtype=np.int32) for own in ([5, -7], [9], [], [2**31 - 1])]
-    shapes, dtype = [(2, 3), (), (4,), (7, 1, 2)], xp.dtype("float64")
-    arrays = [xp.asarray(own) for own in streams]
-    together = xp.run(noise.draws, arrays, step=3, use=noise.PAIR, shapes=shapes, dtype=dtype)
+    shapes = ((2, 3), (), (4,), (7, 1, 2))
+    kind = {"use": noise.PAIR, "shapes": shapes, "dtype": xp.dtype("float64")}
+    together = xp.run(noise.draws, [xp.asarray(own) for own in streams], step=3, **kind)
     for found, own, shape in zip(together, streams, shapes, strict=True):
         assert tuple(found.shape) == (len(own), *shape)
         for block, stream in zip(xp.numpy(found), own, strict=True):
