@@ -36,9 +36,8 @@ def split_damping(mean_A: Array, mean_G: Array, damping: Scalar) -> tuple[Array,
     """
     xp = array_namespace(mean_A, mean_G)
     usable = (mean_A > 0) & (mean_G > 0)
-    one = xp.zeros_like(mean_A) + 1
     # A quotient of roots, not the root of a quotient: the latter overflows for means 1e30 and 1e-30.
-    pi = xp.sqrt(xp.where(usable, mean_A, one)) / xp.sqrt(xp.where(usable, mean_G, one))
+    pi = xp.sqrt(xp.where(usable, mean_A, 1.0)) / xp.sqrt(xp.where(usable, mean_G, 1.0))
     damping = as_scalar(damping, mean_A)
     root = damping**0.5
     return root * pi, root / pi

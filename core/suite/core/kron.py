@@ -239,8 +239,8 @@ class Kron:
         unit = linalg.largest_entry(signal, own_axes, keepdims=True)
         if reference is not None:
             unit = xp.maximum(unit, linalg.largest_entry(reference, own_axes, keepdims=True))
-            reference = reference / xp.maximum(unit, xp.zeros_like(unit) + 1)
-        unit = xp.maximum(unit, xp.zeros_like(unit) + 1)
+            reference = reference / xp.maximum(unit, 1.0)
+        unit = xp.maximum(unit, 1.0)
         signal /= unit
         u = xp.reshape(unit, (unit.shape[0],))
         found = []
@@ -273,9 +273,9 @@ class Kron:
         betaL = as_scalar(self.betaL, L)
         new_L = xp.maximum(betaL * (L / u / u) + (1 - betaL) * bound, bound)
         step = as_scalar(preconditioner_lr, L) / new_L
-        step = xp.where(usable, step, xp.zeros_like(step))
+        step = xp.where(usable, step, 0.0)
         new_q = self._step(q, T, white, step, is_diagonal, scalar)
-        new_L = xp.minimum(new_L * u * u, xp.zeros_like(L) + _LARGEST_LIPSCHITZ)
+        new_L = xp.minimum(new_L * u * u, _LARGEST_LIPSCHITZ)
         return new_q, xp.where(usable, new_L, L)
 
     def _first_scale(

@@ -75,8 +75,7 @@ def balancing(*sizes: Array) -> tuple[Array, ...]:
     usable = sizes[0] > 0  # a factor that is zero cannot be balanced against the others
     for size in sizes[1:]:
         usable = usable & (size > 0)
-    one = xp.zeros_like(sizes[0]) + 1
-    logs = [xp.log(xp.where(usable, size, one)) for size in sizes]
+    logs = [xp.log(xp.where(usable, size, 1.0)) for size in sizes]
     mean = logs[0]
     for log in logs[1:]:
         mean = mean + log

@@ -308,17 +308,15 @@ def rotate_towards_symmetry(q: Array, chosen: Array | None = None) -> Array:
     q = lift(q)
     R = transpose(q) - q
     bound = spectral_norm_bound(R)[..., None, None]
-    one = xp.zeros_like(bound) + 1
-    R /= xp.where(bound > 0, bound, one)
+    R /= _or_one(bound)
     RQ = xp.matmul(R, q)
     RRQ = xp.matmul(R, RQ)
     slope, curvature = trace(RQ)[..., None, None], trace(RRQ)[..., None, None]
     concave = curvature < 0
-    best = -slope / xp.where(concave, curvature, -one)
-    limit = _PROCRUSTES_STEP * one
-    a = xp.where(concave, xp.minimum(best, limit), limit)
+    best = -slope / xp.where(concave, curvature, -1.0)
+    a = xp.where(concave, xp.minimum(best, _PROCRUSTES_STEP), _PROCRUSTES_STEP)
     if chosen is not None:
-        a = xp.where(chosen[..., None, None], a, xp.zeros_like(a))
+        a = xp.where(chosen[..., None, None], a, 0.0)
     # In place of fresh arrays: on a CPU a new one costs more than the arithmetic.
     RRQ *= 0.5 * a
     RRQ += RQ
@@ -364,4 +362,4 @@ def largest_entry(x: Array, axis: tuple[int, ...], *, keepdims: bool = False) ->
 def _or_one(x: Array) -> Array:
     """`x` where it is positive, else 1: a denominator."""
     xp = array_namespace(x)
-    return xp.where(x > 0, x, xp.zeros_like(x) + 1)
+    return xp.where(x > 0, x, 1.0)

@@ -25,10 +25,9 @@ def kl_clip_coefficient(inner: Array, kl_clip: Scalar) -> Array:
     """
     xp = array_namespace(inner)
     size = xp.abs(inner)
-    one = xp.zeros_like(size) + 1
-    kl_clip = as_scalar(kl_clip, size)
-    limit = kl_clip * one
-    return xp.where(size > limit, xp.sqrt(limit / xp.where(size > limit, size, one)), one)
+    limit = as_scalar(kl_clip, size)
+    large = size > limit
+    return xp.where(large, xp.sqrt(limit / xp.where(large, size, 1.0)), 1.0)
 
 
 def rms_clip(direction: Array, max_rms: Scalar, ndim: int) -> Array:
@@ -53,12 +52,12 @@ def rms_clip_scale(direction: Array, max_rms: Scalar, ndim: int) -> Array:
     x = lift(direction)
     # Scaled by the largest entry first: squares of 1e30 overflow single precision.
     largest = largest_entry(x, axes, keepdims=True)
-    one = xp.zeros_like(largest) + 1
-    unit = x / xp.where(largest > 0, largest, one)
+    unit = x / xp.where(largest > 0, largest, 1.0)
     count = math.prod(x.shape[a] for a in axes)
     rms = largest * (xp.linalg.vector_norm(unit, axis=axes, keepdims=True) / count**0.5)
     max_rms = as_scalar(max_rms, x)
-    return xp.where(rms > max_rms, max_rms / xp.where(rms > max_rms, rms, one), one)
+    large = rms > max_rms
+    return xp.where(large, max_rms / xp.where(large, rms, 1.0), 1.0)
 
 
 Clip = Any  # None, a number or 0-d array, or a pair of these
