@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -74,6 +75,15 @@ def test_stacks_of_several_shapes_are_drawn_together_as_they_are_alone(xp):
         assert tuple(found.shape) == (len(own), *shape)
         for block, stream in zip(xp.numpy(found), own, strict=True):
             assert_identical(block[None], draw([stream], 3 + 2**26, shape))
+
+
+def test_drawing_takes_little_more_room_than_what_is_drawn():
+    draw([1], 0, (10,))
+    tracemalloc.start()
+    drawn = noise.unit_noise(np.array([1], dtype=np.int32), 0, (1000, 400), np.float32)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak <= 4.1 * drawn.nbytes
 
 
 def test_shape_only_arranges_the_numbers():

@@ -84,14 +84,14 @@ def test_a_step_of_kron_reads_one_number_or_on_an_accelerator_none(monkeypatch, 
 def test_the_least_capture_sums_what_a_layer_sees():
     layer, x = nn.Linear(3, 2, bias=False), torch.randn(8, 3)
     A, G = capture_floor.running_sums(layer)
-    y = layer(x)
-    y.square().sum().backward()
-    torch.testing.assert_close(A, x.T @ x)
-    torch.testing.assert_close(G, 4 * y.detach().T @ y.detach())
+    for _ in range(2):
+        y = layer(x)
+        y.square().sum().backward()
+    torch.testing.assert_close(A, 1.95 * x.T @ x)
+    torch.testing.assert_close(G, 1.95 * 4 * y.detach().T @ y.detach())
 
 
 def test_the_floor_of_capture_is_reported(capsys):
     capture_floor.main(["--workloads", "W4", "--rounds", "1"])
     found = json.loads(capsys.readouterr().out)
     assert found["W4"].keys() == {"plain", "K-FAC", "least"}
-    assert found["W4"]["plain"] == 1.0

@@ -8,6 +8,7 @@ that is what numpy, torch and JAX (without 64-bit mode) share.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +56,7 @@ def unit_noises(
     """`unit_noise` of several stacks, hashed together: the same numbers in fewer calls.
 
     Args:
-        streams, shapes: one for each stack; streams on one device.
+        streams, shapes: one for each stack, of which there is at least one; streams on one device.
         step, dtype: of all of them.
     """
     xp = array_namespace(*streams)
@@ -65,15 +66,19 @@ def unit_noises(
     # Each argument is hashed before it meets the next: sums of raw counters would collide.
     joined = _joined(streams)
     keys = _mix(_mix(joined + 1013904223) ^ (xp.zeros_like(joined) + step))
-    counter = xp.arange(max(sizes, default=0), dtype=xp.int32, device=device_of(joined))
-    position = _mix(counter + 374761393)
-    bits, start = [], 0
-    for size, count in zip(sizes, counts, strict=True):
-        own = keys[start : start + count, None] ^ position[None, :size]
-        bits.append(xp.reshape(own, (count * size,)))
-        start += count
+    position = _mix(xp.arange(max(sizes), dtype=xp.int32, device=device_of(joined)) + 374761393)
+    starts = itertools.accumulate(counts, initial=0)
+
+    def raw(start: int, count: int, size: int) -> Array:
+        pairs = keys[start : start + count, None] ^ position[None, :size]
+        return xp.reshape(pairs, (count * size,))
+
+    # What is mixed gets no name: beside a large block there is room for little else.
+    bits = _mix(_joined([raw(*part) for part in zip(starts, counts, sizes, strict=False)]))
     wide = dtype if xp.finfo(dtype).bits >= 32 else xp.float32  # half precision cannot hold an int32
-    uniform = xp.astype(_mix(_joined(bits)), wide) + 0.5
+    uniform = xp.astype(bits, wide)
+    del bits
+    uniform += 0.5
     uniform *= 2.0**-31 * 3.0**0.5
     uniform = xp.astype(uniform, dtype)
     found, start = [], 0
