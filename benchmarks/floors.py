@@ -30,16 +30,17 @@ class Floor:
         self.stacks = []
         for (m, n, rows), count in grouped(workload).items():
             random = torch.randn
-            parts = [((m, n), count)]
+            parts = [((m, n), (1, 1), count)]
             if structure is not None:
                 plan = plan_blocks((m, n), structure)
-                parts = [(tile.sizes, count * tile.blocks) for tile in plan.tiles]
-            for (d_out, d_in), blocks in parts:
+                parts = [(t.sizes, t.diagonal_blocks, count * t.blocks) for t in plan.tiles]
+            for (d_out, d_in), (c_out, c_in), blocks in parts:
+                p, q = d_out // c_out, d_in // c_in
                 self.stacks.append(
                     {
-                        "G": random(blocks, d_out, d_in, device=device),
-                        "L": torch.eye(d_out, device=device).repeat(blocks, 1, 1),
-                        "R": torch.eye(d_in, device=device).repeat(blocks, 1, 1),
+                        "G": random(blocks * c_out, p, d_in, device=device),
+                        "L": torch.eye(p, device=device).repeat(blocks * c_out, 1, 1),
+                        "R": torch.eye(q, device=device).repeat(blocks * c_in, 1, 1),
                     }
                 )
             if structure is None:
@@ -49,9 +50,9 @@ class Floor:
                 }
 
     def two_products(self) -> None:
-        """A plain step of either method: L G R."""
+        """A plain step of either method: L G R, of block-diagonal L and R block by block."""
         for s in self.stacks:
-            torch.bmm(torch.bmm(s["L"], s["G"]), s["R"])
+            torch.bmm(_before(torch.bmm(s["L"], s["G"]), s["R"]), s["R"])
 
     def rows(self) -> None:
         """A plain step of K-FAC from the rows of a batch, where these are fewer: (L g)ᵀ (R x)."""
@@ -64,8 +65,9 @@ class Floor:
     def kron_update(self) -> None:
         """h = P g, the Gram matrix of each side, its product with Q, and QᵀQ."""
         for s in self.stacks:
-            h = torch.bmm(torch.bmm(s["L"], s["G"]), s["R"])
-            for Q, T in ((s["L"], h @ h.mT), (s["R"], h.mT @ h)):
+            h = torch.bmm(_before(torch.bmm(s["L"], s["G"]), s["R"]), s["R"])
+            rows = h.view_as(s["G"])
+            for Q, T in ((s["L"], rows @ rows.mT), (s["R"], h.mT @ h)):
                 torch.bmm(T, Q)
                 torch.bmm(Q.mT, Q)
 
@@ -80,6 +82,11 @@ class Floor:
         for s in self.stacks:
             for side in (s["L"], s["R"]):
                 torch.cholesky_inverse(torch.linalg.cholesky(side))
+
+
+def _before(x: torch.Tensor, R: torch.Tensor) -> torch.Tensor:
+    """The numbers of `x` as so many matrices as R has, with as many columns as R has rows."""
+    return x.view(len(R), -1, R.shape[1])
 
 
 FLOORS: dict[str, Callable[[Floor], None]] = {

@@ -43,6 +43,8 @@ def around(centre: float, factor: float, count: int) -> tuple[float, ...]:
 # Kron's other structures and a cheaper geometry, raced when they are named.
 KRON_VARIANTS: dict[str, dict[str, Any]] = {
     "Kron, QEQ": {"geometry": "QEQ"},
+    "Kron, own factors": {"shared_factors": False},
+    "Kron, blocks of 128": {"block_size": 128},
     "Kron, whole": {"partition_grads_into_blocks": False},
     "Kron, one_diag": {"memory_save_mode": "one_diag"},
 }

@@ -108,6 +108,8 @@ CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
     "AdamW": lambda w: Torch(w, lambda p: torch.optim.AdamW(p, lr=1e-4)),
     "Kron": kron(),
     "Kron, QEQ": kron(geometry="QEQ"),
+    "Kron, own factors": kron(shared_factors=False),
+    "Kron, blocks of 128": kron(block_size=128),
     "Kron, dense": kron(partition_grads_into_blocks=False),
     "Kron, dense, QEQ": kron(partition_grads_into_blocks=False, geometry="QEQ"),
     "Kron, bf16": kron(mu_dtype=torch.bfloat16, precond_dtype=torch.bfloat16),

@@ -16,8 +16,20 @@ Matrix = np.ndarray
 
 
 def dense(factor: np.ndarray) -> Matrix:
-    """A factor as a matrix: a vector stands for the diagonal matrix with these entries."""
+    """A factor as a matrix: a vector stands for the diagonal, a stack for the blocks on it."""
+    if factor.ndim == 3:
+        return block_diagonal(factor)
     return np.diag(factor) if factor.ndim == 1 else factor
+
+
+def block_diagonal(blocks: Sequence[Matrix]) -> Matrix:
+    """Square blocks along the diagonal, zeros elsewhere."""
+    full = np.zeros([sum(len(b) for b in blocks)] * 2)
+    start = 0
+    for b in blocks:
+        full[start : start + len(b), start : start + len(b)] = b
+        start += len(b)
+    return full
 
 
 def kronecker_product(factors: Sequence[np.ndarray]) -> Matrix:
@@ -88,12 +100,21 @@ class PSGD:
     Sources: Li 2015 (arXiv:1512.04202), Li 2022 (arXiv:2211.04422), Li 2024 (arXiv:2402.11858). Factors
     are balanced in QEP only, as published: elsewhere that is a choice of gauge. PRO4P and QUAD4P fit P
     itself, in place of Q. With `pair`, Newton: g is H v, and v takes the place of white noise.
+
+    With `blocks` factors have so many equal blocks on their diagonals and zeros elsewhere, as has every
+    matrix of their steps; a factor's step is that of the block with the largest norm.
     """
 
     def __init__(
-        self, geometry: str, factors: Sequence[np.ndarray], betaL: float, damping: float
+        self,
+        geometry: str,
+        factors: Sequence[np.ndarray],
+        betaL: float,
+        damping: float,
+        blocks: Sequence[int] | None = None,
     ) -> None:
         self.geometry = geometry
+        self.blocks = blocks or [1] * len(factors)
         self.Q = [factor.copy() for factor in factors]
         self.L = [0.0] * len(factors)
         self.betaL, self.damping = betaL, damping
@@ -116,22 +137,38 @@ class PSGD:
             a = (Q @ g.reshape(-1)).reshape(g.shape)
             b = np.linalg.solve(Q.T, (v if pair is None else pair).reshape(-1)).reshape(g.shape)
             for i in range(g.ndim):
-                self._step_eq(i, contraction(a, a, i), contraction(b, b, i), lr)
+                self._step_eq(i, self._contraction(i, a), self._contraction(i, b), lr)
         elif self.geometry == "QEP":
             sizes = [np.max(np.abs(q)) for q in self.Q]
             mean = np.prod(sizes) ** (1 / len(sizes))
             self.Q = [q * mean / size for q, size in zip(self.Q, sizes, strict=True)]
             h = self.direction(g)
             for i in range(g.ndim):
-                self._step_qep(i, contraction(h, h, i), g.size / g.shape[i], lr)
+                self._step_qep(i, self._contraction(i, h), g.size / g.shape[i], lr)
         else:
             h = self.direction(g)
             for i in range(g.ndim):
-                self._step(i, contraction(h, h, i), g.size / g.shape[i], lr)
+                self._step(i, self._contraction(i, h), g.size / g.shape[i], lr)
 
     def _smoothness(self, i: int, ell: float) -> float:
         self.L[i] = max(self.betaL * self.L[i] + (1 - self.betaL) * ell, ell)
         return self.L[i]
+
+    def _contraction(self, i: int, x: np.ndarray) -> Matrix:
+        """Σ x xᵀ over all axes but i, without what is outside of the factor's blocks."""
+        full = contraction(x, x, i)
+        inside = np.kron(np.eye(self.blocks[i]), np.ones([len(full) // self.blocks[i]] * 2))
+        return full * inside
+
+    def _on_blocks(self, i: int, M: Matrix) -> list[Matrix]:
+        n = len(M) // self.blocks[i]
+        return [M[k * n : (k + 1) * n, k * n : (k + 1) * n] for k in range(self.blocks[i])]
+
+    def _bound(self, i: int, M: Matrix) -> float:
+        return max(map(norm_bound, self._on_blocks(i, M)))
+
+    def _rotated(self, i: int, Q: Matrix) -> Matrix:
+        return block_diagonal([procrustes_step(q) for q in self._on_blocks(i, Q)])
 
     def _step_eq(self, i: int, T1: Matrix, T2: Matrix, lr: float) -> None:
         q = self.Q[i]
@@ -140,14 +177,14 @@ class PSGD:
             L = self._smoothness(i, np.max(t1 + t2))
             self.Q[i] = q - lr / L * (t1 - t2) * q
         else:
-            L = self._smoothness(i, norm_bound(T1 + T2))
+            L = self._smoothness(i, self._bound(i, T1 + T2))
             self.Q[i] = q - lr / L * np.triu(T1 - T2) @ q
 
     def _white(self, i: int, c: float) -> Matrix:
         """What T is to become: c I for white noise, or the pair's own second moment."""
         if self.pair is None:
             return c * np.eye(len(self.Q[i]))
-        return contraction(self.pair, self.pair, i)
+        return self._contraction(i, self.pair)
 
     def _step_qep(self, i: int, T: Matrix, c: float, lr: float) -> None:
         q, W = self.Q[i], self._white(i, c)
@@ -157,7 +194,7 @@ class PSGD:
             self.Q[i] = q - lr / L * (t1 - t2) * q
         else:
             t1, t2 = q @ T @ q.T, q @ W @ q.T
-            L = self._smoothness(i, norm_bound(t1 + t2))
+            L = self._smoothness(i, self._bound(i, t1 + t2))
             self.Q[i] = q - lr / L * (t1 - t2) @ q
 
     def _step(self, i: int, T: Matrix, c: float, lr: float) -> None:
@@ -171,11 +208,12 @@ class PSGD:
             else:
                 self.Q[i] = q * (1 - lr / L * (t - w))
             return
-        L = self._smoothness(i, norm_bound(T) + c if self.pair is None else norm_bound(T + W))
+        white = self.pair is None
+        L = self._smoothness(i, self._bound(i, T) + c if white else self._bound(i, T + W))
         if self.geometry == "QEQ":
             self.Q[i] = q - lr / L * q @ (T - W)
         elif self.geometry in ("Q0.5EQ1.5", "PRO4P"):
-            self.Q[i] = procrustes_step(q - lr / L * (T - W) @ q)
+            self.Q[i] = self._rotated(i, q - lr / L * (T - W) @ q)
         elif self.geometry in ("QUAD", "QUAD4P"):
             p = q - side / L * (T - W) @ q
             p = p - side / L * p @ (T - W)

@@ -24,6 +24,7 @@ def structures(draw):
         target_merged_dim_size=draw(st.integers(1, 30)),
         partition_grads_into_blocks=draw(st.booleans()),
         block_size=draw(st.integers(1, 9)),
+        shared_factors=draw(st.booleans()),
     )
 
 
@@ -75,9 +76,10 @@ def test_plan_counts_what_split_gives(plan):
     stacks = split(plan, numbered(plan))
     assert plan.blocks == sum(len(stack) for stack in stacks)
     elements = 0
-    for stack in stacks:
-        for n, is_diagonal in zip(stack.shape[1:], plan.diagonal, strict=True):
-            elements += len(stack) * (n if is_diagonal else n * n)
+    for tile, stack in zip(plan.tiles, stacks, strict=True):
+        for n, c, is_diagonal in zip(stack.shape[1:], tile.diagonal_blocks, plan.diagonal, strict=True):
+            assert n % c == 0
+            elements += len(stack) * (n if is_diagonal else c * (n // c) ** 2)
     assert plan.factor_elements() == elements
 
 
@@ -85,7 +87,7 @@ def test_plan_counts_what_split_gives(plan):
 def test_only_axes_with_dense_factors_are_cut_and_only_into_blocks_of_the_size(shape, structure):
     plan = plan_blocks(shape, structure)
     for axis, (side, is_diagonal) in enumerate(zip(plan.merged, plan.diagonal, strict=True)):
-        sizes = {tile.sizes[axis] for tile in plan.tiles}
+        sizes = {tile.sizes[axis] // tile.diagonal_blocks[axis] for tile in plan.tiles}
         if is_diagonal or not structure.partition_grads_into_blocks:
             assert sizes == {side}
         else:
@@ -94,7 +96,39 @@ def test_only_axes_with_dense_factors_are_cut_and_only_into_blocks_of_the_size(s
                 assert sizes == {side // fewest}
             else:
                 assert sizes == {structure.block_size, side % structure.block_size}
+        for tile in plan.tiles:
+            assert 1 in (tile.counts[axis], tile.diagonal_blocks[axis])
+            shared = structure.shared_factors
+            assert (tile.counts if shared else tile.diagonal_blocks)[axis] == 1
     assert len(plan.tiles) <= 2 ** len(plan.merged)
+
+
+@pytest.mark.parametrize(
+    ("shape", "factors"),
+    [
+        ((1000, 784), "4 x 250x250, 4 x 196x196"),
+        ((1009, 30), "3 x 256x256 + 241x241, 30x30"),
+        ((7,), "diag 7"),
+        ((9000, 512), "diag 9000, 2 x 256x256"),
+    ],
+)
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_plan_describes_its_factors(shape, factors, shared):
+    assert plan_blocks(shape, Structure(shared_factors=shared)).describe_factors() == factors
+
+
+def test_a_plan_says_in_how_many_blocks_it_is_cut():
+    assert plan_blocks((1000, 784), Structure()).describe() == "2 axes after merging"
+    assert plan_blocks((1009, 784), Structure()).describe() == "2 axes after merging, in 2 blocks"
+    own = plan_blocks((1000, 784), Structure(shared_factors=False))
+    assert own.describe() == "2 axes after merging, in 16 blocks"
+
+
+def test_shared_factors_take_less_than_those_of_every_block():
+    """1000 x 784 in 4 x 4 chunks: 4 + 4 factors, and not 16 of each side."""
+    shared, own = (plan_blocks((1000, 784), Structure(shared_factors=s)) for s in (True, False))
+    assert shared.factor_elements() == 4 * 250**2 + 4 * 196**2
+    assert own.factor_elements() == 16 * 250**2 + 16 * 196**2
 
 
 @given(st.lists(SIDES, max_size=4), structures())
@@ -121,7 +155,7 @@ def test_split_reads_without_a_copy_where_there_is_one_block():
 
 
 def test_known_split():
-    plan = plan_blocks((3, 2), Structure(block_size=2))
+    plan = plan_blocks((3, 2), Structure(block_size=2, shared_factors=False))
     full, rest = split(plan, np.array([[1, 2], [3, 4], [5, 6]]))
     assert_identical(full, np.array([[[1, 2], [3, 4]]]))
     assert_identical(rest, np.array([[[5, 6]]]))

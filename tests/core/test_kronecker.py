@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from conftest import assert_close, assert_identical, normal, orthogonal, random
-from oracles import contraction, kronecker_product
+from oracles import block_diagonal, contraction, kronecker_product
 from suite.core import kronecker
 
 SHAPES = [(4,), (4, 3), (4, 3, 2)]
@@ -49,6 +49,9 @@ def test_fold_undoes_unfold(shape, batch):
         matrix = kronecker.unfold(x, axis, len(shape))
         assert matrix.shape[: len(batch) + 1] == (*batch, shape[axis])
         assert_identical(kronecker.fold(matrix, axis, x.shape, len(shape)), x)
+        groups = kronecker.unfold(x, axis, len(shape), blocks=shape[axis])
+        assert groups.shape[: len(batch) + 2] == (*batch, shape[axis], 1)
+        assert_identical(kronecker.fold(groups, axis, x.shape, len(shape)), x)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -74,6 +77,27 @@ def test_diagonal_factor_equals_the_dense_one_that_happens_to_be_diagonal(xp):
         assert_close(as_vector, kronecker.apply_factor(xp.asarray(np.diag(d)), x, axis, 3))
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(4, 6, 2), (6, 4, 6)])
+def test_block_diagonal_factor_equals_the_dense_one_with_zeros(xp, axis, shape):
+    x, n = random(xp, 5, *shape), shape[axis] // 2
+    blocks = normal(5, 2, n, n)
+    full = np.stack([block_diagonal(own) for own in blocks])
+    in_blocks = xp.run(kronecker.apply_factor, xp.asarray(blocks), x, axis=axis, ndim=3)
+    assert_close(in_blocks, kronecker.apply_factor(xp.asarray(full), x, axis, 3))
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4,), (2, 4, 6)])
+def test_gram_in_blocks_is_the_diagonal_of_the_whole(xp, shape):
+    x = normal(3, *shape)
+    for axis, side in enumerate(shape):
+        n, whole = side // 2, [contraction(own, own, axis) for own in x]
+        which = {"axis": axis, "ndim": len(shape), "diagonal": False, "blocks": 2}
+        found = xp.numpy(xp.run(kronecker.gram, xp.asarray(x), **which))
+        for k, full in enumerate(whole):
+            assert_close(found[k], np.stack([full[:n, :n], full[n:, n:]]))
+
+
 def test_factors_of_different_axes_commute(xp):
     x, F, H = random(xp, 4, 3, 2), random(xp, 4, 4), random(xp, 2, 2)
     one = kronecker.apply_factor(H, kronecker.apply_factor(F, x, 0, 3), 2, 3)
@@ -91,3 +115,7 @@ def test_a_diagonal_is_told_by_its_axes():
     x = np.zeros((5, 4, 3))
     assert kronecker.is_diagonal(np.zeros((5, 4)), x, 2)
     assert not kronecker.is_diagonal(np.zeros((5, 4, 4)), x, 2)
+    assert not kronecker.is_diagonal(np.zeros((5, 2, 2, 2)), x, 2)
+    assert kronecker.diagonal_blocks(np.zeros((5, 2, 2, 2)), x, 2) == 2
+    assert kronecker.diagonal_blocks(np.zeros((5, 4, 4)), x, 2) is None
+    assert kronecker.diagonal_blocks(np.zeros((5, 4)), x, 2) is None

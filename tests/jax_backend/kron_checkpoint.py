@@ -34,7 +34,7 @@ def main(folder: Path) -> dict[str, Any]:
     def loss_fn(p: Any) -> Any:
         return sum(jnp.mean((jnp.tanh(x @ w) - 0.3) ** 2) for w in p.values())
 
-    settings = {"learning_rate": 0.01, "block_size": 5}
+    settings = {"learning_rate": 0.01, "block_size": 5, "shared_factors": False}
     meshes = [
         (Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y")), P("x", "y")),
         (Mesh(np.array(jax.devices()[:6]), ("z",)), P("z")),

@@ -1,6 +1,8 @@
 """A training run whose state is spread over many CPU devices; run in a process of its own.
 
-    python tests/jax_backend/kron_devices.py [process count address]
+    python tests/jax_backend/kron_devices.py shared|own [process count address]
+
+`shared` or `own`: factors of all blocks of a row or column, few for eight devices, or of each block.
 
 Prints one JSON object: differences to one device, shardings, bytes and collectives.
 """
@@ -18,7 +20,8 @@ DEVICES = 8
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
-    process, count = (int(arguments[0]), int(arguments[1])) if arguments else (0, 1)
+    factors, *rest = arguments
+    process, count = (int(rest[0]), int(rest[1])) if rest else (0, 1)
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES // count}"
     import jax
     import jax.numpy as jnp
@@ -32,7 +35,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
     jax.config.update("jax_enable_x64", True)
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(arguments[2], count, process)
+        jax.distributed.initialize(rest[2], count, process)
     assert jax.device_count() == DEVICES
 
     rng = np.random.default_rng(0)
@@ -48,6 +51,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
         "weight_decay": 0.01,
         "scanned_layers": {"w": False, "s": True, "b": False},
         "block_size": 5,
+        "shared_factors": {"shared": True, "own": False}[factors],
         "preconditioner_update_probability": 0.5,
     }
 
@@ -124,7 +128,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
         ],
         "buckets": len(state.preconditioner.buckets),
         "collectives": {
-            name: len(re.findall(rf"= \S+ {name}(?:-start)?\(", own))
+            name: len(re.findall(rf"= [^=]* {name}(?:-start)?\(", own))
             for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
         },
     }

@@ -372,8 +372,9 @@ def test_blocks_keep_the_order_of_the_parameters():
     """Equal leaves are joined, but another's blocks come between theirs; scanned leaves stay apart."""
     params = {"a": normal(4, 4), "b": normal(8, 4, seed=1), "c": normal(4, 4, seed=2)}
     alone = {name: x[None] for name, x in params.items()}
-    together = scale_by_kron(block_size=4)
-    apart = scale_by_kron(block_size=4, scanned_layers=dict.fromkeys(params, True))
+    settings = {"block_size": 4, "shared_factors": False}
+    together = scale_by_kron(**settings)
+    apart = scale_by_kron(**settings, scanned_layers=dict.fromkeys(params, True))
     state, other = together.init(params), apart.init(alone)
     for step in range(3):
         grads = {name: (step + 1) * jnp.sin((3 + step) * x) for name, x in params.items()}

@@ -44,26 +44,41 @@ def check(found: dict) -> None:
 
 
 def test_eight_devices_follow_one():
-    found = result(start())
+    found = result(start("own"))
     check(found)
     one, each = found["bucket_bytes"]
     assert each < one / 5  # not an eighth: small buckets are padded
     one, each = found["argument_bytes"]  # XLA's own count
     assert each < one / 3  # parameters and momentum are split in four, two, or not at all
-    # one all-gather per bucket, and nothing else, where every device has the gradients
+    # One per bucket where every device has the gradients: the bias, one block, is summed with zeros.
     assert found["collectives"] == {
-        "all-gather": found["buckets"],
-        "all-reduce": 0,
+        "all-gather": found["buckets"] - 1,
+        "all-reduce": 1,
         "all-to-all": 0,
         "collective-permute": 0,
     }
 
 
-def test_two_processes_follow_one():
+def test_eight_devices_follow_one_with_fewer_matrices_than_devices():
+    found = result(start("shared"))
+    check(found)
+    one, each = found["bucket_bytes"]
+    assert each < one / 1.5
+    assert found["buckets"] == 3  # of 1 to 3 blocks: sums with zeros send them alone, in one call
+    assert found["collectives"] == {
+        "all-gather": 0,
+        "all-reduce": 1,
+        "all-to-all": 0,
+        "collective-permute": 0,
+    }
+
+
+@pytest.mark.parametrize("factors", ["shared", "own"])
+def test_two_processes_follow_one(factors):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    processes = [start(str(number), "2", address) for number in range(2)]
+    processes = [start(factors, str(number), "2", address) for number in range(2)]
     for process in processes:
         check(result(process))
 

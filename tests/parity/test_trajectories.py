@@ -128,6 +128,7 @@ def test_kron(name, geometry, dtype, steps, rtol):
 # Settings of Kron, each on a path of its own through both adapters.
 KRON_OPTIONS = {
     "gradient": {"whiten": "gradient"},
+    "factors of every block": {"shared_factors": False},
     "update after": {"update_first": False},
     "clip": {"clip": (0.8, 1.5)},
     "unbounded": {"clip": None, "preconditioner_init_scale": None},
@@ -292,14 +293,19 @@ def test_kfac_in_numpy(compute_method):
     assert_same(weights, jax_kfac_trajectory(network, "float64", compute_method=compute_method), 1e-9)
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("geometry", ["Q0.5EQ1.5", "EQ"])
-def test_kron_in_numpy(geometry):
+def test_kron_in_numpy(geometry, shared):
     network = networks.mlp()
     weights = [w.copy() for w in network.weights]
     rule = core_kron.Kron(geometry)
-    plans = [blocks.plan_blocks(w.shape, blocks.Structure(block_size=5)) for w in weights]
-    states = [
-        [rule.init(w, (plan.tile_blocks(t), *t.sizes), plan.diagonal) for t in plan.tiles]
+    structure = blocks.Structure(block_size=5, shared_factors=shared)
+    plans = [blocks.plan_blocks(w.shape, structure) for w in weights]
+    states: list[list[core_kron.KronState]] = [
+        [
+            rule.init(w, (plan.tile_blocks(t), *t.sizes), plan.diagonal, t.diagonal_blocks)
+            for t in plan.tiles
+        ]
         for w, plan in zip(weights, plans, strict=True)
     ]
     momentum, evidence, clock = [np.zeros_like(w) for w in weights], np.asarray(0.0), 1.0
@@ -323,4 +329,5 @@ def test_kron_in_numpy(geometry):
                 directions.append(rms_clip(direction, 1.1, signal.ndim - 1))
             weights[i] = weights[i] - 0.01 * (blocks.merge(plan, directions) + 0.01 * weights[i])
     assert moved(network, weights)
-    assert_same(weights, jax_kron_trajectory(network, "float64", geometry=geometry), 1e-9)
+    settings = {"geometry": geometry, "shared_factors": shared}
+    assert_same(weights, jax_kron_trajectory(network, "float64", **settings), 1e-9)

@@ -50,11 +50,34 @@ def multiples_of_identity(shape, diagonal, scale):
     ],
 )
 def test_fifty_steps_equal_the_published_update(geometry, shape, diagonal):
+    follows_the_oracle(geometry, shape, diagonal, (1,) * len(shape))
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(
+    ("shape", "diagonal", "blocks"),
+    [
+        ((6,), (False,), (2,)),
+        ((6, 4), (False, False), (2, 1)),
+        ((6, 4), (False, False), (3, 2)),
+        ((3, 6), (True, False), (1, 3)),
+        ((2, 4, 6), (False, False, False), (1, 2, 2)),
+        ((4, 3, 4), (False, True, False), (2, 1, 4)),
+    ],
+)
+def test_block_diagonal_factors_take_the_published_step_on_their_blocks(
+    geometry, shape, diagonal, blocks
+):
+    follows_the_oracle(geometry, shape, diagonal, blocks)
+
+
+def follows_the_oracle(geometry, shape, diagonal, blocks):
     lr, damping, scale = 0.5, 1e-3, 0.7
     rule = Kron(geometry, betaL=0.9, damping=damping, preconditioner_init_scale=scale)
-    state = rule.init(np.zeros(1), shape, diagonal)
+    state = rule.init(np.zeros(1), shape, diagonal, blocks)
     start = scale**2 if rule.fits_P else scale
-    oracle = PSGD(geometry, multiples_of_identity(shape, diagonal, start), betaL=0.9, damping=damping)
+    factors = multiples_of_identity(shape, diagonal, start)
+    oracle = PSGD(geometry, factors, betaL=0.9, damping=damping, blocks=blocks)
 
     for t, g in enumerate(gradients(shape, seed=7)):
         v = normal(*shape, seed=5000 + t)
@@ -79,18 +102,24 @@ def pairs(shape: tuple[int, ...], seed: int) -> list[tuple[np.ndarray, np.ndarra
 @pytest.mark.parametrize("init_scale", [0.7, None])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize(
-    ("shape", "diagonal"),
-    [((5,), (False,)), ((4, 3), (False, True)), ((3, 4, 2), (False, False, False))],
+    ("shape", "diagonal", "blocks"),
+    [
+        ((5,), (False,), None),
+        ((4, 3), (False, True), None),
+        ((3, 4, 2), (False, False, False), None),
+        ((4, 6), (False, False), (2, 3)),
+    ],
 )
-def test_fifty_newton_steps_equal_the_published_update(geometry, shape, diagonal, init_scale):
+def test_fifty_newton_steps_equal_the_published_update(geometry, shape, diagonal, blocks, init_scale):
     history = pairs(shape, seed=7)
     damping = 1e-3 if init_scale else 0.0
     rule = Kron(geometry, damping=damping, preconditioner_init_scale=init_scale)
-    state = rule.init(np.zeros(1), shape, diagonal)
+    state = rule.init(np.zeros(1), shape, diagonal, blocks)
     v, h = history[0]
     scale = init_scale or np.mean(v**2) ** 0.25 * np.mean(h**4) ** -0.125
     start = scale**2 if rule.fits_P else scale
-    oracle = PSGD(geometry, multiples_of_identity(shape, diagonal, start), betaL=0.9, damping=damping)
+    factors = multiples_of_identity(shape, diagonal, start)
+    oracle = PSGD(geometry, factors, betaL=0.9, damping=damping, blocks=blocks)
     for t, (v, h) in enumerate(history):
         noise = normal(*shape, seed=5000 + t)
         state = rule.refresh(rule.update(state, h, noise, 0.5, v))

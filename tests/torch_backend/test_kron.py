@@ -88,11 +88,11 @@ def test_the_scale_of_the_first_gradients_can_set_the_factors():
 
 
 def test_blocks_of_a_parameter_do_not_depend_on_their_neighbours():
-    """Cutting a matrix into blocks is the same as having the blocks as parameters of their own."""
+    """Where factors are not shared a block is the same as a parameter of its own."""
     torch.manual_seed(0)
     whole = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
     parts = [nn.Parameter(part.clone()) for part in whole.detach().split(3)]
-    settings = {"lr": 0.1, "block_size": 3, "damping": 0.0}
+    settings = {"lr": 0.1, "block_size": 3, "damping": 0.0, "shared_factors": False}
     together, apart = Kron([whole], **settings), Kron(parts, **settings)
     for seed in range(5):
         gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -165,8 +165,8 @@ def test_parameters_of_every_kind():
     routing = kron.routing()
     assert [route.parameter for route in routing] == list(parameters)
     assert routing["row"].factors == "diag 7"
-    assert routing["matrix"].factors == "4x4, 3x3"
-    assert routing["kernel"].factors == "8x8, 9x9"
+    assert routing["matrix"].factors == "2 x 2x2, 2x2 + 1x1"
+    assert routing["kernel"].factors == "4 x 2x2, 4 x 2x2 + 1x1"
     assert routing["empty"].treatment == "plain"
 
 

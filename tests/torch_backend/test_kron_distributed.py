@@ -98,6 +98,8 @@ VARIANTS: dict[str, tuple[int, Settings, dict[str, Any]]] = {
     "one by one, fsdp": (3, Settings("fsdp"), {"allreduce_bucket_cap_mb": 0}),
     "broadcasts": (3, Settings(), {"allreduce_bucket_cap_mb": 1e-5}),
     "whole matrices": (4, Settings(), {"partition_grads_into_blocks": False}),
+    "factors of every block": (4, Settings(), {"shared_factors": False}),
+    "factors of every block, fsdp": (3, Settings("fsdp"), {"shared_factors": False}),
     "EQ": (2, Settings(), {"geometry": "EQ"}),
     "whitened gradients": (2, Settings("fsdp"), {"whiten": "gradient", "update_first": False}),
     "normalized": (3, Settings("fsdp"), {"normalize_grads": True}),
@@ -128,13 +130,17 @@ def test_single_precision(crew, wrap):
         assert distance(result["parameters"], expected) < 1e-5
 
 
-def test_shares_of_the_state_add_up_and_are_fair(crew):
-    (whole,) = crew.run(train_kron, 1, Settings(), {})
-    parts = crew.run(train_kron, 4, Settings(), {"distributed": "shard"})
+@pytest.mark.parametrize(
+    ("shared", "largest"), [(True, 0.6), (False, 0.4)]
+)  # shares of matrices are coarser than those of their blocks
+def test_shares_of_the_state_add_up_and_are_fair(crew, shared, largest):
+    (whole,) = crew.run(train_kron, 1, Settings(), {"shared_factors": shared})
+    kron = {"distributed": "shard", "shared_factors": shared}
+    parts = crew.run(train_kron, 4, Settings(), kron)
     for name, total in whole["memory"].items():
         own = [part["memory"][name] for part in parts]
         assert sum(own) == total
-        assert max(own) < 0.4 * total
+        assert max(own) < largest * total
     assert parts[0]["collectives"]["Kron's exchange of directions"] == Settings().steps
 
 

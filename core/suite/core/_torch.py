@@ -257,8 +257,11 @@ def times_transposed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def gram(x: torch.Tensor) -> torch.Tensor:
     """xᵀ x. On a CPU, of large matrices, 5/8 of it are computed and the rest is mirrored."""
+    if x.ndim > 3:  # a product of more than three axes would copy its arguments every time
+        return gram(x.flatten(0, -3)).unflatten(0, x.shape[:-2])
     n = x.shape[-1]
-    least = _SMALLEST_HALVED_TALL if x.shape[-2] >= 2 * n else _SMALLEST_HALVED
+    tall = x.shape[-2] >= 2 * n and x.is_contiguous()  # of a view halves take longer than the whole
+    least = _SMALLEST_HALVED_TALL if tall else _SMALLEST_HALVED
     if n < least or x.shape[-2] < n // 16 or not _is_at_hand(x):
         return torch.bmm(x.mT, x) if x.ndim == 3 else torch.matmul(x.mT, x)
     product = torch.empty((*x.shape[:-2], n, n), dtype=x.dtype, device=x.device)

@@ -2,8 +2,9 @@
 
 A parameter's axes are merged until few are left, each merged axis gets a dense or a diagonal factor, and
 axes longer than `block_size` are cut: into equal chunks, or these and one remainder. That is at most two
-kinds of chunk per axis, so a parameter becomes a few *tiles*: regular grids of equal blocks, each one
-slice, reshape and transpose away, however many blocks there are.
+kinds of chunk per axis, so a parameter becomes a few *tiles*: grids of equal chunks. Either a tile is
+one block, its factors block-diagonal with a block for every chunk, or each chunk is a block with factors
+of its own, one slice, reshape and transpose away however many there are.
 
 Source: the options are distributed_kron's; merging and blocking go back to Anil et al. 2020
 (arXiv:2002.09018).
@@ -37,6 +38,9 @@ class Structure:
         partition_grads_into_blocks: cut axes with dense factors into chunks of at most `block_size`.
         max_skew: an axis with side² > max_skew times the parameter's size gets a diagonal factor, whose
             matrix would be larger than the parameter itself (at 1, psgd_torch's); None: no such rule.
+        shared_factors: chunks that an axis is cut into have factors of their own, which chunks of other
+            axes share: an axis of c chunks has a block-diagonal factor of c blocks. Without it every
+            combination of chunks has factors to itself, as in distributed_kron.
     """
 
     max_size_triangular: int = 8192
@@ -47,6 +51,7 @@ class Structure:
     partition_grads_into_blocks: bool = True
     block_size: int = 256
     max_skew: float | None = None
+    shared_factors: bool = True
 
     def __post_init__(self) -> None:
         check_integer("max_size_triangular", self.max_size_triangular, at_least=0)
@@ -59,15 +64,17 @@ class Structure:
         check_integer("block_size", self.block_size, at_least=1)
         if self.max_skew is not None:
             check_number("max_skew", self.max_skew, above=0)
+        check_flag("shared_factors", self.shared_factors)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A regular grid of equal blocks: along axis i, counts[i] chunks of sizes[i] from starts[i]."""
+    """A regular grid of equal blocks: along axis i, counts[i] of sizes[i] from starts[i]."""
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     sizes: tuple[int, ...]
+    diagonal_blocks: tuple[int, ...]  # how many a block's factor of axis i has on its diagonal
 
     @property
     def blocks(self) -> int:
@@ -94,11 +101,28 @@ class BlockPlan:
 
     def factor_elements(self) -> int:
         """Numbers in all factors Q_i of this parameter."""
-        return sum(
-            self.tile_blocks(tile)
-            * sum(n if d else n * n for n, d in zip(tile.sizes, self.diagonal, strict=True))
-            for tile in self.tiles
-        )
+        total = 0
+        for tile in self.tiles:
+            sides = zip(tile.sizes, self.diagonal, tile.diagonal_blocks, strict=True)
+            total += self.tile_blocks(tile) * sum(n if d else n * n // c for n, d, c in sides)
+        return total
+
+    def describe_factors(self) -> str:
+        """'4 x 250x250, diag 10000' for 1000 in four chunks and a diagonal factor."""
+        texts = []
+        for axis, (side, is_diagonal) in enumerate(zip(self.merged, self.diagonal, strict=True)):
+            chunks = {}  # by their start: those of tiles beside each other are the same
+            for t in self.tiles:
+                c = t.diagonal_blocks[axis]
+                chunks[t.starts[axis]] = t.counts[axis] * c, t.sizes[axis] // c
+            dense = [f"{count} x {n}x{n}" if count > 1 else f"{n}x{n}" for count, n in chunks.values()]
+            texts.append(f"diag {side}" if is_diagonal else " + ".join(dense))
+        return ", ".join(texts)
+
+    def describe(self) -> str:
+        """Where the factors come from."""
+        cut = f", in {self.blocks} blocks" if self.blocks > 1 else ""
+        return f"{len(self.merged)} axes after merging{cut}"
 
 
 def plan_blocks(shape: Sequence[int], structure: Structure, *, scanned: bool = False) -> BlockPlan:
@@ -112,7 +136,11 @@ def plan_blocks(shape: Sequence[int], structure: Structure, *, scanned: bool = F
     chunks = []
     for side, is_diagonal in zip(merged, diagonal, strict=True):
         cut = structure.partition_grads_into_blocks and not is_diagonal
-        chunks.append(_chunks(side, structure.block_size if cut else side))
+        of_axis = _chunks(side, structure.block_size if cut else side)
+        if structure.shared_factors:
+            chunks.append([(start, 1, count * size, count) for start, count, size in of_axis])
+        else:
+            chunks.append([(start, count, size, 1) for start, count, size in of_axis])
     tiles = tuple(
         Tile(*(tuple(part) for part in zip(*chosen, strict=True)))
         for chosen in itertools.product(*chunks)

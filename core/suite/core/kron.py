@@ -34,7 +34,7 @@ _LARGEST_LIPSCHITZ = 1e30  # it must stay finite in float32 to be forgotten agai
 class KronState(NamedTuple):
     """One stack of blocks of one shape; index i runs over a block's axes."""
 
-    factors: tuple[Array, ...]  # Q_i, (..., n_i, n_i) dense or (..., n_i) diagonal
+    factors: tuple[Array, ...]  # Q_i, in the forms of `suite.core.kronecker`
     lipschitz: tuple[Array, ...]  # L_i, (...,): remembered bound of the update's smoothness
     preconditioners: tuple[Array, ...]  # P_i = Q_iᵀ Q_i, as `refresh` left them
 
@@ -42,7 +42,7 @@ class KronState(NamedTuple):
 class _Evidence(NamedTuple):
     """What k blocks tell their factors of one axis, in units of the signal's largest entry u."""
 
-    factors: Array  # (k, n, n), or (k, n) of diagonal ones
+    factors: Array  # (k, n, n), (k, n) of diagonal or (k, c, n / c, n / c) of block-diagonal ones
     lipschitz: Array  # (k,), as it was, in units of 1
     seen: Array  # T / u², like the factors
     white: Array  # c / u², (k,), or what stands for it, like the factors
@@ -83,13 +83,21 @@ class Kron:
         if self.preconditioner_init_scale is not None:
             check_number("preconditioner_init_scale", self.preconditioner_init_scale, above=0)
 
-    def init(self, like: Array, shape: tuple[int, ...], diagonal: tuple[bool, ...]) -> KronState:
+    def init(
+        self,
+        like: Array,
+        shape: tuple[int, ...],
+        diagonal: tuple[bool, ...],
+        diagonal_blocks: tuple[int, ...] | None = None,
+    ) -> KronState:
         """Q = `preconditioner_init_scale` I, spread evenly over the factors.
 
         Args:
             like: any array; its dtype (at least the factors' precision) and device are used.
             shape: (*batch, n_1, ..., n_d), a stack of blocks.
             diagonal: for each of the d axes, whether its factor is diagonal.
+            diagonal_blocks: for each, how many equal blocks are on its factor's diagonal, with zeros
+                around them; 1: the factor is dense. Default: all are dense or diagonal.
         """
         given = self.preconditioner_init_scale
         xp = array_namespace(like)
@@ -97,10 +105,11 @@ class Kron:
         where = {"dtype": like.dtype, "device": device_of(like)}
         batch, sides = shape[: len(shape) - len(diagonal)], shape[len(shape) - len(diagonal) :]
         factors = []
-        for side, is_diagonal in zip(sides, diagonal, strict=True):
-            shape_of_factor = (*batch, side) if is_diagonal else (*batch, side, side)
-            ones = xp.zeros(shape_of_factor, **where) + scale ** (1 / len(sides))
-            factors.append(ones if is_diagonal else ones * xp.eye(side, **where))
+        cuts = diagonal_blocks or (1,) * len(sides)
+        for side, is_diagonal, c in zip(sides, diagonal, cuts, strict=True):
+            own = (side,) if is_diagonal else (side, side) if c == 1 else (c, side // c, side // c)
+            ones = xp.zeros((*batch, *own), **where) + scale ** (1 / len(sides))
+            factors.append(ones if is_diagonal else ones * xp.eye(own[-1], **where))
         lipschitz = tuple(xp.zeros(batch, **where) for _ in sides)
         return self.square(KronState(tuple(factors), lipschitz, tuple(factors)))
 
@@ -247,12 +256,13 @@ class Kron:
         for axis, (q, L) in enumerate(zip(factors, lipschitz, strict=True)):
             is_diagonal = q.ndim == 2
             seen = kronecker.apply_factor(q, signal, axis, ndim) if self.geometry == "QEP" else signal
-            T = kronecker.gram(seen, axis, ndim, diagonal=is_diagonal)
+            form = {"diagonal": is_diagonal, "blocks": kronecker.diagonal_blocks(q, signal, ndim)}
+            T = kronecker.gram(seen, axis, ndim, **form)
             if reference is not None:
                 own = reference
                 if self.geometry == "QEP":
                     own = kronecker.apply_factor(q, reference, axis, ndim)
-                white = kronecker.gram(own, axis, ndim, diagonal=is_diagonal)
+                white = kronecker.gram(own, axis, ndim, **form)
             else:
                 white = math.prod(g.shape[1:]) / g.shape[1 + axis] / u / u
                 if self.geometry == "QEP":
@@ -268,12 +278,16 @@ class Kron:
         is_diagonal, scalar = q.ndim == 2, white.ndim == 1
         total = T if scalar else T + white
         bound = xp.max(total, axis=-1) if is_diagonal else linalg.spectral_norm_bound(total)
+        if q.ndim == 4:
+            bound = xp.max(bound, axis=-1)
         if scalar:
             bound = bound + white
         betaL = as_scalar(self.betaL, L)
         new_L = xp.maximum(betaL * (L / u / u) + (1 - betaL) * bound, bound)
         step = as_scalar(preconditioner_lr, L) / new_L
         step = xp.where(usable, step, 0.0)
+        if q.ndim == 4:  # all blocks on a factor's diagonal take its step
+            step, white = step[:, None], white[:, None] if scalar else white
         new_q = self._step(q, T, white, step, is_diagonal, scalar)
         new_L = xp.minimum(new_L * u * u, _LARGEST_LIPSCHITZ)
         return new_q, xp.where(usable, new_L, L)
@@ -411,14 +425,14 @@ def _flat(x: Array, batch: int) -> Array:
 
 
 def _inverse_transposed(factors: tuple[Array, ...], x: Array) -> Array:
-    """(Q_1 ⊗ Q_2 ⊗ ...)⁻ᵀ x for upper triangular and diagonal factors."""
+    """(Q_1 ⊗ Q_2 ⊗ ...)⁻ᵀ x for triangular factors: dense, diagonal or block-diagonal ones."""
     xp = array_namespace(x)
     ndim = len(factors)
     for axis, q in enumerate(factors):
         if kronecker.is_diagonal(q, x, ndim):
             x = kronecker.apply_factor(1 / q, x, axis, ndim)
         else:
-            rows = kronecker.unfold(x, axis, ndim)
+            rows = kronecker.unfold(x, axis, ndim, kronecker.diagonal_blocks(q, x, ndim))
             solved = linalg.solve_triangular(xp.matrix_transpose(q), rows, upper=False)
             x = kronecker.fold(solved, axis, x.shape, ndim)
     return x

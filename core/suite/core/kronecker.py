@@ -1,7 +1,8 @@
 """A Kronecker product acts on a tensor one axis at a time; the product itself is never formed.
 
 A tensor x has its own `ndim` trailing axes and any leading batch axes. A factor for axis i is dense,
-(..., n_i, n_i), or diagonal, (..., n_i), over the same batch axes.
+(..., n_i, n_i), diagonal, (..., n_i), or block-diagonal with c equal blocks, (..., c, n_i / c, n_i / c),
+over the same batch axes.
 """
 
 from __future__ import annotations
@@ -17,17 +18,29 @@ def is_diagonal(factor: Array, x: Array, ndim: int) -> bool:
     return factor.ndim == x.ndim - ndim + 1
 
 
-def unfold(x: Array, axis: int, ndim: int) -> Array:
-    """The matrix (..., n_axis, product of the other sides) of a tensor."""
+def diagonal_blocks(factor: Array, x: Array, ndim: int) -> int | None:
+    """How many blocks a block-diagonal `factor` has; None: it is dense or diagonal."""
+    batch = x.ndim - ndim
+    blocks: int | None = factor.shape[batch] if factor.ndim == batch + 3 else None
+    return blocks
+
+
+def unfold(x: Array, axis: int, ndim: int, blocks: int | None = None) -> Array:
+    """The matrix (..., n_axis, product of the other sides) of a tensor.
+
+    With `blocks` its rows in so many groups: (..., blocks, n_axis / blocks, product of the other sides).
+    """
     xp = array_namespace(x)
     batch = x.ndim - ndim
     if axis:
         x = xp.moveaxis(x, batch + axis, batch)
+    if blocks is not None:
+        return xp.reshape(x, (*x.shape[:batch], blocks, x.shape[batch] // blocks, -1))
     return xp.reshape(x, (*x.shape[: batch + 1], -1)) if ndim != 2 else x
 
 
 def fold(matrix: Array, axis: int, shape: tuple[int, ...], ndim: int) -> Array:
-    """Undo `unfold` for a tensor of `shape`, batch axes included."""
+    """Undo `unfold`, with `blocks` or without, for a tensor of `shape`, batch axes included."""
     xp = array_namespace(matrix)
     batch = len(shape) - ndim
     sides = list(shape[batch:])
@@ -43,10 +56,15 @@ def apply_factor(factor: Array, x: Array, axis: int, ndim: int) -> Array:
     if is_diagonal(factor, x, ndim):
         ones_before, ones_after = (1,) * axis, (1,) * (ndim - axis - 1)
         return xp.reshape(factor, (*factor.shape[:batch], *ones_before, -1, *ones_after)) * x
+    blocks = diagonal_blocks(factor, x, ndim)
     if axis and axis == ndim - 1:  # the last axis needs no transposed copy: X Fᵀ
+        if blocks is not None:
+            grouped = xp.reshape(x, (*x.shape[:batch], -1, blocks, x.shape[-1] // blocks))
+            moved = xp.matmul(xp.moveaxis(grouped, -2, -3), xp.matrix_transpose(factor))
+            return xp.reshape(xp.moveaxis(moved, -3, -2), x.shape)
         rows = xp.reshape(x, (*x.shape[:batch], -1, x.shape[-1]))
         return xp.reshape(xp.matmul(rows, xp.matrix_transpose(factor)), x.shape)
-    return fold(xp.matmul(factor, unfold(x, axis, ndim)), axis, x.shape, ndim)
+    return fold(xp.matmul(factor, unfold(x, axis, ndim, blocks)), axis, x.shape, ndim)
 
 
 def apply(factors: Sequence[Array], x: Array) -> Array:
@@ -56,10 +74,13 @@ def apply(factors: Sequence[Array], x: Array) -> Array:
     return x
 
 
-def gram(x: Array, axis: int, ndim: int, *, diagonal: bool) -> Array:
-    """Σ over all other axes of x xᵀ: (..., n, n), or its diagonal (..., n)."""
+def gram(x: Array, axis: int, ndim: int, *, diagonal: bool, blocks: int | None = None) -> Array:
+    """Σ over all other axes of x xᵀ: (..., n, n), or its diagonal (..., n).
+
+    With `blocks` those on its diagonal, so many: (..., blocks, n / blocks, n / blocks).
+    """
     xp = array_namespace(x)
-    rows = unfold(x, axis, ndim)
+    rows = unfold(x, axis, ndim, blocks)
     if diagonal:
         return xp.sum(rows * rows, axis=-1)
     return linalg.gram(xp.matrix_transpose(rows))

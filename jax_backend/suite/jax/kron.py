@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from suite.core import blocks
 from suite.core import kron as core_kron
 from suite.core.checks import check_choice, check_flag, check_integer, check_number
-from suite.core.routing import Route, Routing, describe_factors
+from suite.core.routing import Route, Routing
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip
 from suite.jax import kron_blocks, kron_engine
@@ -69,6 +69,7 @@ def scale_by_kron(
     betaL: float = 0.9,
     damping: float = 1e-9,
     max_skew: float | None = None,
+    shared_factors: bool = True,
     whiten: Literal["momentum", "gradient"] = "momentum",
     update_first: bool = True,
     clip: Clip = 1.1,
@@ -91,8 +92,8 @@ def scale_by_kron(
         preconditioner_update_probability: how often factors are updated, a number in (0, 1] or a
             function of the step; spread evenly, not drawn. Default: `precond_update_prob_schedule()`.
         max_size_triangular, min_ndim_triangular, memory_save_mode, merge_small_dims,
-        target_merged_dim_size, partition_grads_into_blocks, block_size, max_skew: which factors a
-            parameter gets, see `suite.core.blocks.Structure`.
+        target_merged_dim_size, partition_grads_into_blocks, block_size, max_skew, shared_factors: which
+            factors a parameter gets, see `suite.core.blocks.Structure`.
         preconditioner_lr: step size of the factors' updates, in (0, 1), a number or a function of how
             many there have been. Default: `precond_lr_schedule()`.
         preconditioner_init_scale: factors start as the identity times (their share of) this; None
@@ -151,6 +152,7 @@ def scale_by_kron(
         partition_grads_into_blocks,
         _integer("block_size", block_size, 1),
         max_skew,
+        shared_factors,
     )
     batch_size = _integer("lax_map_batch_size", lax_map_batch_size, 1)
     settings = Settings(
@@ -242,6 +244,7 @@ def kron(
     betaL: float = 0.9,
     damping: float = 1e-9,
     max_skew: float | None = None,
+    shared_factors: bool = True,
     whiten: Literal["momentum", "gradient"] = "momentum",
     update_first: bool = True,
     clip: Clip = 1.1,
@@ -289,6 +292,7 @@ def kron(
         betaL=betaL,
         damping=damping,
         max_skew=max_skew,
+        shared_factors=shared_factors,
         whiten=whiten,
         update_first=update_first,
         clip=clip,
@@ -386,9 +390,7 @@ def routing(params: Any, scanned_layers: Any = None, **structure: Any) -> Routin
         if plan is None:
             routes.append(Route(name, shape, "plain", "", "empty"))
             continue
-        cut = f", in {plan.blocks} blocks" if plan.blocks > 1 else ""
-        reason = f"{len(plan.merged)} axes after merging{cut}"
-        routes.append(Route(name, shape, "kron", describe_factors(plan.merged, plan.diagonal), reason))
+        routes.append(Route(name, shape, "kron", plan.describe_factors(), plan.describe()))
     return Routing(tuple(routes))
 
 

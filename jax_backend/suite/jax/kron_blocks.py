@@ -34,6 +34,7 @@ class Bucket:
 
     sizes: tuple[int, ...]
     diagonal: tuple[bool, ...]
+    diagonal_blocks: tuple[int, ...]  # of each factor
     dtype: Any  # of the factors
     streams: list[int]  # noise streams of the blocks
     parts: tuple[tuple[int, int, int], ...]  # group, tile and number of blocks of what is joined
@@ -166,7 +167,8 @@ def plan(
         for t, tile in enumerate(group.plan.tiles):
             blocks_of_all = group.plan.tile_blocks(tile)
             each = blocks_of_all // len(group.members)
-            stacks.append(((tile.sizes, group.plan.diagonal, dtype), blocks_of_all))
+            alike = (tile.sizes, group.plan.diagonal, tile.diagonal_blocks, dtype)
+            stacks.append((alike, blocks_of_all))
             owners = [(i, start + block) for i in group.members for block in range(each)]
             places.append((number, t, owners))
             start += each
@@ -175,12 +177,12 @@ def plan(
         own_places = [places[member.index] for member in planned.members]
         owners = [owner for _, _, of_part in own_places for owner in of_part]
         order = sorted(range(len(owners)), key=owners.__getitem__)
-        sizes, diagonal, dtype = planned.key
         own_streams = [streams[leaf][block] for leaf, block in sorted(owners)]
         parts = tuple((number, t, len(of_part)) for number, t, of_part in own_places)
         as_joined = order == list(range(len(order)))
         order_of_parts = None if as_joined else np.asarray(order, np.int32)
-        found.append(Bucket(sizes, diagonal, dtype, own_streams, parts, order_of_parts))
+        sizes, diagonal, cuts, dtype = planned.key
+        found.append(Bucket(sizes, diagonal, cuts, dtype, own_streams, parts, order_of_parts))
     return Blocks(plans, tuple(groups), tuple(found))
 
 

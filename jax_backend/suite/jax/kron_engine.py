@@ -91,7 +91,9 @@ def init(settings: Settings, params: Any) -> ScaleByKronState:
             blocks_of_all = layout.padded(bucket.blocks) if layout.axes else bucket.blocks
             like = jnp.zeros((), bucket.dtype)
             sizes = (blocks_of_all, *bucket.sizes)
-            made.append(layout.place(settings.rule.init(like, sizes, bucket.diagonal)))
+            made.append(
+                layout.place(settings.rule.init(like, sizes, bucket.diagonal, bucket.diagonal_blocks))
+            )
         return made
 
     return ScaleByKronState(
@@ -168,8 +170,8 @@ def update(
     directions = []
     with jax.default_matmul_precision(settings.precond_grads_precision):
         for bucket, of_bucket, signal in zip(static.buckets, used, signals, strict=True):
-            moved = layout.gathered(_preconditioning(settings), of_bucket, signal)
-            directions.append(moved[: bucket.blocks])
+            moved = layout.gathered(_preconditioning(settings), bucket.blocks, of_bucket, signal)
+            directions.append(moved)
     merged = [x.astype(g.dtype) for x, g in zip(static.merge(directions), gradients, strict=True)]
 
     places = static.places(step > 0)

@@ -1,7 +1,8 @@
 """Kron's buckets over the devices of a mesh: each device fits and applies its share of the blocks.
 
 A bucket's leading axis is padded to a multiple of the devices' number and divided among them. Fitting
-needs no communication; preconditioning ends in one all-gather per bucket.
+needs no communication; preconditioning ends in one all-gather per bucket, or in a sum where a bucket has
+few blocks.
 """
 
 from __future__ import annotations
@@ -76,13 +77,19 @@ class Layout:
         )
         return mapped(*args)
 
-    def gathered(self, function: Callable[..., jax.Array], *args: Any) -> jax.Array:
-        """`function` of every device's share, one array, then all shares on every device."""
+    def gathered(self, function: Callable[..., jax.Array], blocks: int, *args: Any) -> jax.Array:
+        """`function` of every device's share, one array, then all `blocks` on every device."""
         if not self.axes:
             return function(*args)
 
         def share(*own: Any) -> jax.Array:
-            return jax.lax.all_gather(function(*own), self.axes, tiled=True)
+            found = function(*own)
+            if 2 * blocks >= self.devices():
+                return jax.lax.all_gather(found, self.axes, tiled=True)[:blocks]
+            # Most shares are padding. A sum with zeros, of what is wanted alone, sends less of it.
+            place = jax.lax.axis_index(self.axes)
+            whole = jnp.zeros((blocks, *found.shape[1:]), found.dtype)
+            return jax.lax.psum(whole.at[place].set(found[0], mode="drop"), self.axes)
 
         mapped = jax.shard_map(
             share, mesh=self.mesh, in_specs=self.spec, out_specs=PartitionSpec(), check_vma=False

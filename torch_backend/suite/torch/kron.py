@@ -11,7 +11,7 @@ import torch
 from suite.core import blocks
 from suite.core import kron as core_kron
 from suite.core.checks import check_choice, check_flag, check_integer
-from suite.core.routing import Route, Routing, describe_factors
+from suite.core.routing import Route, Routing
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip
 from suite.torch.checks import check_dtype, check_number, warn_user
@@ -35,6 +35,7 @@ _STRUCTURE = (
     "partition_grads_into_blocks",
     "block_size",
     "max_skew",
+    "shared_factors",
 )
 
 
@@ -83,7 +84,7 @@ class Kron(torch.optim.Optimizer):
             are the same, with and without.
         cache_preconditioner: keep P between updates. Without it P = QᵀQ is computed in every step; with
             'PRO4P' and 'QUAD4P' it is at hand, as their factors are those of P.
-        max_skew: see `suite.core.blocks.Structure`.
+        max_skew, shared_factors: see `suite.core.blocks.Structure`.
         whiten: what factors are fitted to, 'momentum' or 'gradient'; what they precondition is always
             the momentum, in pure noise smaller than the gradient by √((1 - b1) / (1 + b1)).
         update_first: whether the factors' update comes before the step that is due, or after it.
@@ -139,6 +140,7 @@ class Kron(torch.optim.Optimizer):
         packed_factors: bool = False,
         cache_preconditioner: bool = True,
         max_skew: float | None = None,
+        shared_factors: bool = True,
         whiten: Whiten = "momentum",
         update_first: bool = True,
         clip: Clip = 1.1,
@@ -195,6 +197,7 @@ class Kron(torch.optim.Optimizer):
             "packed_factors": packed_factors,
             "cache_preconditioner": cache_preconditioner,
             "max_skew": max_skew,
+            "shared_factors": shared_factors,
             "whiten": whiten,
             "update_first": update_first,
             "clip": clip,
@@ -403,10 +406,7 @@ class Kron(torch.optim.Optimizer):
                     routes.append(Route(name, shape, "plain", "", "empty"))
                     continue
                 plan = plans[id(parameter)]
-                factors = describe_factors(plan.merged, plan.diagonal)
-                cut = f", in {plan.blocks} blocks" if plan.blocks > 1 else ""
-                reason = f"{len(plan.merged)} axes after merging{cut}"
-                routes.append(Route(name, shape, "kron", factors, reason))
+                routes.append(Route(name, shape, "kron", plan.describe_factors(), plan.describe()))
         return Routing(tuple(routes))
 
     def memory_usage(self) -> dict[str, int]:

@@ -114,17 +114,17 @@ class KronEngine:
     def _stack(self, share: Share) -> tuple[Any, int]:
         """(what blocks of one bucket have in common, number of blocks)"""
         parameter, plan = self.parameters[share.parameter], self.plans[share.parameter]
-        sizes = plan.tiles[share.tile].sizes
-        return (sizes, plan.diagonal, parameter.dtype, parameter.device), share.stop - share.start
+        tile = plan.tiles[share.tile]
+        return _kind(tile, plan, parameter.dtype, parameter.device), share.stop - share.start
 
     def _new_pack(self, key: Any, count: int, streams: list[int]) -> Pack:
-        sizes, diagonal, dtype, device = key
+        sizes, diagonal, diagonal_blocks, dtype, device = key
         wide = torch.promote_types(dtype, torch.float32)
         like = torch.empty(0, dtype=self.precond_dtype or wide, device=device)
         return Pack(
             torch.zeros((count, *sizes), dtype=self.mu_dtype or dtype, device=device),
             torch.zeros(count, dtype=wide, device=device),
-            self.rule.init(like, (count, *sizes), diagonal),
+            self.rule.init(like, (count, *sizes), diagonal, diagonal_blocks),
             torch.tensor(streams, dtype=torch.int32, device=device),
         )
 
@@ -315,7 +315,7 @@ class KronEngine:
         plan, parameter = self.plans[index], self.parameters[index]
         found = {}
         for number, tile in enumerate(plan.tiles):
-            key = (tile.sizes, plan.diagonal, parameter.dtype, torch.device("meta"))
+            key = _kind(tile, plan, parameter.dtype, torch.device("meta"))
             pack = self._new_pack(key, plan.tile_blocks(tile), [])
             for name, tensor in _named(pack).items():
                 found[f"tile{number}.{name}"] = tuple(tensor.shape), tensor.dtype
@@ -388,6 +388,11 @@ def _noises(work: Sequence[_Work], step: int) -> list[torch.Tensor]:
 
 def _noise(pack: Pack, use: int, shape: torch.Size, settings: StepSettings) -> torch.Tensor:
     return noise.draw(pack.streams, settings.step, use, tuple(shape[1:]), torch.float32)
+
+
+def _kind(tile: blocks.Tile, plan: blocks.BlockPlan, dtype: torch.dtype, device: torch.device) -> Any:
+    """What blocks of one bucket have in common."""
+    return tile.sizes, plan.diagonal, tile.diagonal_blocks, dtype, device
 
 
 def _by_tile(plan: blocks.BlockPlan, numbers: Sequence[int]) -> list[list[int]]:

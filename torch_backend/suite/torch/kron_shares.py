@@ -66,9 +66,10 @@ def plan_shares(
 def _cost(share: Share, plans: Sequence[blocks.BlockPlan]) -> int:
     """Multiplications of one product with a block's preconditioner."""
     plan = plans[share.parameter]
-    sizes = plan.tiles[share.tile].sizes
-    sides = sum(1 if d else n for n, d in zip(sizes, plan.diagonal, strict=True))
-    return (share.stop - share.start) * torch.Size(sizes).numel() * sides
+    tile = plan.tiles[share.tile]
+    kinds = zip(tile.sizes, plan.diagonal, tile.diagonal_blocks, strict=True)
+    sides = sum(1 if d else n // c for n, d, c in kinds)
+    return (share.stop - share.start) * torch.Size(tile.sizes).numel() * sides
 
 
 class ShareExchange:

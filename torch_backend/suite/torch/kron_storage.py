@@ -74,7 +74,7 @@ class KronStorage:
             )
 
     def keep_factor(self, q: torch.Tensor) -> torch.Tensor:
-        """A stack of Q's, (blocks, n, n) or diagonal (blocks, n), as it is kept."""
+        """A stack of Q's as it is kept: (blocks, n, n), diagonal (blocks, n) or block-diagonal."""
         if self.form == "general" or not self._is_packed(q):
             return q
         return pack_upper(q) if self.form == "upper" else pack(q)
@@ -89,4 +89,4 @@ class KronStorage:
         return pack(p) if self._is_packed(p) else p
 
     def _is_packed(self, x: torch.Tensor) -> bool:
-        return self.packed and x.ndim == 3
+        return self.packed and x.ndim >= 3
