@@ -108,8 +108,6 @@ CONTENDERS: dict[str, Callable[[Workload], Contender]] = {
     "AdamW": lambda w: Torch(w, lambda p: torch.optim.AdamW(p, lr=1e-4)),
     "Kron": kron(),
     "Kron, QEQ": kron(geometry="QEQ"),
-    "Kron, own factors": kron(shared_factors=False),
-    "Kron, blocks of 128": kron(block_size=128),
     "Kron, dense": kron(partition_grads_into_blocks=False),
     "Kron, dense, QEQ": kron(partition_grads_into_blocks=False, geometry="QEQ"),
     "Kron, bf16": kron(mu_dtype=torch.bfloat16, precond_dtype=torch.bfloat16),
@@ -124,7 +122,10 @@ DENSE = {"partition_grads_into_blocks": False}
 EQ, QUAD4P = {**DENSE, "geometry": "EQ"}, {**DENSE, "geometry": "QUAD4P"}
 PACKED, UNCACHED = {"packed_factors": True}, {"cache_preconditioner": False}
 HALF = {"mu_dtype": torch.bfloat16, "precond_dtype": torch.bfloat16}
-LESS_STATE: dict[str, Callable[[Workload], Contender]] = {  # when they are named
+VARIANTS: dict[str, Callable[[Workload], Contender]] = {  # when they are named
+    "Kron, own factors": kron(shared_factors=False),
+    "Kron, blocks of 128": kron(block_size=128),
+    "Kron, blocks of 128, packed": kron(block_size=128, **PACKED),
     "K-FAC, inverse, packed": lambda w: OurKFAC(w, compute_method="inverse", **PACKED),
     "K-FAC, inverse, packed, bf16": lambda w: OurKFAC(
         w,
@@ -142,5 +143,5 @@ LESS_STATE: dict[str, Callable[[Workload], Contender]] = {  # when they are name
     "Kron, dense, QUAD4P, packed, without P": kron(**QUAD4P, **PACKED, **UNCACHED),
     "Kron, dense, QUAD4P, packed, without P, bf16": kron(**QUAD4P, **PACKED, **UNCACHED, **HALF),
 }
-EVERY = CONTENDERS | LESS_STATE
+EVERY = CONTENDERS | VARIANTS
 PEERS = {"kron_torch": kron_torch}

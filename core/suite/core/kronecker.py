@@ -58,11 +58,9 @@ def apply_factor(factor: Array, x: Array, axis: int, ndim: int) -> Array:
         return xp.reshape(factor, (*factor.shape[:batch], *ones_before, -1, *ones_after)) * x
     blocks = diagonal_blocks(factor, x, ndim)
     if axis and axis == ndim - 1:  # the last axis needs no transposed copy: X Fᵀ
-        if blocks is not None:
-            grouped = xp.reshape(x, (*x.shape[:batch], -1, blocks, x.shape[-1] // blocks))
-            moved = xp.matmul(xp.moveaxis(grouped, -2, -3), xp.matrix_transpose(factor))
-            return xp.reshape(xp.moveaxis(moved, -3, -2), x.shape)
         rows = xp.reshape(x, (*x.shape[:batch], -1, x.shape[-1]))
+        if blocks is not None:
+            return xp.reshape(linalg.times_transposed_blocks(rows, factor), x.shape)
         return xp.reshape(xp.matmul(rows, xp.matrix_transpose(factor)), x.shape)
     return fold(xp.matmul(factor, unfold(x, axis, ndim, blocks)), axis, x.shape, ndim)
 
