@@ -102,7 +102,7 @@ class PSGD:
     itself, in place of Q. With `pair`, Newton: g is H v, and v takes the place of white noise.
 
     With `blocks` factors have so many equal blocks on their diagonals and zeros elsewhere, as has every
-    matrix of their steps; a factor's step is that of the block with the largest norm.
+    matrix of their steps. Each block has the step of its own norm; the factor remembers the largest.
     """
 
     def __init__(
@@ -164,8 +164,14 @@ class PSGD:
         n = len(M) // self.blocks[i]
         return [M[k * n : (k + 1) * n, k * n : (k + 1) * n] for k in range(self.blocks[i])]
 
-    def _bound(self, i: int, M: Matrix) -> float:
-        return max(map(norm_bound, self._on_blocks(i, M)))
+    def _rows(self, i: int, M: Matrix, more: float = 0.0) -> np.ndarray:
+        """The smoothness of the block that each row is in, as a column."""
+        before, found = self.L[i], []
+        for block in self._on_blocks(i, M):
+            ell = norm_bound(block) + more
+            found.append(max(self.betaL * before + (1 - self.betaL) * ell, ell))
+        self.L[i] = max(found)
+        return np.repeat(found, len(M) // self.blocks[i])[:, None]
 
     def _rotated(self, i: int, Q: Matrix) -> Matrix:
         return block_diagonal([procrustes_step(q) for q in self._on_blocks(i, Q)])
@@ -177,8 +183,8 @@ class PSGD:
             L = self._smoothness(i, np.max(t1 + t2))
             self.Q[i] = q - lr / L * (t1 - t2) * q
         else:
-            L = self._smoothness(i, self._bound(i, T1 + T2))
-            self.Q[i] = q - lr / L * np.triu(T1 - T2) @ q
+            rows = self._rows(i, T1 + T2)
+            self.Q[i] = q - lr / rows * np.triu(T1 - T2) @ q
 
     def _white(self, i: int, c: float) -> Matrix:
         """What T is to become: c I for white noise, or the pair's own second moment."""
@@ -194,8 +200,8 @@ class PSGD:
             self.Q[i] = q - lr / L * (t1 - t2) * q
         else:
             t1, t2 = q @ T @ q.T, q @ W @ q.T
-            L = self._smoothness(i, self._bound(i, t1 + t2))
-            self.Q[i] = q - lr / L * (t1 - t2) @ q
+            rows = self._rows(i, t1 + t2)
+            self.Q[i] = q - lr / rows * (t1 - t2) @ q
 
     def _step(self, i: int, T: Matrix, c: float, lr: float) -> None:
         q, W = self.Q[i], self._white(i, c)
@@ -208,15 +214,14 @@ class PSGD:
             else:
                 self.Q[i] = q * (1 - lr / L * (t - w))
             return
-        white = self.pair is None
-        L = self._smoothness(i, self._bound(i, T) + c if white else self._bound(i, T + W))
+        rows = self._rows(i, T, c) if self.pair is None else self._rows(i, T + W)
         if self.geometry == "QEQ":
-            self.Q[i] = q - lr / L * q @ (T - W)
+            self.Q[i] = q - lr / rows * q @ (T - W)
         elif self.geometry in ("Q0.5EQ1.5", "PRO4P"):
-            self.Q[i] = self._rotated(i, q - lr / L * (T - W) @ q)
+            self.Q[i] = self._rotated(i, q - lr / rows * (T - W) @ q)
         elif self.geometry in ("QUAD", "QUAD4P"):
-            p = q - side / L * (T - W) @ q
-            p = p - side / L * p @ (T - W)
+            p = q - side / rows * (T - W) @ q
+            p = p - side / rows * p @ (T - W)
             self.Q[i] = (p + p.T) / 2
         else:
             raise ValueError(self.geometry)

@@ -256,7 +256,7 @@ def times_transposed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def times_transposed_blocks(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """x diag(B_1, B_2, ...)ᵀ; on a CPU written to its place, for a copy costs a tenth of the products."""
+    """x diag(B_1, B_2, ...)ᵀ; on a CPU written to its place and not copied there."""
     columns = _columns(x, blocks)
     if torch.is_grad_enabled() or not _is_at_hand(x):
         return (columns @ blocks.mT).transpose(-2, -3).reshape(x.shape)

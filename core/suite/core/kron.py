@@ -40,9 +40,12 @@ class KronState(NamedTuple):
 
 
 class _Evidence(NamedTuple):
-    """What k blocks tell their factors of one axis, in units of the signal's largest entry u."""
+    """What k blocks tell their factors of one axis, in units of the signal's largest entry u.
 
-    factors: Array  # (k, n, n), (k, n) of diagonal or (k, c, n / c, n / c) of block-diagonal ones
+    Of block-diagonal factors each block on the diagonal is one of the k.
+    """
+
+    factors: Array  # (k, n, n), or (k, n) of diagonal ones
     lipschitz: Array  # (k,), as it was, in units of 1
     seen: Array  # T / u², like the factors
     white: Array  # c / u², (k,), or what stands for it, like the factors
@@ -145,6 +148,9 @@ class Kron:
             QEP        Q ← Q - μ (Q T Qᵀ - c Q Qᵀ) Q,  ℓ = ‖Q T Qᵀ + c Q Qᵀ‖
             EQ         Q ← Q - μ triu(T₁ - T₂) Q,  T₁ of Q g, T₂ of Q⁻ᵀ v
 
+        The blocks of a block-diagonal factor take these steps one by one, with T's own block for T; the
+        largest of their L's is what they remember.
+
         With `vector`, the same for Newton: H v stands for g, Σ v vᵀ for c I (QEP: Q Σ v vᵀ Qᵀ for
         c Q Qᵀ), and ℓ = ‖T + Σ v vᵀ‖.
 
@@ -203,6 +209,7 @@ class Kron:
                 new_q, new_L = next(fitted)
                 xp = array_namespace(new_q)
                 factors.append(xp.astype(xp.reshape(new_q, q.shape), q.dtype))
+                new_L = _largest_of_each(new_L, math.prod(shape))
                 lipschitz.append(xp.astype(xp.reshape(new_L, shape), L.dtype))
             found.append(KronState(tuple(factors), tuple(lipschitz), state.preconditioners))
         return found
@@ -268,7 +275,10 @@ class Kron:
                 if self.geometry == "QEP":
                     square = q * q if is_diagonal else linalg.gram(linalg.transpose(q))
                     white = kronecker.scaled((square,), white)[0]
-            found.append(_Evidence(q, xp.astype(L, compute), T, white, u, usable))
+            own = [xp.astype(L, compute), white, u, usable]
+            if q.ndim == 4:
+                own = [_for_each(x, q.shape[1]) if x.ndim == 1 else _stacked(x) for x in own]
+            found.append(_Evidence(_stacked(q), own[0], _stacked(T), *own[1:]))
         return found
 
     def _fitted(self, preconditioner_lr: Scalar, *evidence: Array) -> tuple[Array, Array]:
@@ -278,16 +288,12 @@ class Kron:
         is_diagonal, scalar = q.ndim == 2, white.ndim == 1
         total = T if scalar else T + white
         bound = xp.max(total, axis=-1) if is_diagonal else linalg.spectral_norm_bound(total)
-        if q.ndim == 4:
-            bound = xp.max(bound, axis=-1)
         if scalar:
             bound = bound + white
         betaL = as_scalar(self.betaL, L)
         new_L = xp.maximum(betaL * (L / u / u) + (1 - betaL) * bound, bound)
         step = as_scalar(preconditioner_lr, L) / new_L
         step = xp.where(usable, step, 0.0)
-        if q.ndim == 4:  # all blocks on a factor's diagonal take its step
-            step, white = step[:, None], white[:, None] if scalar else white
         new_q = self._step(q, T, white, step, is_diagonal, scalar)
         new_L = xp.minimum(new_L * u * u, _LARGEST_LIPSCHITZ)
         return new_q, xp.where(usable, new_L, L)
@@ -350,9 +356,14 @@ class Kron:
 
     def _refresh_all(self, states: Sequence[KronState]) -> list[KronState]:
         flat = [[_flat(q, s.lipschitz[0].ndim) for q in s.factors] for s in states]
-        sizes = iter(together(_sizes, [(q,) for factors in flat for q in factors]))
-        gains = together(kronecker.balancing, [tuple(next(sizes)[0] for _ in own) for own in flat])
-        pairs = [p for own, gain in zip(flat, gains, strict=True) for p in zip(own, gain, strict=True)]
+        found_sizes = iter(together(_sizes, [(_stacked(q),) for factors in flat for q in factors]))
+        sizes = [[_largest_of_each(next(found_sizes)[0], q.shape[0]) for q in own] for own in flat]
+        gains = together(kronecker.balancing, [tuple(own) for own in sizes])
+        pairs = [
+            (_stacked(q), _for_each(gain, q.shape[1]) if q.ndim == 4 else gain)
+            for own, of_own in zip(flat, gains, strict=True)
+            for q, gain in zip(own, of_own, strict=True)
+        ]
         refreshed = iter(together(self._balanced, pairs))
         found = []
         for state in states:
@@ -377,7 +388,7 @@ class Kron:
 
     def square_all(self, states: Sequence[KronState]) -> list[KronState]:
         """`square` of several stacks, computed together as `fit` does it: to the same last bit."""
-        flat = [(_flat(q, s.lipschitz[0].ndim),) for s in states for q in s.factors]
+        flat = [(_stacked(_flat(q, s.lipschitz[0].ndim)),) for s in states for q in s.factors]
         squares = iter(together(lambda q: (self._square(q, q.ndim == 2),), flat))
         found = []
         for state in states:
@@ -415,6 +426,25 @@ class Kron:
 def _sizes(q: Array) -> tuple[Array]:
     """The largest entry of each of a stack of factors, (k,)."""
     return (linalg.largest_entry(lift(q), tuple(range(1, q.ndim))),)
+
+
+def _stacked(x: Array) -> Array:
+    """Of block-diagonal matrices (k, c, n, n) the blocks, (k c, n, n); others as they are."""
+    return array_namespace(x).reshape(x, (-1, *x.shape[2:])) if x.ndim == 4 else x
+
+
+def _for_each(x: Array, count: int) -> Array:
+    """Numbers (k,) of matrices as those of their blocks, `count` each."""
+    xp = array_namespace(x)
+    return xp.reshape(xp.broadcast_to(x[:, None], (x.shape[0], count)), (-1,))
+
+
+def _largest_of_each(x: Array, count: int) -> Array:
+    """Numbers of blocks, the largest for each of `count` matrices."""
+    if x.shape[0] == count:
+        return x
+    xp = array_namespace(x)
+    return xp.max(xp.reshape(x, (count, -1)), axis=1)
 
 
 def _flat(x: Array, batch: int) -> Array:
