@@ -271,10 +271,6 @@ CASES = {
     "linalg.usually": (lambda x: linalg.usually(x > 0, x, lambda: -2 * x), (normal(B, 4, 3),)),
     "linalg.transposed_times": (linalg.transposed_times, (normal(B, 4, 2), normal(B, 4, 3, seed=1))),
     "linalg.times_transposed": (linalg.times_transposed, (normal(B, 2, 4), normal(B, 3, 4, seed=1))),
-    "linalg.times_transposed_blocks": (
-        linalg.times_transposed_blocks,
-        (normal(B, 4, 6), normal(B, 3, 2, 2, seed=1)),
-    ),
     "linalg.gram": (linalg.gram, (normal(B, 4, 3),)),
     "linalg.spectral_norm_bound": (linalg.spectral_norm_bound, (positive_definite(B, 4),)),
     "kronecker.apply": (

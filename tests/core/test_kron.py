@@ -432,6 +432,28 @@ def difficult_gradients(kind: str, steps: int) -> list[np.ndarray]:
 
 
 @every_geometry
+def test_block_on_a_diagonal_is_left_alone_while_nothing_tells_of_it(xp, geometry):
+    rule = Kron(geometry)
+    state = xp.run(
+        rule.init,
+        xp.asarray(np.zeros(1)),
+        shape=(2, 6, 4),
+        diagonal=(False, False),
+        diagonal_blocks=(2, 2),
+    )
+    for t in range(30):
+        g = normal(2, 6, 4, seed=t)
+        g[0, 3:] = 0
+        before = to_numpy(state.factors[0])
+        state = xp.run(rule.update, state, xp.asarray(g), xp.asarray(normal(2, 6, 4, seed=90 + t)), 0.2)
+        after = to_numpy(state.factors[0])
+        assert_identical(after[0, 1], before[0, 1])
+        assert all(np.abs(after[k] - before[k]).max() > 0 for k in [(0, 0), (1, 0), (1, 1)])
+        state = xp.run(rule.refresh, state)
+    assert np.abs(to_numpy(state.preconditioners[0])[0, 1]).max() < 10
+
+
+@every_geometry
 @pytest.mark.parametrize("kind", ["rank one", "one entry", "spike", "1e15", "1e-15"])
 def test_single_precision_stays_finite_on_difficult_gradients(xp, geometry, kind):
     """Also without an overflow on the way: numpy's warnings are errors here."""

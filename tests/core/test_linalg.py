@@ -437,26 +437,6 @@ def test_products_with_transposed_matrices(xp, batch):
     np.testing.assert_allclose(second, np.einsum("...in,...jn->...ij", x, z), rtol=1e-12)
 
 
-@pytest.mark.parametrize("batch", [(), (1,), (2, 3)])
-def test_products_with_transposed_blocks_on_a_diagonal(xp, batch):
-    x, blocks = normal(*batch, 4, 6), normal(*batch, 3, 2, 2, seed=1)
-    parts = [x[..., 2 * i : 2 * i + 2] @ np.swapaxes(blocks[..., i, :, :], -1, -2) for i in range(3)]
-    for given in (x, np.swapaxes(np.ascontiguousarray(np.swapaxes(x, -1, -2)), -1, -2)):
-        found = xp.run(linalg.times_transposed_blocks, xp.asarray(given), xp.asarray(blocks))
-        np.testing.assert_allclose(xp.numpy(found), np.concatenate(parts, -1), rtol=1e-12, atol=1e-14)
-
-
-def test_torch_writes_products_with_blocks_to_their_place_and_differentiates_them():
-    torch = pytest.importorskip("torch")
-    x, blocks = torch.randn(2, 4, 6).double(), torch.randn(2, 3, 2, 2).double()
-    with torch.no_grad():
-        written = linalg.times_transposed_blocks(x, blocks)
-    torch.testing.assert_close(written, linalg.times_transposed_blocks(x, blocks))
-    assert torch.autograd.gradcheck(
-        linalg.times_transposed_blocks, (x.requires_grad_(), blocks.requires_grad_())
-    )
-
-
 @pytest.mark.parametrize(
     "function",
     [

@@ -1,6 +1,6 @@
 """Save Kron's state from eight devices and go on with six, with orbax; run in a process of its own.
 
-    python tests/jax_backend/kron_checkpoint.py FOLDER
+    python tests/jax_backend/kron_checkpoint.py FOLDER shared|own
 
 Prints one JSON object: how far the continued run is from the uninterrupted one.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 
-def main(folder: Path) -> dict[str, Any]:
+def main(folder: Path, factors: str) -> dict[str, Any]:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     import jax
     import jax.numpy as jnp
@@ -34,7 +34,7 @@ def main(folder: Path) -> dict[str, Any]:
     def loss_fn(p: Any) -> Any:
         return sum(jnp.mean((jnp.tanh(x @ w) - 0.3) ** 2) for w in p.values())
 
-    settings = {"learning_rate": 0.01, "block_size": 5, "shared_factors": False}
+    settings = {"learning_rate": 0.01, "block_size": 5, "shared_factors": factors == "shared"}
     meshes = [
         (Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y")), P("x", "y")),
         (Mesh(np.array(jax.devices()[:6]), ("z",)), P("z")),
@@ -82,4 +82,4 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]).resolve())))
+    print(json.dumps(main(Path(sys.argv[1]).resolve(), sys.argv[2])))

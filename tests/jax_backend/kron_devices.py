@@ -128,7 +128,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
         ],
         "buckets": len(state.preconditioner.buckets),
         "collectives": {
-            name: len(re.findall(rf"= [^=]* {name}(?:-start)?\(", own))
+            name: len(re.findall(rf" {name}(?:-start)?\(", own))
             for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute")
         },
     }

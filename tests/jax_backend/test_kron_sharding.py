@@ -83,13 +83,17 @@ def test_two_processes_follow_one(factors):
         check(result(process))
 
 
-def test_orbax_goes_on_with_another_mesh(tmp_path):
+@pytest.mark.parametrize(
+    ("factors", "shapes"),
+    [  # 3 x 3 x 3 blocks of 4 x 5, or 3 matrices of 3 x 3: over 8 and over 6 devices
+        ("own", [[32, 4, 4], [30, 4, 4]]),
+        ("shared", [[8, 3, 4, 4], [6, 3, 4, 4]]),
+    ],
+)
+def test_orbax_goes_on_with_another_mesh(tmp_path, factors, shapes):
     pytest.importorskip("orbax.checkpoint")
     script = SCRIPT.with_name("kron_checkpoint.py")
-    found = result(start(str(tmp_path), script=script))
+    found = result(start(str(tmp_path), factors, script=script))
     assert found["difference"] < 1e-12
     assert found["moved"] > 1e-2
-    assert found["shapes"] == [
-        [32, 4, 4],
-        [30, 4, 4],
-    ]  # 3 x 3 x 3 blocks of 4 x 5: 27 over 8 and over 6 devices
+    assert found["shapes"] == shapes

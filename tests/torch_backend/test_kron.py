@@ -105,6 +105,22 @@ def test_blocks_of_a_parameter_do_not_depend_on_their_neighbours():
     torch.testing.assert_close(whole, torch.cat(parts), rtol=1e-12, atol=1e-14)
 
 
+def test_rows_that_wake_up_do_not_stop_the_others():
+    """Half of a matrix has no gradient for a thousand steps, as an expert without tokens."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.zeros(64, 16))
+    kron = Kron([weight], lr=1.0, block_size=32, preconditioner_update_probability=1.0)
+    sizes = []
+    for step in range(1100):
+        weight.grad = torch.randn(64, 16)
+        weight.grad[32:] *= step >= 1000
+        before = weight.detach().clone()
+        kron.step()
+        moved = (weight.detach() - before).square()
+        sizes.append(moved[:32].mean().sqrt().item())
+    assert min(sizes[950:]) > 0.3
+
+
 @pytest.mark.parametrize("numbers", [1, 60, 200])
 def test_blocks_handled_in_rounds_that_a_cache_holds_take_the_same_steps(monkeypatch, numbers):
     def trajectory() -> tuple[list[torch.Tensor], int]:

@@ -159,13 +159,6 @@ def _contract(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
     return lax.dot_general(x, y, ((summed, summed), (batch, batch)))
 
 
-def times_transposed_blocks(x: jax.Array, blocks: jax.Array) -> jax.Array:
-    """x diag(B_1, B_2, ...)ᵀ."""
-    columns = jnp.reshape(x, (*x.shape[:-1], blocks.shape[-3], blocks.shape[-1]))
-    product = jnp.matmul(jnp.moveaxis(columns, -2, -3), blocks.mT)
-    return jnp.reshape(jnp.moveaxis(product, -3, -2), x.shape)
-
-
 def gram(x: jax.Array) -> jax.Array:
     """xᵀ x; the compiler decides how."""
     return transposed_times(x, x)

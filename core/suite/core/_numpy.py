@@ -149,14 +149,6 @@ def times_transposed(x: Array, y: Array) -> Array:
     return xp.matmul(x, xp.matrix_transpose(y))
 
 
-def times_transposed_blocks(x: Array, blocks: Array) -> Array:
-    """x diag(B_1, B_2, ...)ᵀ."""
-    xp = array_namespace(x)
-    columns = xp.reshape(x, (*x.shape[:-1], blocks.shape[-3], blocks.shape[-1]))
-    product = xp.matmul(xp.moveaxis(columns, -2, -3), xp.matrix_transpose(blocks))
-    return xp.reshape(xp.moveaxis(product, -3, -2), x.shape)
-
-
 def gram(x: Array) -> Array:
     """xᵀ x."""
     xp = array_namespace(x)

@@ -255,23 +255,6 @@ def times_transposed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x @ y.mT
 
 
-def times_transposed_blocks(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """x diag(B_1, B_2, ...)ᵀ; on a CPU written to its place and not copied there."""
-    columns = _columns(x, blocks)
-    if torch.is_grad_enabled() or not _is_at_hand(x):
-        return (columns @ blocks.mT).transpose(-2, -3).reshape(x.shape)
-    product = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    places = _columns(product, blocks)
-    for i in itertools.product(*map(range, blocks.shape[:-2])):
-        torch.mm(columns[i], blocks[i].mT, out=places[i])
-    return product
-
-
-def _columns(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """(..., m, c n) as (..., c, m, n), a view."""
-    return x.unflatten(-1, (blocks.shape[-3], blocks.shape[-1])).transpose(-2, -3)
-
-
 def gram(x: torch.Tensor) -> torch.Tensor:
     """xᵀ x. On a CPU, of large matrices, 5/8 of it are computed and the rest is mirrored."""
     if x.ndim > 3:  # a product of more than three axes would copy its arguments every time

@@ -38,8 +38,8 @@ class Structure:
         partition_grads_into_blocks: cut axes with dense factors into chunks of at most `block_size`.
         max_skew: an axis with side² > max_skew times the parameter's size gets a diagonal factor, whose
             matrix would be larger than the parameter itself (at 1, psgd_torch's); None: no such rule.
-        shared_factors: chunks that an axis is cut into have factors of their own, which chunks of other
-            axes share: an axis of c chunks has a block-diagonal factor of c blocks. Without it every
+        shared_factors: equal chunks that an axis is cut into have one block-diagonal factor, whose
+            blocks serve all equal chunks of the other axes (a remainder has its own). Without it every
             combination of chunks has factors to itself, as in distributed_kron.
     """
 

@@ -137,6 +137,9 @@ class Kron:
     ) -> KronState:
         """Fit the factors to one more gradient. Blocks whose gradient is all zero are left alone.
 
+        So are blocks on a factor's diagonal where the gradient is zero all along the other axes; for the
+        other factors these parts do not count in c.
+
         With h = P g, T = Σ h hᵀ over the other axes and c = numel / n the value of T for white h, the
         steps on one factor are, for μ = preconditioner_lr / L, L = max(betaL L + (1 - betaL) ℓ, ℓ) and
         ℓ = ‖T‖ + c:
@@ -233,7 +236,7 @@ class Kron:
         v = None if vector is None else flat(xp.astype(vector, compute))
         own_axes = tuple(range(1, g.ndim))
         # An exactly zero gradient says nothing about curvature; fitting it would inflate Q.
-        usable = linalg.largest_entry(g, own_axes) > 0
+        usable, told = _told_by(g, factors)
         if self.preconditioner_init_scale is None:
             gain = self._first_scale(g, v, lipschitz[0], own_axes)
             factors = kronecker.scaled(factors, gain * gain if self.fits_P else gain)
@@ -254,6 +257,9 @@ class Kron:
         # update is a ratio, and squares of 1e20 do not fit in float32.
         unit = linalg.largest_entry(signal, own_axes, keepdims=True)
         if reference is not None:
+            for axis, flags in enumerate(told):
+                if flags is not None:
+                    reference = reference * _along(flags, axis, reference)
             unit = xp.maximum(unit, linalg.largest_entry(reference, own_axes, keepdims=True))
             reference = reference / xp.maximum(unit, 1.0)
         unit = xp.maximum(unit, 1.0)
@@ -272,13 +278,17 @@ class Kron:
                 white = kronecker.gram(own, axis, ndim, **form)
             else:
                 white = math.prod(g.shape[1:]) / g.shape[1 + axis] / u / u
+                for other, flags in enumerate(told):
+                    if other != axis and flags is not None:
+                        white = white * xp.mean(xp.astype(flags, compute), axis=1)
                 if self.geometry == "QEP":
                     square = q * q if is_diagonal else linalg.gram(linalg.transpose(q))
                     white = kronecker.scaled((square,), white)[0]
-            own = [xp.astype(L, compute), white, u, usable]
-            if q.ndim == 4:
-                own = [_for_each(x, q.shape[1]) if x.ndim == 1 else _stacked(x) for x in own]
-            found.append(_Evidence(_stacked(q), own[0], _stacked(T), *own[1:]))
+            of_axis, flags = _Evidence(q, xp.astype(L, compute), T, white, u, usable), told[axis]
+            if flags is not None:
+                each = _on_diagonals(of_axis, q.shape[1])
+                of_axis = each._replace(usable=xp.reshape(flags, (-1,)))
+            found.append(of_axis)
         return found
 
     def _fitted(self, preconditioner_lr: Scalar, *evidence: Array) -> tuple[Array, Array]:
@@ -431,6 +441,39 @@ def _sizes(q: Array) -> tuple[Array]:
 def _stacked(x: Array) -> Array:
     """Of block-diagonal matrices (k, c, n, n) the blocks, (k c, n, n); others as they are."""
     return array_namespace(x).reshape(x, (-1, *x.shape[2:])) if x.ndim == 4 else x
+
+
+def _told_by(g: Array, factors: Sequence[Array]) -> tuple[Array, list[Array | None]]:
+    """Which gradients have an entry that is not zero, and along which blocks of a factor's diagonal.
+
+    Returns:
+        Flags (k,), and for each factor (k, c); None of one that is not block-diagonal.
+    """
+    xp = array_namespace(g)
+    counts = [q.shape[1] if q.ndim == 4 else 1 for q in factors]
+    grid = [x for n, c in zip(g.shape[1:], counts, strict=True) for x in (c, n // c)]
+    inside = tuple(range(2, len(grid) + 1, 2))
+    largest = linalg.largest_entry(xp.reshape(g, (g.shape[0], *grid)), inside)  # (k, c_1, ..., c_d)
+    told: list[Array | None] = []
+    for axis, count in enumerate(counts, 1):
+        others = tuple(i for i in range(1, largest.ndim) if i != axis)
+        flags = (xp.max(largest, axis=others) if others else largest) > 0
+        told.append(flags if count > 1 else None)
+    return xp.max(largest, axis=tuple(range(1, largest.ndim))) > 0, told
+
+
+def _along(flags: Array, axis: int, x: Array) -> Array:
+    """Flags (k, c) of the c parts of an axis of `x`, (k, ...), as ones and zeros to multiply it with."""
+    xp = array_namespace(x)
+    side = x.shape[1 + axis]
+    each = xp.broadcast_to(flags[:, :, None], (*flags.shape, side // flags.shape[1]))
+    shape = (x.shape[0], *(side if i == axis else 1 for i in range(x.ndim - 1)))
+    return xp.astype(xp.reshape(each, shape), x.dtype)
+
+
+def _on_diagonals(evidence: _Evidence, count: int) -> _Evidence:
+    """Evidence of block-diagonal factors as that of the `count` blocks of each."""
+    return _Evidence(*(_for_each(x, count) if x.ndim == 1 else _stacked(x) for x in evidence))
 
 
 def _for_each(x: Array, count: int) -> Array:

@@ -60,7 +60,9 @@ def apply_factor(factor: Array, x: Array, axis: int, ndim: int) -> Array:
     if axis and axis == ndim - 1:  # the last axis needs no transposed copy: X Fᵀ
         rows = xp.reshape(x, (*x.shape[:batch], -1, x.shape[-1]))
         if blocks is not None:
-            return xp.reshape(linalg.times_transposed_blocks(rows, factor), x.shape)
+            columns = xp.reshape(rows, (*rows.shape[:-1], blocks, -1))
+            moved = xp.matmul(xp.moveaxis(columns, -2, -3), xp.matrix_transpose(factor))
+            return xp.reshape(xp.moveaxis(moved, -3, -2), x.shape)
         return xp.reshape(xp.matmul(rows, xp.matrix_transpose(factor)), x.shape)
     return fold(xp.matmul(factor, unfold(x, axis, ndim, blocks)), axis, x.shape, ndim)
 

@@ -40,12 +40,6 @@ def times_transposed(x: Array, y: Array) -> Array:
     return product
 
 
-def times_transposed_blocks(x: Array, blocks: Array) -> Array:
-    """x diag(B_1, B_2, ...)ᵀ: (..., m, c n) and (..., c, n, n) over the same batch axes -> like `x`."""
-    product: Array = factorizations(array_namespace(x)).times_transposed_blocks(x, blocks)
-    return product
-
-
 def gram(x: Array) -> Array:
     """xᵀ x: (..., m, n) -> (..., n, n), symmetric."""
     product: Array = factorizations(array_namespace(x)).gram(x)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from suite.core import blocks, moments, noise
 from suite.core import kron as core_kron
@@ -19,7 +18,7 @@ from suite.core.step_size import Clip, clipped, normalized
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
 from suite.jax.kron_blocks import Blocks, plan
-from suite.jax.sharding import Layout, constrain, in_batches, is_spec, pad, specs_like
+from suite.jax.sharding import Layout, constrain, in_batches, is_spec, specs_like
 
 Schedule = Any  # a number, a 0-d array, or a function of a count
 
@@ -137,10 +136,7 @@ def update(
     rows = [old.lipschitz[0].shape[0] for old in state.buckets]
 
     def stacked(joined: list[Any]) -> list[Any]:
-        # Whole before they are divided anew: XLA finds no direct way from one sharding to the other.
-        found = [pad(x, n) for x, n in zip(static.split(joined), rows, strict=True)]
-        whole = layout.constrain(found, PartitionSpec()) if layout.axes else found
-        return layout.place(whole)
+        return list(map(layout.shared_out, static.split(joined), rows))
 
     signals = stacked([moments.unbiased(m, weight) for m in mu])
 
@@ -149,7 +145,7 @@ def update(
         if settings.whiten == "gradient":
             evidence = stacked(gradients)
         numbers = [jnp.asarray(bucket.streams, jnp.int32) for bucket in static.buckets]
-        stacks: tuple[Any, ...] = (list(olds), evidence, layout.place(list(map(pad, numbers, rows))))
+        stacks: tuple[Any, ...] = (list(olds), evidence, list(map(layout.shared_out, numbers, rows)))
         if pair is not None or value_fn is not None:
             vector, product = pair or _make_pair(settings, static, step, params, value_fn)
             ok = all_finite(product)
@@ -170,8 +166,8 @@ def update(
     directions = []
     with jax.default_matmul_precision(settings.precond_grads_precision):
         for bucket, of_bucket, signal in zip(static.buckets, used, signals, strict=True):
-            moved = layout.gathered(_preconditioning(settings), bucket.blocks, of_bucket, signal)
-            directions.append(moved)
+            precondition = _preconditioning(settings)
+            directions.append(layout.gathered(precondition, of_bucket, signal, blocks=bucket.blocks))
     merged = [x.astype(g.dtype) for x, g in zip(static.merge(directions), gradients, strict=True)]
 
     places = static.places(step > 0)

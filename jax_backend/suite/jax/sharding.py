@@ -68,31 +68,57 @@ class Layout:
         sharding = NamedSharding(self.mesh, spec)
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), tree)
 
+    def are_few(self, blocks: int) -> bool:
+        """Whether most shares of so many blocks would be padding."""
+        return bool(self.axes) and 2 * blocks < self.devices()
+
+    def shared_out(self, x: jax.Array, blocks: int) -> jax.Array:
+        """An array that every device has, padded to `blocks` and divided; few blocks stay whole."""
+        if not self.axes:
+            return x
+        # Whole before it is divided anew: XLA finds no direct way from one sharding to the other.
+        x = x if self.are_few(x.shape[0]) else pad(x, blocks)
+        x = self.constrain(x, PartitionSpec())
+        return x if self.are_few(x.shape[0]) else self.place(x)
+
     def each(self, function: Callable[..., T], *args: Any) -> T:
         """`function` of every device's share of the arrays; the results stay divided."""
-        if not self.axes:
-            return function(*args)
-        mapped = jax.shard_map(
-            function, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec, check_vma=False
-        )
-        return mapped(*args)
+        return self._mapped(function, self.spec, *args) if self.axes else function(*args)
 
-    def gathered(self, function: Callable[..., jax.Array], blocks: int, *args: Any) -> jax.Array:
+    def gathered(self, function: Callable[..., jax.Array], *args: Any, blocks: int) -> jax.Array:
         """`function` of every device's share, one array, then all `blocks` on every device."""
         if not self.axes:
             return function(*args)
 
         def share(*own: Any) -> jax.Array:
             found = function(*own)
-            if 2 * blocks >= self.devices():
+            if not self.are_few(blocks):
                 return jax.lax.all_gather(found, self.axes, tiled=True)[:blocks]
-            # Most shares are padding. A sum with zeros, of what is wanted alone, sends less of it.
+            # A sum with zeros, of what is wanted alone, sends less than all shares.
             place = jax.lax.axis_index(self.axes)
             whole = jnp.zeros((blocks, *found.shape[1:]), found.dtype)
             return jax.lax.psum(whole.at[place].set(found[0], mode="drop"), self.axes)
 
+        return self._mapped(share, PartitionSpec(), *args)
+
+    def _mapped(self, function: Callable[..., T], out: PartitionSpec, *args: Any) -> T:
+        """`function` on every device; of arrays of few blocks, which it has whole, its own or zeros."""
+
+        def is_whole(x: jax.Array) -> bool:
+            return self.are_few(x.shape[0])
+
+        def own(x: jax.Array) -> jax.Array:
+            place, blocks = jax.lax.axis_index(self.axes), x.shape[0]
+            taken = jax.lax.dynamic_slice_in_dim(x, jnp.minimum(place, blocks - 1), 1)
+            return jnp.where(place < blocks, taken, jnp.zeros_like(taken))
+
+        whole = jax.tree.map(is_whole, args)
         mapped = jax.shard_map(
-            share, mesh=self.mesh, in_specs=self.spec, out_specs=PartitionSpec(), check_vma=False
+            lambda *given: function(*jax.tree.map(lambda w, x: own(x) if w else x, whole, given)),
+            mesh=self.mesh,
+            in_specs=jax.tree.map(lambda w: PartitionSpec() if w else self.spec, whole),
+            out_specs=out,
+            check_vma=False,
         )
         return mapped(*args)
 

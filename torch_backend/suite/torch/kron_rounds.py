@@ -1,7 +1,7 @@
 """Rounds of a step of Kron: what it handles at a time, be it part of a large bucket or many small ones.
 
-On a CPU a round stays in the cache; elsewhere it bounds the memory that a step takes. What is in one
-round is fitted together.
+On a CPU a round stays in the cache; elsewhere it bounds the memory that a step takes. A larger block is
+a round by itself. What is in one round is fitted together.
 """
 
 from __future__ import annotations
