@@ -44,7 +44,7 @@ def around(centre: float, factor: float, count: int) -> tuple[float, ...]:
 KRON_VARIANTS: dict[str, dict[str, Any]] = {
     "Kron, QEQ": {"geometry": "QEQ"},
     "Kron, own factors": {"shared_factors": False},
-    "Kron, blocks of 128": {"block_size": 128},
+    "Kron, blocks of 256": {"block_size": 256},
     "Kron, blocks of 16": {"block_size": 16},
     "Kron, blocks of 16, own factors": {"block_size": 16, "shared_factors": False},
     "Kron, whole": {"partition_grads_into_blocks": False},

@@ -124,8 +124,9 @@ PACKED, UNCACHED = {"packed_factors": True}, {"cache_preconditioner": False}
 HALF = {"mu_dtype": torch.bfloat16, "precond_dtype": torch.bfloat16}
 VARIANTS: dict[str, Callable[[Workload], Contender]] = {  # when they are named
     "Kron, own factors": kron(shared_factors=False),
-    "Kron, blocks of 128": kron(block_size=128),
-    "Kron, blocks of 128, packed": kron(block_size=128, **PACKED),
+    "Kron, blocks of 256": kron(block_size=256),
+    "Kron, packed": kron(**PACKED),
+    "Kron, without P": kron(**UNCACHED),
     "K-FAC, inverse, packed": lambda w: OurKFAC(w, compute_method="inverse", **PACKED),
     "K-FAC, inverse, packed, bf16": lambda w: OurKFAC(
         w,

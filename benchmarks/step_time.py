@@ -103,9 +103,10 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         chosen[SUBSET] = lambda w: OurKFAC(w, compute_method="inverse", max_examples=w.examples // 8)
     for contender, make in chosen.items():
         torch.manual_seed(arguments.seed)
+        workload = WORKLOADS[name](device)
         start = clock(device)
         try:
-            found[contender] = make(WORKLOADS[name](device))
+            found[contender] = make(workload)
             _step(found[contender], device)
         except Exception as error:  # a peer may fail in any way
             if contender not in PEERS:

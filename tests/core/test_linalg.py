@@ -44,6 +44,18 @@ def test_damped_inverse_is_the_inverse_of_the_damped_matrix(xp):
     assert_close(got, np.linalg.inv(x + damping[:, None, None] * np.eye(4)))
 
 
+@pytest.mark.parametrize("n", [1024, 1025])
+def test_damped_inverse_of_large_matrices(xp, n):
+    """By halves in torch, and of three matrices one is bad in the first half, one in the second."""
+    rows = normal(n, n + 10)
+    x = np.stack([rows @ rows.T / n] * 3)
+    x[1, 3, 3] = x[2, -3, -3] = -1.0
+    got = to_numpy(xp.run(linalg.damped_inverse, xp.asarray(x), 0.1))
+    assert_close(got[0], np.linalg.inv(x[0] + 0.1 * np.eye(n)))
+    assert_identical(got[0], got[0].T)
+    assert np.all(np.isnan(got[1:]))
+
+
 def test_damped_inverse_is_symmetric_to_the_last_bit_and_positive_definite(xp):
     inverse = xp.numpy(xp.run(linalg.damped_inverse, xp.asarray(positive_definite(3, 4)), 1e-3))
     assert_identical(inverse, np.swapaxes(inverse, -1, -2))

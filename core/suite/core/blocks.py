@@ -49,7 +49,7 @@ class Structure:
     merge_small_dims: bool = True
     target_merged_dim_size: int = 4096
     partition_grads_into_blocks: bool = True
-    block_size: int = 256
+    block_size: int = 128
     max_skew: float | None = None
     shared_factors: bool = True
 
@@ -108,7 +108,7 @@ class BlockPlan:
         return total
 
     def describe_factors(self) -> str:
-        """'4 x 250x250, diag 10000' for 1000 in four chunks and a diagonal factor."""
+        """'8 x 125x125, diag 10000' for 1000 in eight chunks and a diagonal factor."""
         texts = []
         for axis, (side, is_diagonal) in enumerate(zip(self.merged, self.diagonal, strict=True)):
             chunks = {}  # by their start: those of tiles beside each other are the same
@@ -190,16 +190,17 @@ def _diagonal_axes(merged: tuple[int, ...], structure: Structure) -> tuple[bool,
 
 
 def _chunks(side: int, block_size: int) -> list[tuple[int, int, int]]:
-    """(start, count, size) of chunks of a side, as few as there can be.
+    """(start, count, size) of chunks of a side.
 
-    Equal ones where that many divide the side: 1000 is 4 x 250. Every other size is a kind of block of
-    its own, to compile and to call for. Else `block_size`, and a remainder.
+    Equal ones, the longest above half of `block_size` that divide the side, if any do: of at most 128,
+    1000 is 8 x 125 and 576 is 6 x 96. A remainder is a kind of block of its own, with factors of its
+    own along the other axes, too.
     """
     if side <= block_size:
         return [(0, 1, side)]
-    fewest = -(-side // block_size)
-    if side % fewest == 0:
-        return [(0, fewest, side // fewest)]
+    for size in range(block_size, block_size // 2, -1):
+        if side % size == 0:
+            return [(0, side // size, size)]
     count, rest = divmod(side, block_size)
     return [(0, count, block_size), (count * block_size, 1, rest)]
 

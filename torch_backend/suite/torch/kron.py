@@ -132,7 +132,7 @@ class Kron(torch.optim.Optimizer):
         merge_small_dims: bool = True,
         target_merged_dim_size: int = 4096,
         partition_grads_into_blocks: bool = True,
-        block_size: int = 256,
+        block_size: int = 128,
         *,
         geometry: core_kron.Geometry = "Q0.5EQ1.5",
         betaL: float = 0.9,
