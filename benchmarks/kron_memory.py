@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     shapes = {f"w{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(arguments.layers)}
-    print(f"jax {jax.__version__}, {arguments.layers} matrices of 512 x 512 in blocks of 256, MiB")
+    print(f"jax {jax.__version__}, {arguments.layers} matrices of 512 x 512 in blocks of 128, MiB")
     print(f"{'devices':>8}{'state':>9}{'arguments':>11}{'temporary':>11}  collectives")
     for devices in (1, arguments.devices):
         mesh = Mesh(jax.devices()[:devices], ("data",))

@@ -267,6 +267,7 @@ CASES = {
         lambda x, y: linalg.solve_triangular(x, y, upper=False),
         (np.tril(normal(B, 4, 4)) + 3 * np.eye(4), normal(B, 4, 2)),
     ),
+    "linalg.root_mean_square": (lambda x: linalg.root_mean_square(x, (-2, -1)), (normal(B, 4, 3),)),
     "linalg.largest_entry": (lambda x: linalg.largest_entry(x, (-2, -1)), (normal(B, 4, 3),)),
     "linalg.usually": (lambda x: linalg.usually(x > 0, x, lambda: -2 * x), (normal(B, 4, 3),)),
     "linalg.transposed_times": (linalg.transposed_times, (normal(B, 4, 2), normal(B, 4, 3, seed=1))),

@@ -356,6 +356,15 @@ def test_the_largest_entry_is_that_of_absolute_values(xp, axis, keepdims):
     assert_identical(xp.numpy(got), np.abs(x).max(axis=axis, keepdims=keepdims))
 
 
+@pytest.mark.parametrize("sizes", [(1.0, 1e-3, 7.0), (1e-30, 1.0, 0.0), (1e36, 1e-12, 1e30)])
+@pytest.mark.parametrize("axis", [(-2, -1), (1, 2, 3)])
+def test_the_root_mean_square_of_numbers_of_any_size(xp, axis, sizes):
+    x = (normal(3, 2, 40, 50) * np.array(sizes)[:, None, None, None]).astype(np.float32)
+    got = to_numpy(xp.run(lambda x: linalg.root_mean_square(x, axis), xp.asarray(x)))
+    expected = np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=axis, keepdims=True))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
 def test_add_diagonal_takes_a_number_or_one_for_each_matrix(xp):
     x, values = normal(2, 3, 3), np.array([2.0, -1.0])
     assert_close(xp.run(linalg.add_diagonal, xp.asarray(x), 0.5), x + 0.5 * np.eye(3))

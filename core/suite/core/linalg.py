@@ -7,6 +7,7 @@ Half precision is lifted to float32 inside and the result comes back in float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from suite.core._namespace import (
@@ -357,6 +358,18 @@ def spectral_norm_bound(x: Array) -> Array:
 def largest_entry(x: Array, axis: tuple[int, ...], *, keepdims: bool = False) -> Array:
     """max |x| over axes."""
     return factorizations(array_namespace(x)).largest_entry(x, axis, keepdims=keepdims)
+
+
+def root_mean_square(x: Array, axis: tuple[int, ...]) -> Array:
+    """√(mean of x²) over axes, which stay with size 1; of numbers of any size, 1e30 or 1e-30."""
+    xp = array_namespace(x)
+
+    def scaled() -> Array:
+        largest = largest_entry(x, axis, keepdims=True)
+        norm = xp.linalg.vector_norm(x / _or_one(largest), axis=axis, keepdims=True)
+        return largest * (norm / math.prod(x.shape[a] for a in axis) ** 0.5)
+
+    return factorizations(xp).root_mean_square(x, axis, scaled)
 
 
 def _or_one(x: Array) -> Array:

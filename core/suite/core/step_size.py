@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, lift
 from suite.core.checks import check_number
-from suite.core.linalg import largest_entry
+from suite.core.linalg import root_mean_square
 
 
 def kl_clip_coefficient(inner: Array, kl_clip: Scalar) -> Array:
@@ -50,11 +49,7 @@ def rms_clip_scale(direction: Array, max_rms: Scalar, ndim: int) -> Array:
     xp = array_namespace(direction)
     axes = tuple(range(direction.ndim - ndim, direction.ndim))
     x = lift(direction)
-    # Scaled by the largest entry first: squares of 1e30 overflow single precision.
-    largest = largest_entry(x, axes, keepdims=True)
-    unit = x / xp.where(largest > 0, largest, 1.0)
-    count = math.prod(x.shape[a] for a in axes)
-    rms = largest * (xp.linalg.vector_norm(unit, axis=axes, keepdims=True) / count**0.5)
+    rms = root_mean_square(x, axes)
     max_rms = as_scalar(max_rms, x)
     large = rms > max_rms
     return xp.where(large, max_rms / xp.where(large, rms, 1.0), 1.0)
