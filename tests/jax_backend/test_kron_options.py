@@ -247,10 +247,11 @@ def test_positions_and_names_are_distributed_krons():
     ]
     assert list(inspect.signature(scale_by_kron).parameters)[:20] == [names[1], *names[4:23]]
     defaults = [p.default for p in inspect.signature(kron).parameters.values()][:23]
-    # as in distributed_kron 2.0.0, but for the two schedules that None stands for (at 4 and 8)
+    # as in distributed_kron 2.0.0, but for the two schedules that None stands for (at 4 and 8), and for
+    # block_size, 256 there
     assert defaults == [
         *(0.0003, 0.9, 0.0, None, None, 8192, 2, None, None, 1.0, None, None),
-        *("tensorfloat32", None, None, False, 8, True, 4096, True, 256, None, None),
+        *("tensorfloat32", None, None, False, 8, True, 4096, True, 128, None, None),
     ]
     specs = inspect.signature(get_opt_state_partition_specs).parameters
     assert list(specs) == ["params", "scale_by_kron_only", "kwargs"]
