@@ -9,6 +9,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +20,13 @@ from hypothesis import strategies as st
 
 # The core's tests also run where only numpy is installed; the libraries that are missing are skipped.
 if find_spec("jax"):
+    # Thousands of small programs, each run a few times: compiling them is all the time there is, and
+    # what these flags leave out is four fifths of it. The last one is about to go, and XLA ends the
+    # process at a flag that it does not know.
+    FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
+        FLAGS += " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
     import jax
 
     jax.config.update("jax_enable_x64", True)
@@ -45,15 +53,6 @@ LIBRARIES = {
     "jax": "jax",  # compiled, through Library.run
     "jax-eager": "jax",
     "array-api-strict": "array_api_strict",
-}
-
-
-# Hundreds of small programs, each run a few times: compiling them costs all the time there is, and the
-# passes left out here are two thirds of it.
-_COMPILE_FAST = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
 }
 
 
@@ -109,7 +108,7 @@ class Library:
         method_of = getattr(function, "__self__", None), getattr(function, "__func__", function)
         key = (*method_of, *sorted(static.items()))
         if key not in self._compiled:
-            self._compiled[key] = jax.jit(partial(function, **static), compiler_options=_COMPILE_FAST)
+            self._compiled[key] = jax.jit(partial(function, **static))
         return self._compiled[key](*args)
 
 

@@ -37,10 +37,11 @@ def dense_block(plan, statistics, index=0):
     layer = plan.layers[index]
     own = statistics[layer.name].main
     leader = statistics[layer.input_of or layer.name].main.A
+    inputs, outputs, rows = (np.asarray(x) for x in (leader, own.G, own.rows))
     blocks = []
     for i in range(layer.groups):
-        A, G = (np.diag(f[i]) if f[i].ndim == 1 else np.asarray(f[i]) for f in (leader, own.G))
-        blocks.append(np.kron(G, A) / float(own.rows[i]))
+        A, G = (np.diag(f[i]) if f[i].ndim == 1 else f[i] for f in (inputs, outputs))
+        blocks.append(np.kron(G, A) / rows[i])
     return blocks
 
 
@@ -49,7 +50,10 @@ def exact_blocks(plan, losses, params, index=0):
     layer = plan.layers[index]
     total = 0.0
     for loss in losses:
-        matrix = np.asarray(gradient_matrix(jax.tree.leaves(jax.grad(loss)(params)), layer))
+        gradient = jax.jit(
+            lambda p, loss=loss: gradient_matrix(jax.tree.leaves(jax.grad(loss)(p)), layer)
+        )
+        matrix = np.asarray(gradient(params))
         flat = (matrix.swapaxes(1, 2) if layer.input_first else matrix).reshape(layer.groups, -1)
         total = total + flat[:, :, None] * flat[:, None, :]
     return total

@@ -23,6 +23,7 @@ import vision
 
 EXAMPLES = Path(training.__file__).parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+ENVIRONMENT.pop("XLA_FLAGS", None)  # programs as users compile them
 SMALL = {
     "train_cifar10": "--fake-data --fake-images 512 128 --size 16 --batch-size 32 --width 4",
     "train_imagenet": (

@@ -15,7 +15,8 @@ from typing import Any
 
 
 def main(folder: Path, factors: str) -> dict[str, Any]:
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    devices = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
     import jax
     import jax.numpy as jnp
     import numpy as np

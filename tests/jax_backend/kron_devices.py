@@ -22,7 +22,8 @@ DEVICES = 8
 def main(arguments: list[str]) -> dict[str, Any]:
     factors, *rest = arguments
     process, count = (int(rest[0]), int(rest[1])) if rest else (0, 1)
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES // count}"
+    devices = f"--xla_force_host_platform_device_count={DEVICES // count}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
     import jax
     import jax.numpy as jnp
     import numpy as np

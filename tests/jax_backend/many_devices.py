@@ -14,11 +14,8 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-# Many programs, each run a few times: compiling them is what takes time.
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true"
-)
+devices = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
 
 import jax
 
@@ -74,9 +71,21 @@ VAG = value_and_grad(loss_fn)
 PLAN = VAG.plan(PARAMS, X, Y)
 
 
-def train(params, x, y, **settings):
+def on_mesh(tree, specs, mesh=MESH):
+    """Arrays as `specs` say: a program is compiled again for arguments that lie otherwise."""
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
+
+
+def train(params, x, y, free=False, **settings):
+    """`free`: results lie as XLA chooses, not as parameters and state lay before the step."""
     tx = kfac(PLAN, 0.1, **SETTINGS, **settings)
     state = jax.jit(tx.init)(params)
+    where = None
+    if len(x.devices()) > 1 and not free:
+        on_one = lambda s: len(s.devices()) == 1  # noqa: E731
+        specs = jax.tree.map(lambda s: P() if on_one(s) else s.sharding.spec, state)
+        state = on_mesh(state, specs)
+        where = jax.tree.map(lambda s: s.sharding, (params, state))
     ekfac = settings.get("compute_method") == "ekfac"
 
     def step(params, state, x, y):
@@ -85,10 +94,10 @@ def train(params, x, y, **settings):
         updates, state = tx.update(grads, state, params, statistics=statistics)
         return optax.apply_updates(params, updates), state
 
-    step = jax.jit(step)
+    step = jax.jit(step, out_shardings=where)
     for _ in range(STEPS):
         params, state = step(params, state, x, y)
-    return params, state, step
+    return params
 
 
 def difference(a, b):
@@ -118,24 +127,22 @@ SHARDED = {
 
 
 def sharded(kind, **settings):
-    place = lambda x, spec: jax.device_put(x, NamedSharding(MESH, spec))  # noqa: E731
-    params = jax.tree.map(place, PARAMS, SHARDED[kind])
-    return train(params, place(X, P("data")), place(Y, P("data")), **settings)
+    batch = on_mesh((X, Y), (P("data"), P("data")))
+    return train(on_mesh(PARAMS, SHARDED[kind]), *batch, **settings)
 
 
 def trajectories():
     """Every sharding, with and without sharing out the factorizations."""
     out = {}
-    expected, _, _ = train(PARAMS, X, Y)
+    expected = train(PARAMS, X, Y)
     out["moved"] = moved(expected)
     for kind in SHARDED:
         for name, given in (
-            ("", {}),
+            ("", {"free": kind == "tensor"}),
             (" spread", {"mesh": MESH}),
             (" kept", {"mesh": MESH, "gradient_worker_fraction": 1 / 8}),
         ):
-            found, _, _ = sharded(kind, **given)
-            out[f"{kind}{name}"] = difference(found, expected)
+            out[f"{kind}{name}"] = difference(sharded(kind, **given), expected)
     return out
 
 
@@ -143,12 +150,12 @@ def fractions():
     """Every number of gradient workers, with every kind of inverse."""
     out = {}
     for method, settings in METHODS.items():
-        expected, _, _ = train(PARAMS, X, Y, **settings)
+        expected = train(PARAMS, X, Y, **settings)
         out[f"moved {method}"] = moved(expected)
         for fraction in SOME.get(method, FRACTIONS):
             for strategy in ("compute", "MEMORY") if fraction == 1 / 4 else ("compute",):
                 given = {"mesh": MESH, "gradient_worker_fraction": fraction}
-                found, _, _ = sharded("fsdp", **settings, **given, assignment_strategy=strategy)
+                found = sharded("fsdp", **settings, **given, assignment_strategy=strategy)
                 out[f"{method} {fraction} {strategy}"] = difference(found, expected)
     return out
 
@@ -158,7 +165,7 @@ def own_shard_map():
     mesh = Mesh(np.array(jax.devices()), ("data",))
     out = {}
     for method in ("eigen", "inverse"):
-        expected, _, _ = train(PARAMS, X, Y, compute_method=method)
+        expected = train(PARAMS, X, Y, compute_method=method)
         out[f"moved {method}"] = moved(expected)
         settings = [{}, {"axis_name": "data"}]
         settings += [
@@ -184,8 +191,10 @@ def within(check_vma, **settings):
         updates, state = tx.update(grads, state, params, statistics=statistics)
         return optax.apply_updates(params, updates), state
 
-    params, state = PARAMS, tx.init(PARAMS)
+    state = jax.jit(tx.init)(PARAMS)
     specs = state_specs(state, "data")
+    params = on_mesh(PARAMS, jax.tree.map(lambda _: P(), PARAMS), mesh)
+    state, batch = on_mesh(state, specs, mesh), on_mesh((X, Y), (P("data"), P("data")), mesh)
     mapped = jax.shard_map(
         step,
         mesh=mesh,
@@ -195,7 +204,7 @@ def within(check_vma, **settings):
     )
     mapped = jax.jit(mapped)
     for _ in range(STEPS):
-        params, state = mapped(params, state, X, Y)
+        params, state = mapped(params, state, *batch)
     return params
 
 

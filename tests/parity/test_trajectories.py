@@ -40,14 +40,6 @@ KRON_SETTINGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    """Programs that run for 200 steps of a small network take longest to be compiled."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def assert_same(first: list[np.ndarray], second: list[np.ndarray], rtol: float) -> None:
     for a, b in zip(first, second, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(a).max())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 import traceback
@@ -64,6 +65,7 @@ class Crew:
             if (not fine and not process.is_alive()) or result == "no answer":
                 process.kill()
                 self._members = [m for m in self._members if m[0] is not process]
+        shutil.rmtree(folder)
         if errors and not fails:
             raise AssertionError("\n".join(str(error) for error in errors))
         return results
