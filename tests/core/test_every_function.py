@@ -283,8 +283,8 @@ CASES = {
         (normal(B, 4, 3, 2),),
     ),
     "step_size.rms_clip_scale": (
-        lambda x: x * step_size.rms_clip_scale(x, 0.9, 2),
-        (normal(B, 3, 4),),
+        lambda x, weight: x * step_size.rms_clip_scale(x, 0.9, 2, weight),
+        (normal(B, 3, 4), abs(normal(B))),
     ),
     "step_size.rms_clip": (
         lambda x: step_size.rms_clip(x, 0.9, 2),

@@ -94,6 +94,21 @@ def test_clipped_bounds_the_mean_first_and_entries_then(xp):
     assert_close(step_size.clipped(xp.asarray(x), None, 2), x)
 
 
+@pytest.mark.parametrize("clip", [None, 0.8, (0.8, 1.0), (None, 1.0)])
+@pytest.mark.parametrize("weight", [0.3, [0.3, 2.0]])
+def test_directions_still_to_be_divided_by_a_weight_are_clipped_as_if_they_were(xp, clip, weight):
+    x, weight = np.array([1.0, 0.1])[:, None, None] * normal(2, 3, 4), np.asarray(weight)
+    found = xp.run(lambda x, w: step_size.clipped(x, clip, 2, w), xp.asarray(x), xp.asarray(weight))
+    expected = step_size.clipped(x / weight.reshape(-1, 1, 1), clip, 2)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("clip", [None, 0.8, (0.8, 1.0)])
+def test_without_any_weight_nothing_was_seen(xp, clip):
+    x, weight = xp.asarray(np.zeros((2, 3))), xp.asarray(np.zeros(()))
+    assert_identical(step_size.clipped(x, clip, 2, weight), np.zeros((2, 3)))
+
+
 @pytest.mark.parametrize("clip", [0.0, -1.0, (1.0, 0.0), (1.0,), (1.0, 1.0, 1.0)])
 def test_a_bound_that_is_none_is_an_error(clip):
     with pytest.raises(ValueError, match="clip must be"):

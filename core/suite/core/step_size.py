@@ -7,6 +7,7 @@ from typing import Any
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, lift
 from suite.core.checks import check_number
 from suite.core.linalg import root_mean_square
+from suite.core.moments import unbiased
 
 
 def kl_clip_coefficient(inner: Array, kl_clip: Scalar) -> Array:
@@ -29,7 +30,7 @@ def kl_clip_coefficient(inner: Array, kl_clip: Scalar) -> Array:
     return xp.where(large, xp.sqrt(limit / xp.where(large, size, 1.0)), 1.0)
 
 
-def rms_clip(direction: Array, max_rms: Scalar, ndim: int) -> Array:
+def rms_clip(direction: Array, max_rms: Scalar, ndim: int, weight: Array | None = None) -> Array:
     """Each block scaled down to a root mean square of at most `max_rms`.
 
     A whitened gradient has root mean square 1; a block far above that was preconditioned with factors
@@ -39,20 +40,30 @@ def rms_clip(direction: Array, max_rms: Scalar, ndim: int) -> Array:
         direction: (..., *block), a stack of blocks.
         max_rms: the largest root mean square allowed, > 0.
         ndim: how many trailing axes make up one block.
+        weight: (...) or (), what the directions are to be divided by before that; None: by nothing.
     """
-    scale = rms_clip_scale(direction, max_rms, ndim)
+    scale = rms_clip_scale(direction, max_rms, ndim, weight)
     return array_namespace(direction).astype(lift(direction) * scale, direction.dtype)
 
 
-def rms_clip_scale(direction: Array, max_rms: Scalar, ndim: int) -> Array:
-    """What `rms_clip` multiplies blocks with, (..., 1, ...) in at least single precision."""
+def rms_clip_scale(direction: Array, max_rms: Scalar, ndim: int, weight: Array | None = None) -> Array:
+    """What `rms_clip` multiplies blocks with, (..., 1, ...) in at least single precision.
+
+    Args:
+        direction, max_rms, ndim, weight: as in `rms_clip`. The scale divides by the weight, too, which
+            saves a pass over the directions. Where it is 0 nothing was seen, and the scale is 0.
+    """
     xp = array_namespace(direction)
     axes = tuple(range(direction.ndim - ndim, direction.ndim))
     x = lift(direction)
     rms = root_mean_square(x, axes)
-    max_rms = as_scalar(max_rms, x)
-    large = rms > max_rms
-    return xp.where(large, max_rms / xp.where(large, rms, 1.0), 1.0)
+    bound = as_scalar(max_rms, x)
+    if weight is not None:
+        weight = xp.reshape(weight, (*weight.shape, *(1,) * (x.ndim - weight.ndim)))
+        bound = bound * xp.astype(weight, x.dtype)
+    large = rms > bound
+    scale = xp.where(large, bound / xp.where(large, rms, 1.0), 1.0)
+    return scale if weight is None else unbiased(scale, weight)
 
 
 Clip = Any  # None, a number or 0-d array, or a pair of these
@@ -67,17 +78,20 @@ def check_clip(clip: Clip) -> None:
             check_number("clip", bound, above=0)
 
 
-def clipped(direction: Array, clip: Clip, ndim: int) -> Array:
+def clipped(direction: Array, clip: Clip, ndim: int, weight: Array | None = None) -> Array:
     """Blocks bounded in root mean square, then entries in size.
 
     Args:
         direction: (..., *block), a stack of blocks.
         clip: the largest root mean square, or (that, the largest entry); None: no bound.
         ndim: how many trailing axes make up one block.
+        weight: (...) or (), what the directions are to be divided by before that; None: by nothing.
     """
     mean, entry = clip if isinstance(clip, tuple) else (clip, None)
     if mean is not None:
-        direction = rms_clip(direction, mean, ndim)
+        direction = rms_clip(direction, mean, ndim, weight)
+    elif weight is not None:
+        direction = unbiased(direction, weight)
     return direction if entry is None else amplitude_clip(direction, entry)
 
 

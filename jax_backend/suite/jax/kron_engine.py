@@ -131,19 +131,22 @@ def update(
     if settings.normalize_grads:
         gradients = [normalized(g, g.ndim - 1) for g in gradients]
     old_mu = static.join(jax.tree.leaves(state.mu))
-    mu = _absorb(settings, static, step, old_mu, gradients)
+    # Chosen here: at the end, where a made pair may say no once more, it would be a pass of its own.
+    mu = select(finite, _absorb(settings, static, step, old_mu, gradients), old_mu)
     weight = moments.update_average(state.weight, jnp.ones_like(state.weight), settings.b1)
     rows = [old.lipschitz[0].shape[0] for old in state.buckets]
 
     def stacked(joined: list[Any]) -> list[Any]:
         return list(map(layout.shared_out, static.split(joined), rows))
 
-    signals = stacked([moments.unbiased(m, weight) for m in mu])
+    signals = stacked(mu)  # still to be divided by their weight
 
     def fit(olds: tuple[core_kron.KronState, ...]) -> Any:
-        evidence, ok = signals, jnp.asarray(True)
+        ok = jnp.asarray(True)
         if settings.whiten == "gradient":
             evidence = stacked(gradients)
+        else:
+            evidence = [moments.unbiased(signal, weight) for signal in signals]
         numbers = [jnp.asarray(bucket.streams, jnp.int32) for bucket in static.buckets]
         stacks: tuple[Any, ...] = (list(olds), evidence, list(map(layout.shared_out, numbers, rows)))
         if pair is not None or value_fn is not None:
@@ -166,7 +169,7 @@ def update(
     directions = []
     with jax.default_matmul_precision(settings.precond_grads_precision):
         for bucket, of_bucket, signal in zip(static.buckets, used, signals, strict=True):
-            precondition = _preconditioning(settings)
+            precondition = _preconditioning(settings, weight)
             directions.append(layout.gathered(precondition, of_bucket, signal, blocks=bucket.blocks))
     merged = [x.astype(g.dtype) for x, g in zip(static.merge(directions), gradients, strict=True)]
 
@@ -180,7 +183,7 @@ def update(
         jnp.where(finite, step, state.steps),
         jnp.where(finite & due, state.updates + 1, state.updates),
         jnp.where(finite, clock, state.update_clock),
-        parted(select(finite, mu, old_mu), state.mu),
+        parted(select(finite, mu, old_mu) if value_fn is not None else mu, state.mu),
         jnp.where(finite, weight, state.weight),
         states,
         state.skipped_steps + (~finite).astype(jnp.int32),
@@ -258,11 +261,14 @@ def _fitting(settings: Settings, step: jax.Array, rate: Any) -> Callable[..., li
     return fit_in_batches
 
 
-def _preconditioning(settings: Settings) -> Callable[..., jax.Array]:
-    """P m of one bucket, or of a device's share of it, clipped."""
+def _preconditioning(settings: Settings, weight: jax.Array) -> Callable[..., jax.Array]:
+    """P m / `weight` of one bucket, or of a device's share of it, clipped."""
 
     def precondition(state: core_kron.KronState, signal: jax.Array) -> jax.Array:
-        return clipped(settings.rule.precondition(state, signal), settings.clip, signal.ndim - 1)
+        later = signal.dtype == weight.dtype  # directions are multiplied anyway
+        signal = signal if later else moments.unbiased(signal, weight)
+        direction = settings.rule.precondition(state, signal)
+        return clipped(direction, settings.clip, signal.ndim - 1, weight if later else None)
 
     if settings.batch_size is None:
         return precondition

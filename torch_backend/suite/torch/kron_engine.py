@@ -263,11 +263,10 @@ class KronEngine:
     ) -> torch.Tensor:
         direction = self.rule.precondition(state, signal)
         if weight is not None:
-            weight = weight.reshape(-1, *(1,) * (signal.ndim - 1))
             if settings.clip is None:
-                return direction.div_(weight)
-            scale = rms_clip_scale(direction, settings.clip * weight, signal.ndim - 1)
-            return direction.mul_(scale / weight)
+                return direction.div_(weight.reshape(-1, *(1,) * (signal.ndim - 1)))
+            scale = rms_clip_scale(direction, settings.clip, signal.ndim - 1, weight)
+            return direction.mul_(scale)
         if settings.clip is None or isinstance(settings.clip, tuple):
             return clipped(direction, settings.clip, signal.ndim - 1)
         # In two lines: a compiled step breaks its graph in between and cannot carry a bound method over.
