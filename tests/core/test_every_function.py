@@ -121,6 +121,10 @@ def kfac_step(compute_method):
     return step
 
 
+def parts(x):
+    return x[..., :-1], x[..., -1]
+
+
 def five(like):
     """A count as an array of its own, which no block of `like` can harm."""
     return array_namespace(like).zeros((), dtype=like.dtype) + 5
@@ -193,8 +197,8 @@ CASES = {
         (normal(B, 5, 2), normal(B, 5, 4)),
     ),
     "kfac.direction_fits": (
-        lambda A, G, g: kfac.direction_fits(A, G, g[..., :-1], g[..., -1], G @ g @ A),
-        (positive_definite(B, 4), positive_definite(B, 3), normal(B, 3, 4)),
+        lambda A, G, g, x: kfac.direction_fits(A, G, *(parts(m) for m in (g, G @ g @ A)), x),
+        (positive_definite(B, 4), positive_definite(B, 3), normal(B, 3, 4), normal(B, 2, 4)),
     ),
     "kfac.usable": (
         lambda x: kfac.usable(kfac.KFAC("inverse").invert(x, x[:, 0, 0] * 0 + 1, -2.0), 1),
@@ -490,7 +494,8 @@ def test_half_precision_goes_in_and_comes_out(name):
 OTHERS = {
     *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
     "kronecker.diagonal_blocks",
-    *("linalg.norm", "linalg.bilinear", "kfac.is_cheaper_by_rows", "padding.size_classes"),
+    *("linalg.norm", "linalg.bilinear", "kfac.is_cheaper_by_rows", "kfac.probes_for"),
+    "padding.size_classes",
     *("linalg.eye_like", "linalg.finite_marks", "linalg.inner_product", "step_size.kl_clip_coefficient"),
     *("step_size.check_clip", "linalg.summed_gram", "statistics.normalized_over_batch"),
 }

@@ -16,7 +16,7 @@ from conftest import (
     to_numpy,
 )
 from oracles import kfac_direction, kfac_direction_factored
-from suite.core.kfac import KFAC
+from suite.core.kfac import KFAC, direction_fits, probes_for
 
 METHODS = ("eigen", "inverse", "newton_schulz", "ekfac")
 ORACLES = {
@@ -456,3 +456,33 @@ def test_unknown_compute_method_is_named():
 def test_rule_compares_by_value():
     assert KFAC("eigen") == KFAC() != KFAC("inverse")
     assert hash(KFAC("eigen")) == hash(KFAC())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_directions_from_rows_are_those_of_the_gradient_they_make(xp, bias):
+    A, G = positive_definite(2, 5), positive_definite(2, 3)
+    a, g = normal(2, 7, 5 - bias), normal(2, 7, 3, seed=1)
+    whole = np.concatenate([a, np.ones((2, 7, 1))], 2) if bias else a
+    expected = G @ (np.swapaxes(g, 1, 2) @ whole) @ A
+    rule = KFAC("inverse")
+    weight, own = xp.run(rule.apply_to_rows, *map(xp.asarray, (A, G, a, g)), bias=bias)
+    assert_close(weight, expected[..., : 5 - bias], rtol=1e-12)
+    if bias:
+        assert_close(own, expected[..., -1], rtol=1e-12)
+    else:
+        assert own is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_direction_off_by_a_matrix_of_rank_one_does_not_fit(xp, seed):
+    A, G, gradient = positive_definite(1, 40), positive_definite(1, 30), normal(1, 30, 40)
+    direction = G @ gradient @ A
+    off = np.linalg.norm(direction) * 1e-5 * np.outer(normal(30, seed=seed), np.eye(40)[seed]) / 30**0.5
+
+    def fits(direction):
+        parts = [[xp.asarray(m) for m in (x[..., :-1], x[..., -1])] for x in (gradient, direction)]
+        inverses = xp.asarray(A), xp.asarray(G)
+        return to_numpy(direction_fits(*inverses, *map(tuple, parts), probes_for(inverses[0])))
+
+    assert fits(direction).all()
+    assert not fits(direction + off).any()

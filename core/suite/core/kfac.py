@@ -314,7 +314,7 @@ class KFAC:
 
     def apply_to_rows(
         self, A: Array, G: Array, inputs: Array, outputs: Array, *, bias: bool = False
-    ) -> Array:
+    ) -> tuple[Array, Array | None]:
         """`apply` to the gradient Σ g aᵀ with inverses, from its rows: Σ (G⁻¹ g) (A⁻¹ a)ᵀ.
 
         Args:
@@ -324,15 +324,19 @@ class KFAC:
             bias: append the coordinate 1 to every a.
 
         Returns:
-            (..., d_out, d_in).
+            The weight's part (..., d_out, d_in - bias), and the bias's (..., d_out) or None: two arrays,
+            as parts of one are no contiguous memory.
         """
         xp = array_namespace(inputs)
         A, G = lift(A), lift(G)
         a, g = xp.astype(inputs, A.dtype), xp.astype(outputs, G.dtype)
-        if bias:
-            ones = xp.ones((*a.shape[:-1], 1), dtype=a.dtype, device=device_of(a))
-            a = xp.concat([a, ones], axis=-1)
-        return linalg.transposed_times(xp.matmul(g, G), xp.matmul(a, A))
+        width = a.shape[-1]
+        a, g = xp.matmul(a, A[..., :width, :]), xp.matmul(g, G)
+        if not bias:
+            return linalg.transposed_times(g, a), None
+        a += A[..., width:, :]
+        own = linalg.transposed_times(g, a[..., width:])[..., 0]
+        return linalg.transposed_times(g, a[..., :width]), own
 
     def _inverse(self, average: Array, old: Any, batch: int, damping: Scalar) -> Array:
         if average.ndim == batch + 1:
@@ -351,7 +355,13 @@ def is_cheaper_by_rows(rows: int, d_in: int, d_out: int) -> bool:
     return rows * (d_in**2 + d_out**2 + d_in * d_out) < 0.8 * d_in * d_out * (d_in + d_out)
 
 
-def direction_fits(A: Array, G: Array, weight: Array, bias: Array | None, direction: Array) -> Array:
+def direction_fits(
+    A: Array,
+    G: Array,
+    gradient: tuple[Array, Array | None],
+    direction: tuple[Array, Array | None],
+    probes: Array,
+) -> Array:
     """(...): whether a direction is G⁻¹ ∇ A⁻¹ up to rounding, asked by a few random vectors.
 
     Asked of the direction and not of the gradient: what is small in ∇ may be all of G⁻¹ ∇ A⁻¹. Matrices
@@ -360,27 +370,37 @@ def direction_fits(A: Array, G: Array, weight: Array, bias: Array | None, direct
 
     Args:
         A, G: (..., d_in, d_in) and (..., d_out, d_out), inverses.
-        weight: (..., d_out, d_in - 1) or, without bias, (..., d_out, d_in): ∇.
-        bias: (..., d_out), its last column.
-        direction: (..., d_out, d_in).
+        gradient: ∇, the weight's part (..., d_out, d_in) without the column of a bias, and that column
+            (..., d_out) or None.
+        direction: the same of the direction.
+        probes: (..., m, d_in), random vectors, as `probes_for` draws them; the same every time will do.
     """
-    xp = array_namespace(weight)
+    xp = array_namespace(A)
     A, G = lift(A), lift(G)
-    streams = xp.arange(_PROBES, dtype=xp.int32, device=device_of(weight))
-    # As rows: products of few columns are several times slower on a CPU.
-    probes = unit_noise(streams, 0, (A.shape[-1],), A.dtype)
-    seen = xp.matmul(probes, linalg.transpose(A))
-    width = weight.shape[-1]
-    made = xp.matmul(seen[..., :width], linalg.transpose(xp.astype(weight, A.dtype)))
-    if bias is not None:
-        made = made + seen[..., width:] * xp.astype(bias, A.dtype)[..., None, :]
-    expected = xp.matmul(made, linalg.transpose(G))
-    found = xp.matmul(probes, linalg.transpose(xp.astype(direction, A.dtype)))
-    difference, size = (_root_of_squares(x) for x in (found - expected, expected))
+    probes = xp.astype(probes, A.dtype)
+
+    def applied(parts: tuple[Array, Array | None], x: Array) -> Array:
+        weight, bias = parts
+        width = weight.shape[-1]
+        found = xp.matmul(x[..., :width], linalg.transpose(xp.astype(weight, A.dtype)))
+        return found if bias is None else found + x[..., width:] * xp.astype(bias, A.dtype)[..., None, :]
+
+    expected = applied(gradient, xp.matmul(probes, linalg.transpose(A)))
+    expected = xp.matmul(expected, linalg.transpose(G))
+    difference, size = (_root_of_squares(x) for x in (applied(direction, probes) - expected, expected))
     return difference <= float(xp.finfo(A.dtype).eps) ** 0.5 * size
 
 
-_PROBES = 4
+def probes_for(A: Array) -> Array:
+    """Two random vectors (2, d_in) for `direction_fits` with inverses like `A`, always the same.
+
+    A difference of rank one, the least visible, escapes one vector with a chance of about the tolerance,
+    and two with the square of it. They are rows, as products of few columns are several times slower on
+    a CPU; two rows take no longer than one.
+    """
+    A = lift(A)
+    streams = array_namespace(A).arange(2, dtype=array_namespace(A).int32, device=device_of(A))
+    return unit_noise(streams, 0, (A.shape[-1],), A.dtype)
 
 
 def _root_of_squares(x: Array) -> Array:

@@ -20,7 +20,7 @@ class Directions:
         self,
         factors: LayerFactors,
         gradients: Mapping[int, torch.Tensor],
-        known: Mapping[int, torch.Tensor],
+        known: Mapping[int, list[torch.Tensor]],
         damping: float,
         rates: Mapping[int, Any],
     ) -> None:
@@ -28,10 +28,16 @@ class Directions:
         self._rates = rates
         self._product: dict[int, torch.Tensor] = {}  # by bucket of layers with one rate
         self._number_of = {m.index: n for n, b in enumerate(factors.buckets) for m in b.members}
-        self._found: list[Any] = [known.get(i) for i in range(len(factors.layers))]
+        self._known = known
+        self._found: list[Any] = [None] * len(factors.layers)
+
+    def parts(self, index: int) -> list[torch.Tensor]:
+        """The direction of a layer with a gradient: the weight's, and the bias's if there is one."""
+        known = self._known.get(index)
+        return self._factors.layers[index].split(self.of(index)) if known is None else known
 
     def of(self, index: int) -> torch.Tensor:
-        """(blocks, d_out, d_in) of a layer with a gradient."""
+        """(blocks, d_out, d_in) of a layer with a gradient, which is not known from rows."""
         if self._found[index] is None:
             self._compute(self._number_of[index])
         direction: torch.Tensor = self._found[index]

@@ -88,8 +88,8 @@ class LayerFactors(FactorRefresh):
 
     def direction_of_rows(
         self, index: int, rows: tuple[torch.Tensor, torch.Tensor], gradient: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(1, d_out, d_in) of a layer with inverses, from rows, and (1,) whether they make its gradient.
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """A direction like `gradient`, from rows, and (1,) whether they make the gradient.
 
         Args:
             rows: (1, n, d_in without bias) inputs and (1, n, d_out) gradients of outputs.
@@ -97,9 +97,12 @@ class LayerFactors(FactorRefresh):
         """
         A, G = (self.storage.full(self._inverse_of(index, side)[0]) for side in ("A", "G"))
         weight, bias = gradient[0][None], gradient[1][None] if len(gradient) > 1 else None
-        direction: torch.Tensor = self.rule.apply_to_rows(A, G, *rows, bias=bias is not None)
-        fits = core_kfac.direction_fits(A, G, weight, bias, direction)
-        return direction, fits
+        direction = self.rule.apply_to_rows(A, G, *rows, bias=bias is not None)
+        if (index, "probes") not in self._cache:
+            self._cache[index, "probes"] = core_kfac.probes_for(A)
+        probes = self._cache[index, "probes"]
+        fits = core_kfac.direction_fits(A, G, (weight, bias), direction, probes)
+        return [x[0] for x in direction if x is not None], fits
 
     def report(self, index: int) -> dict[str, Any]:
         """Plain numbers about a layer's factors, as far as this rank has them."""

@@ -71,7 +71,7 @@ class GradientExchange:
         self,
         present: Sequence[int],
         here: Sequence[int],
-        direction_of: Callable[[int], torch.Tensor],
+        parts_of: Callable[[int], Sequence[torch.Tensor]],
         changes_of: Callable[[Sequence[int]], torch.Tensor],
         coefficient_of: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> torch.Tensor | None:
@@ -80,7 +80,7 @@ class GradientExchange:
         Args:
             present: the layers that have gradients.
             here: those of them whose directions are computed here.
-            direction_of: layer -> its direction (blocks, d_out, d_in), asked for when it leaves.
+            parts_of: layer -> its direction like its parameters, asked for when it leaves.
             changes_of: layers of those -> sums over them, which are added up over ranks.
             coefficient_of: the sums over all layers -> what to multiply directions with; None: nothing.
 
@@ -90,9 +90,6 @@ class GradientExchange:
         self._plan()
         chosen, rank = set(present), self.ranks.rank
         shipments = [s for s in self._outbound if s.layer in chosen]
-
-        def parts_of(i: int) -> Sequence[torch.Tensor]:
-            return self.layers[i].split(direction_of(i))
 
         def content(number: int) -> torch.Tensor:
             s = shipments[number]
@@ -125,10 +122,7 @@ class GradientExchange:
                     places += self._place(i, j, box, part[slices(box)])
         for device in dict.fromkeys(target.device for target, _ in places):
             own = [(target, part) for target, part in places if target.device == device]
-            targets = [target for target, _ in own]
-            torch._foreach_copy_(targets, [part for _, part in own])
-            if coefficient is not None:
-                torch._foreach_mul_(targets, coefficient.to(device))
+            _write(own, None if coefficient is None else coefficient.to(device))
         return coefficient
 
     def _over_ranks(
@@ -209,6 +203,20 @@ class GradientExchange:
         if gradient is None:
             return torch.zeros(shape_of(s.box), dtype=piece.parameter.dtype, device=self.ranks.device)
         return local(gradient)[slices(_offset(piece, _box_of(piece), s.box))]
+
+
+def _write(
+    places: Sequence[tuple[torch.Tensor, torch.Tensor]], coefficient: torch.Tensor | None
+) -> None:
+    """Second tensors into the first, times the coefficient."""
+    targets = [target for target, _ in places]
+    if coefficient is not None and coefficient.device.type == "cpu":
+        for target, part in places:
+            torch.mul(part, coefficient, out=target)  # one pass over memory
+        return
+    torch._foreach_copy_(targets, [part for _, part in places])  # few kernels
+    if coefficient is not None:
+        torch._foreach_mul_(targets, coefficient)
 
 
 def _pieces(layer: Layer) -> list[Piece]:

@@ -538,7 +538,7 @@ class KFACEngine:
             products = directions.products([i for i in chosen if i in gradients])
             for i in chosen:
                 if i in known:
-                    parts = zip(self.layers[i].split(directions.of(i)), whole[i], strict=True)
+                    parts = zip(known[i], whole[i], strict=True)
                     products += [(i, inner_product(d, g)) for d, g in parts]
             return squared_rates_times([(rates[i], product) for i, product in products])
 
@@ -561,16 +561,16 @@ class KFACEngine:
         self.clip_coefficient = self.gradients.deliver(
             agreed.present,
             list(whole),
-            directions.of,
+            directions.parts,
             changes_of,
             None if kl_clip is None else coefficient_of,
         )
 
     def _directions_of_rows(
         self, whole: Mapping[int, Sequence[torch.Tensor]]
-    ) -> dict[int, torch.Tensor]:
+    ) -> dict[int, list[torch.Tensor]]:
         """Of layers whose gradients are those of the few rows that were kept."""
-        found: dict[int, torch.Tensor] = {}
+        found: dict[int, list[torch.Tensor]] = {}
         fits = []
         for i, kept in self.kept.items():
             rows = kept.take()
