@@ -81,11 +81,11 @@ def train(params, x, y, free=False, **settings):
     tx = kfac(PLAN, 0.1, **SETTINGS, **settings)
     state = jax.jit(tx.init)(params)
     where = None
-    if len(x.devices()) > 1 and not free:
-        on_one = lambda s: len(s.devices()) == 1  # noqa: E731
-        specs = jax.tree.map(lambda s: P() if on_one(s) else s.sharding.spec, state)
-        state = on_mesh(state, specs)
-        where = jax.tree.map(lambda s: s.sharding, (params, state))
+    if len(x.devices()) > 1 and not free:  # as docs/jax_devices.md has it
+        where = jax.tree.map(
+            lambda s: s.sharding if len(s.devices()) > 1 else NamedSharding(MESH, P()), (params, state)
+        )
+        params, state = jax.device_put((params, state), where)
     ekfac = settings.get("compute_method") == "ekfac"
 
     def step(params, state, x, y):
@@ -97,6 +97,7 @@ def train(params, x, y, free=False, **settings):
     step = jax.jit(step, out_shardings=where)
     for _ in range(STEPS):
         params, state = step(params, state, x, y)
+    assert free or step._cache_size() == 1
     return params
 
 
