@@ -139,11 +139,12 @@ def trajectories():
     out["moved"] = moved(expected)
     for kind in SHARDED:
         for name, given in (
-            ("", {"free": kind == "tensor"}),
+            ("", {}),
             (" spread", {"mesh": MESH}),
             (" kept", {"mesh": MESH, "gradient_worker_fraction": 1 / 8}),
         ):
-            out[f"{kind}{name}"] = difference(sharded(kind, **given), expected)
+            found = sharded(kind, free=kind == "tensor", **given)
+            out[f"{kind}{name}"] = difference(found, expected)
     return out
 
 
