@@ -275,6 +275,10 @@ CASES = {
     "linalg.largest_entry": (lambda x: linalg.largest_entry(x, (-2, -1)), (normal(B, 4, 3),)),
     "linalg.usually": (lambda x: linalg.usually(x > 0, x, lambda: -2 * x), (normal(B, 4, 3),)),
     "linalg.transposed_times": (linalg.transposed_times, (normal(B, 4, 2), normal(B, 4, 3, seed=1))),
+    "linalg.times_block_diagonal": (
+        linalg.times_block_diagonal,
+        (normal(B, 4, 6), normal(B, 2, 3, 3, seed=1)),
+    ),
     "linalg.times_transposed": (linalg.times_transposed, (normal(B, 2, 4), normal(B, 3, 4, seed=1))),
     "linalg.gram": (linalg.gram, (normal(B, 4, 3),)),
     "linalg.spectral_norm_bound": (linalg.spectral_norm_bound, (positive_definite(B, 4),)),

@@ -44,16 +44,18 @@ def test_damped_inverse_is_the_inverse_of_the_damped_matrix(xp):
     assert_close(got, np.linalg.inv(x + damping[:, None, None] * np.eye(4)))
 
 
-@pytest.mark.parametrize("n", [1024, 1025])
-def test_damped_inverse_of_large_matrices(xp, n):
-    """By halves in torch, and of three matrices one is bad in the first half, one in the second."""
+@pytest.mark.parametrize(
+    ("n", "good"), [(33, 1), (64, 40), (100, 12), (128, 7), (129, 1), (1024, 1), (1025, 1)]
+)
+def test_damped_inverse_of_larger_matrices(xp, n, good):
+    """By halves in torch; of the last two matrices one is bad in the first half, one in the second."""
     rows = normal(n, n + 10)
-    x = np.stack([rows @ rows.T / n] * 3)
-    x[1, 3, 3] = x[2, -3, -3] = -1.0
+    x = np.stack([rows @ rows.T / n * (i + 1) for i in range(good + 2)])
+    x[-2, 3, 3] = x[-1, -3, -3] = -1.0
     got = to_numpy(xp.run(linalg.damped_inverse, xp.asarray(x), 0.1))
-    assert_close(got[0], np.linalg.inv(x[0] + 0.1 * np.eye(n)))
-    assert_identical(got[0], got[0].T)
-    assert np.all(np.isnan(got[1:]))
+    assert_close(got[:-2], np.linalg.inv(x[:-2] + 0.1 * np.eye(n)))
+    assert_identical(got[:-2], np.swapaxes(got[:-2], -1, -2))
+    assert np.all(np.isnan(got[-2:]))
 
 
 def test_damped_inverse_is_symmetric_to_the_last_bit_and_positive_definite(xp):
@@ -456,6 +458,15 @@ def test_products_with_transposed_matrices(xp, batch):
     second = xp.numpy(xp.run(linalg.times_transposed, xp.asarray(x), xp.asarray(z)))
     np.testing.assert_allclose(first, np.einsum("...ni,...nj->...ij", x, y), rtol=1e-12)
     np.testing.assert_allclose(second, np.einsum("...in,...jn->...ij", x, z), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("batch", "count"), [((), 2), ((1,), 3), ((2, 3), 2), ((2,), 4), ((0,), 2)])
+def test_a_product_with_a_block_diagonal_matrix(xp, batch, count):
+    x, blocks = normal(*batch, 5, 3 * count), normal(*batch, count, 3, 3, seed=1)
+    got = xp.numpy(xp.run(linalg.times_block_diagonal, xp.asarray(x), xp.asarray(blocks)))
+    columns = x.reshape(*batch, 5, count, 3)
+    expected = np.einsum("...mci,...cij->...mcj", columns, blocks).reshape(x.shape)
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(

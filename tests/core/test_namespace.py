@@ -113,7 +113,7 @@ NOT_CALLED = {"bool", "float32", "float64", "int32", "finfo", "linalg"}
 NOT_CALLED |= {"cholesky_inverse", "eigh", "gram", "qr", "solve_triangular"}
 NOT_CALLED |= {"add_diagonal", "are_finite", "diagonal", "inner_product", "trace", "usually"}
 NOT_CALLED |= {"largest_entry", "parts", "root_mean_square", "summed_gram"}
-NOT_CALLED |= {"times_transposed", "transposed_times"}
+NOT_CALLED |= {"times_block_diagonal", "times_transposed", "transposed_times"}
 NOT_CALLED |= {"correlations"}  # tested in test_correlations.py
 NOT_CALLED |= {"pack", "unpack"}  # tested in test_packing.py
 

@@ -17,8 +17,11 @@ from suite.torch import kron as front_door
 
 GEOMETRIES = get_args(core_kron.Geometry)
 PACKED_Q = ("EQ", "QUAD", "QUAD4P")
+CACHED = {"cache_preconditioner": True}
 STORAGES = (
+    {},
     {"packed_factors": True},
+    {"packed_factors": True, "cache_preconditioner": True},
     {"packed_factors": True, "cache_preconditioner": False},
     {"cache_preconditioner": False},
 )
@@ -58,10 +61,12 @@ def assert_same_parameters(model, other, rtol=1e-9):
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_the_trajectory_is_the_one_from_whole_matrices(geometry, storage):
     model, kron = made(geometry=geometry, **storage)
-    expected, whole = made(geometry=geometry)
+    expected, whole = made(geometry=geometry, **CACHED)
     train(model, kron, range(40))
     train(expected, whole, range(40))
     assert_same_parameters(model, expected)
+    usage, most = (sum(k.memory_usage().values()) for k in (kron, whole))
+    assert usage < most  # a convolution of one channel has an axis whose P is cheap
     if not kron.param_groups[0]["packed_factors"]:  # P is computed from the same Q in the same way
         assert same(model.state_dict(), expected.state_dict())
     start = network()
@@ -80,7 +85,7 @@ def test_the_trajectory_is_the_one_from_whole_matrices(geometry, storage):
 )
 def test_so_it_is_with_other_settings(settings, storage):
     model, kron = made(geometry="EQ", **settings, **storage)
-    expected, whole = made(geometry="EQ", **settings)
+    expected, whole = made(geometry="EQ", **CACHED, **settings)
     train(model, kron, range(20))
     train(expected, whole, range(20))
     assert_same_parameters(model, expected)
@@ -89,7 +94,7 @@ def test_so_it_is_with_other_settings(settings, storage):
 @pytest.mark.parametrize("geometry", ["QUAD", "QUAD4P"])
 def test_newton_takes_the_same_steps(geometry):
     found = []
-    for storage in (*STORAGES, {}):
+    for storage in (*STORAGES, CACHED):
         torch.manual_seed(0)
         p = nn.Parameter(torch.randn(6, 5, dtype=torch.float64))
         H = torch.diag(torch.linspace(1, 9, 6, dtype=torch.float64))
@@ -136,8 +141,8 @@ def test_triangles_are_all_that_is_kept(geometry, dtype):
     momentum = 12 * 7 * item
     Q = triangles if geometry in PACKED_Q else squares
     for storage, expected in (
-        ({}, (squares, squares)),
-        ({"packed_factors": True}, (Q, triangles)),
+        (CACHED, (squares, squares)),
+        ({"packed_factors": True, **CACHED}, (Q, triangles)),
         ({"packed_factors": True, "cache_preconditioner": False}, (Q, 0)),
         ({"cache_preconditioner": False}, (squares, 0)),
     ):
@@ -147,6 +152,29 @@ def test_triangles_are_all_that_is_kept(geometry, dtype):
             "factors": factors,
             "preconditioners": preconditioners,
         }
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("geometry", ["EQ", "QEQ"])
+@pytest.mark.parametrize(
+    ("shape", "settings", "kept"),
+    [
+        ((16, 64), {}, [64]),  # 16³ <= 16 * 16 * 64 / 4
+        ((17, 64), {}, [17, 64]),
+        ((64, 16), {}, [64]),
+        ((32, 64), {"block_size": 16}, [16] * 4),  # along the axis of 64; of 32 the two are cheap
+        ((4, 8), {"memory_save_mode": "all_diag"}, []),
+        ((8,), {"min_ndim_triangular": 1}, [8]),
+    ],
+)
+def test_by_default_p_is_kept_where_it_takes_long_to_compute(shape, settings, kept, geometry, packed):
+    p = nn.Parameter(torch.zeros(shape))
+    kron = Kron([p], geometry=geometry, packed_factors=packed, **settings)
+    for _ in range(2):
+        p.grad = torch.ones(shape)
+        kron.step()
+    numbers = sum(n * (n + 1) // 2 if packed else n * n for n in kept)
+    assert kron.memory_usage()["preconditioners"] == 4 * numbers
 
 
 @pytest.mark.parametrize("geometry", [*PACKED_Q, "Q0.5EQ1.5"])

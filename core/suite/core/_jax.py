@@ -17,7 +17,8 @@ from jax import lax
 
 from suite.core import _numpy
 
-pack, unpack = _numpy.pack, _numpy.unpack  # in the standard's words; the compiler joins them
+# In the standard's words; the compiler joins them.
+pack, unpack, times_block_diagonal = _numpy.pack, _numpy.unpack, _numpy.times_block_diagonal
 
 
 def _over_stack(function: Callable[..., Any], *arrays: jax.Array, vectors: int = 0) -> Any:

@@ -154,6 +154,13 @@ def times_transposed(x: Array, y: Array) -> Array:
     return xp.matmul(x, xp.matrix_transpose(y))
 
 
+def times_block_diagonal(x: Array, blocks: Array) -> Array:
+    """See `suite.core.linalg.times_block_diagonal`."""
+    xp = array_namespace(x)
+    columns = xp.moveaxis(xp.reshape(x, (*x.shape[:-1], *blocks.shape[-3:-1])), -2, -3)
+    return xp.reshape(xp.moveaxis(xp.matmul(columns, blocks), -3, -2), x.shape)
+
+
 def gram(x: Array) -> Array:
     """xᵀ x."""
     xp = array_namespace(x)

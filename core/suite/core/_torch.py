@@ -20,6 +20,8 @@ from torch.nn import grad
 _SMALLEST_HALVED, _SMALLEST_HALVED_TALL = 384, 128
 _ONEDNN = torch.backends.mkldnn.is_available()  # asked here, for torch.compile cannot
 _STRIP = 128  # rows that are mirrored at a time, to stay in the cache
+_LARGEST_SMALL, _SMALLEST_LAPACK = 128, 32  # sides of matrices that are inverted by halves
+_CACHE = 131072  # numbers
 _POSITIONS_AT_ONCE = 16384  # that a convolution sums in one float32 accumulator
 
 abs = torch.abs
@@ -111,6 +113,18 @@ def take_along_axis(x: torch.Tensor, indices: torch.Tensor, *, axis: int) -> tor
 
 def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
     """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
+    if x.device.type == "cpu" and x.shape[-1] <= _LARGEST_SMALL:
+        inverse, factored = _small_inverses(x)
+    else:
+        inverse, factored = _inverses(x)
+    # Of positive definite matrices the diagonal bounds all entries; other infinities fail to factorize.
+    finite = torch.isfinite(trace(x)) & torch.isfinite(trace(inverse))
+    fine = (factored & finite)[..., None, None]
+    return usually(fine, inverse, lambda: torch.full_like(inverse, torch.nan))
+
+
+def _inverses(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(..., n, n) -> inverses, and whether (...) could be factorized."""
     factor, info = _cholesky(x)
     factored = info == 0
 
@@ -119,11 +133,38 @@ def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
 
     inverse = torch.cholesky_inverse(usually(factored[..., None, None], factor, eye))
     # LAPACK's column order would survive until a checkpoint, and products round differently after it.
-    inverse = inverse.mT.contiguous()  # it is symmetric
-    # Of positive definite matrices the diagonal bounds all entries; other infinities fail to factorize.
-    finite = torch.isfinite(trace(x)) & torch.isfinite(trace(inverse))
-    fine = (factored & finite)[..., None, None]
-    return usually(fine, inverse, lambda: torch.full_like(inverse, torch.nan))
+    return inverse.mT.contiguous(), factored  # it is symmetric
+
+
+def _small_inverses(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_inverses`, of matrices for whose size LAPACK is slow, a cache of them at a time."""
+    n = x.shape[-1]
+    inverses = torch.empty_like(x, memory_format=torch.contiguous_format).reshape(-1, n, n)
+    count = builtins.max(1, _CACHE // (n * n))
+    infos = []
+    for part, inverse in zip(x.reshape(-1, n, n).split(count), inverses.split(count), strict=True):
+        root, info = _inverse_root(part)
+        product = torch.matmul(root.mT, root)
+        torch.add(product, product.mT, out=inverse).mul_(0.5)
+        infos.append(info)
+    return inverses.reshape(x.shape), (torch.cat(infos) == 0).reshape(x.shape[:-2])
+
+
+def _inverse_root(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k, n, n) -> L⁻¹ of x = L Lᵀ, by halves, and LAPACK's (k,) info, not zero where there is none."""
+    n = x.shape[-1]
+    if n <= _SMALLEST_LAPACK:
+        factor, info = torch.linalg.cholesky_ex(x)
+        eye = torch.eye(n, dtype=x.dtype, device=x.device)
+        return torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False), info
+    k = n // 2
+    first, first_info = _inverse_root(x[..., :k, :k])
+    beside = torch.matmul(x[..., k:, :k], first.mT)
+    second, second_info = _inverse_root(x[..., k:, k:] - torch.matmul(beside, beside.mT))
+    root = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    root[..., :k, :k], root[..., k:, k:] = first, second
+    root[..., k:, :k] = torch.matmul(second, torch.matmul(beside, first)).neg_()
+    return root, first_info + second_info
 
 
 def _cholesky(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,6 +326,26 @@ def transposed_times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def times_transposed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x yᵀ."""
     return x @ y.mT
+
+
+def times_block_diagonal(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """See `suite.core.linalg.times_block_diagonal`; on a CPU straight to where the product belongs."""
+    *batch, count, n, _ = blocks.shape
+    if not _is_at_hand(x) or x.requires_grad or blocks.requires_grad:
+        columns = x.unflatten(-1, (count, n)).transpose(-2, -3)
+        return torch.matmul(columns, blocks).transpose(-2, -3).flatten(-2)
+    product = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, found = (y.reshape(-1, *y.shape[-2:]) for y in (x, product))
+    right = blocks.reshape(-1, count, n, n)
+    if math.prod(batch) < count:
+        columns, places = (y.unflatten(-1, (count, n)).transpose(-2, -3) for y in (rows, found))
+        for own, matrices, place in zip(columns, right, places, strict=True):
+            torch.bmm(own, matrices, out=place)
+    else:
+        pieces = zip(rows.split(n, -1), right.unbind(1), found.split(n, -1), strict=True)
+        for own, matrices, place in pieces:
+            torch.bmm(own, matrices, out=place)
+    return product
 
 
 def gram(x: torch.Tensor) -> torch.Tensor:

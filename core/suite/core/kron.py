@@ -252,7 +252,7 @@ class Kron:
             signal = kronecker.apply(factors, g)
             reference = _inverse_transposed(factors, noise if v is None else v)
         else:
-            signal = kronecker.apply(preconditioners, g)
+            signal = kronecker.apply(preconditioners, g, symmetric=True)
         # Everything below is in units of the signal's largest entry u (T / u², c / u², L / u²): the
         # update is a ratio, and squares of 1e20 do not fit in float32.
         unit = linalg.largest_entry(signal, own_axes, keepdims=True)
@@ -430,7 +430,8 @@ class Kron:
         """P g, with the preconditioners as `refresh` left them; dtype and shape of `gradient`."""
         xp = array_namespace(gradient)
         P = tuple(lift(p) for p in state.preconditioners)
-        return xp.astype(kronecker.apply(P, xp.astype(gradient, P[0].dtype)), gradient.dtype)
+        direction = kronecker.apply(P, xp.astype(gradient, P[0].dtype), symmetric=True)
+        return xp.astype(direction, gradient.dtype)
 
 
 def _sizes(q: Array) -> tuple[Array]:

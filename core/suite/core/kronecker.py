@@ -7,6 +7,7 @@ over the same batch axes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from suite.core import linalg
@@ -49,8 +50,12 @@ def fold(matrix: Array, axis: int, shape: tuple[int, ...], ndim: int) -> Array:
     return xp.moveaxis(x, batch, batch + axis) if axis else x
 
 
-def apply_factor(factor: Array, x: Array, axis: int, ndim: int) -> Array:
-    """F x along one axis: y[.., j, ..] = Σ_k F[j, k] x[.., k, ..]."""
+def apply_factor(factor: Array, x: Array, axis: int, ndim: int, *, symmetric: bool = False) -> Array:
+    """F x along one axis: y[.., j, ..] = Σ_k F[j, k] x[.., k, ..].
+
+    Args:
+        symmetric: F is, up to rounding, and may be used as its transpose.
+    """
     xp = array_namespace(factor, x)
     batch = x.ndim - ndim
     if is_diagonal(factor, x, ndim):
@@ -59,18 +64,17 @@ def apply_factor(factor: Array, x: Array, axis: int, ndim: int) -> Array:
     blocks = diagonal_blocks(factor, x, ndim)
     if axis and axis == ndim - 1:  # the last axis needs no transposed copy: X Fᵀ
         rows = xp.reshape(x, (*x.shape[:batch], -1, x.shape[-1]))
+        right = factor if symmetric else xp.matrix_transpose(factor)
         if blocks is not None:
-            columns = xp.reshape(rows, (*rows.shape[:-1], blocks, -1))
-            moved = xp.matmul(xp.moveaxis(columns, -2, -3), xp.matrix_transpose(factor))
-            return xp.reshape(xp.moveaxis(moved, -3, -2), x.shape)
-        return xp.reshape(xp.matmul(rows, xp.matrix_transpose(factor)), x.shape)
+            return xp.reshape(linalg.times_block_diagonal(rows, right), x.shape)
+        return xp.reshape(xp.matmul(rows, right), x.shape)
     return fold(xp.matmul(factor, unfold(x, axis, ndim, blocks)), axis, x.shape, ndim)
 
 
-def apply(factors: Sequence[Array], x: Array) -> Array:
+def apply(factors: Sequence[Array], x: Array, *, symmetric: bool = False) -> Array:
     """(F_1 ⊗ F_2 ⊗ ...) vec x, as a tensor: every factor along its own axis."""
     for axis, factor in enumerate(factors):
-        x = apply_factor(factor, x, axis, len(factors))
+        x = apply_factor(factor, x, axis, len(factors), symmetric=symmetric)
     return x
 
 
@@ -84,6 +88,17 @@ def gram(x: Array, axis: int, ndim: int, *, diagonal: bool, blocks: int | None =
     if diagonal:
         return xp.sum(rows * rows, axis=-1)
     return linalg.gram(xp.matrix_transpose(rows))
+
+
+def squares_are_cheap(sides: Sequence[int], matrices: Sequence[int]) -> tuple[bool, ...]:
+    """For each axis, whether FᵀF takes at most a quarter of the multiplications of F x.
+
+    Args:
+        sides: n_i of the tensor x.
+        matrices: those of the matrices that F_i consists of: n_i, that of its blocks, or 1.
+    """
+    numel = math.prod(sides)
+    return tuple(4 * m * n <= numel for m, n in zip(matrices, sides, strict=True))
 
 
 def balancing(*sizes: Array) -> tuple[Array, ...]:

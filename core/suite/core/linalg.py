@@ -58,6 +58,12 @@ def symmetrize(x: Array) -> Array:
     return (x + transpose(x)) * 0.5
 
 
+def times_block_diagonal(x: Array, blocks: Array) -> Array:
+    """x diag(B_1, ..., B_c) for rows (..., m, c n) and blocks (..., c, n, n)."""
+    product: Array = factorizations(array_namespace(x)).times_block_diagonal(x, blocks)
+    return product
+
+
 def eye_like(x: Array) -> Array:
     """The identity of the size, dtype and device of the matrices (..., n, n) in `x`."""
     xp = array_namespace(x)

@@ -82,8 +82,9 @@ class Kron(torch.optim.Optimizer):
         packed_factors: keep P as triangles, in half the memory; Q, too, with geometries that leave it
             triangular or symmetric: 'EQ', 'QUAD', 'QUAD4P'. A bucket at a time is unpacked. Checkpoints
             are the same, with and without.
-        cache_preconditioner: keep P between updates. Without it P = QᵀQ is computed in every step; with
-            'PRO4P' and 'QUAD4P' it is at hand, as their factors are those of P.
+        cache_preconditioner: keep P between updates, or compute P = QᵀQ in every step; with 'PRO4P' and
+            'QUAD4P' it is at hand, as their factors are those of P. Default: keep that of an axis if
+            computing it takes more than a quarter of the multiplications of its product.
         max_skew, shared_factors: see `suite.core.blocks.Structure`.
         whiten: what factors are fitted to, 'momentum' or 'gradient'; what they precondition is always
             the momentum, in pure noise smaller than the gradient by √((1 - b1) / (1 + b1)).
@@ -138,7 +139,7 @@ class Kron(torch.optim.Optimizer):
         betaL: float = 0.9,
         damping: float = 1e-9,
         packed_factors: bool = False,
-        cache_preconditioner: bool = True,
+        cache_preconditioner: bool | None = None,
         max_skew: float | None = None,
         shared_factors: bool = True,
         whiten: Whiten = "momentum",
@@ -572,7 +573,7 @@ def _check_setting(name: str, value: Any) -> None:
         check_choice(name, value, get_args(Whiten))
     elif name == "clip":
         check_clip(value)
-    elif name in _FLAGS:
+    elif name in _FLAGS or (name == "cache_preconditioner" and value is not None):
         check_flag(name, value)
     elif name == "seed":
         check_integer(name, value, at_least=0)
@@ -586,7 +587,6 @@ _FLAGS = (
     "normalize_grads",
     "stochastic_rounding",
     "packed_factors",
-    "cache_preconditioner",
 )
 
 

@@ -82,7 +82,7 @@ class KronEngine:
         mu_dtype: torch.dtype | None,
         precond_dtype: torch.dtype | None,
         packed_factors: bool,
-        cache_preconditioner: bool,
+        cache_preconditioner: bool | None,
         ranks: Ranks,
         shard: bool,
     ) -> None:

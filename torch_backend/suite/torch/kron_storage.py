@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from suite.core import kron as core_kron
-from suite.core.packing import pack, pack_upper, unpack, unpack_upper
+from suite.core import kronecker
+from suite.core.packing import pack, pack_upper, side_of, unpack, unpack_upper
 
 
 @dataclass(frozen=True)
@@ -18,45 +19,59 @@ class KronStorage:
     Args:
         form: of Q, see `suite.core.kron.Kron.factor_form`; 'general' ones cannot be packed.
         packed: whether what has two equal triangles, or one of zeros, is kept as one; diagonals are not.
-        cached: whether P is kept, and not computed from Q when it is needed.
+        cached: whether P is kept, and not computed from Q when it is needed; None: that of an axis is
+            if computing it would take long, see `suite.core.kronecker.squares_are_cheap`.
     """
 
     form: core_kron.FactorForm
     packed: bool
-    cached: bool
+    cached: bool | None
 
     def keep(self, state: core_kron.KronState) -> core_kron.KronState:
         """The state as it is kept."""
-        kept = tuple(map(self._keep_preconditioner, state.preconditioners)) if self.cached else ()
         factors = tuple(map(self.keep_factor, state.factors))
+        pairs = zip(state.preconditioners, self._kept_axes(factors), strict=True)
+        kept = tuple(self._keep_preconditioner(p) for p, is_kept in pairs if is_kept)
         return state._replace(factors=factors, preconditioners=kept)
 
     def full(
         self, rule: core_kron.Kron, kept: core_kron.KronState, *, factors: bool
     ) -> core_kron.KronState:
-        """Undo `keep`; the factors only if they are asked for, or P has to be computed from them."""
-        if not self.cached:
-            whole = tuple(map(self.full_factor, kept.factors))
-            if self.packed and self.form == "symmetric" and rule.fits_P:  # to the last bit
-                return kept._replace(factors=whole, preconditioners=whole)
-            return rule.square(kept._replace(factors=whole))
-        whole = tuple(unpack(p) if self._is_packed(p) else p for p in kept.preconditioners)
-        if factors:
-            kept = kept._replace(factors=tuple(map(self.full_factor, kept.factors)))
-        return kept._replace(preconditioners=whole)
+        """Undo `keep`; the factors only if they are asked for."""
+        is_kept = self._kept_axes(kept.factors)
+        found = iter(unpack(p) if self._is_packed(p) else p for p in kept.preconditioners)
+        needed = zip(kept.factors, is_kept, strict=True)
+        whole = [self.full_factor(q) if factors or not own else q for q, own in needed]
+        missing = tuple(q for q, own in zip(whole, is_kept, strict=True) if not own)
+        if missing and not (self.packed and self.form == "symmetric" and rule.fits_P):
+            missing = rule.square(kept._replace(factors=missing)).preconditioners
+        squares = iter(missing)  # of packed P themselves they are these, to the last bit
+        preconditioners = tuple(next(found) if own else next(squares) for own in is_kept)
+        return kept._replace(factors=tuple(whole), preconditioners=preconditioners)
 
     def renewed(
         self, rule: core_kron.Kron, kept: Sequence[core_kron.KronState]
     ) -> list[core_kron.KronState]:
         """What is kept, with the P of its factors, which may have changed."""
-        if not self.cached:
-            return list(kept)
         whole = [state._replace(factors=tuple(map(self.full_factor, state.factors))) for state in kept]
         squared = map(self.keep, rule.square_all(whole))
         return [
             own._replace(preconditioners=new.preconditioners)
             for own, new in zip(kept, squared, strict=True)
         ]
+
+    def _kept_axes(self, factors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+        """For each axis, whether P is kept beside the factors that are, (blocks, ...)."""
+        if self.cached is not None:
+            return (self.cached,) * len(factors)
+        matrices = [1 if q.ndim == 2 else self._side(q) for q in factors]
+        counts = [q.shape[1] if q.ndim in (2, 4) else 1 for q in factors]
+        sides = [m * c for m, c in zip(matrices, counts, strict=True)]
+        return tuple(not cheap for cheap in kronecker.squares_are_cheap(sides, matrices))
+
+    def _side(self, q: torch.Tensor) -> int:
+        """n of matrices (..., n, n) as they are kept."""
+        return side_of(q) if self.form != "general" and self._is_packed(q) else q.shape[-1]
 
     def require(self, rule: core_kron.Kron, stochastic_rounding: bool) -> None:
         """ValueError for settings with which factors would not stay what is packed."""
