@@ -71,6 +71,12 @@ class Floor:
                 torch.bmm(T, Q)
                 torch.bmm(Q.mT, Q)
 
+    def rotation(self) -> None:
+        """What the default geometry's update has besides: R Q and R (R Q) of each side."""
+        for s in self.stacks:
+            for Q in (s["L"], s["R"]):
+                torch.bmm(Q, torch.bmm(Q, Q))
+
     def statistics(self) -> None:
         """aᵀa and gᵀg."""
         for s in self.stacks:
@@ -92,6 +98,7 @@ def _before(x: torch.Tensor, R: torch.Tensor) -> torch.Tensor:
 FLOORS: dict[str, Callable[[Floor], None]] = {
     "two products": Floor.two_products,
     "Kron's update": Floor.kron_update,
+    "Kron's rotation": Floor.rotation,
     "rows": Floor.rows,
     "statistics": Floor.statistics,
     "inverses": Floor.inverses,
@@ -99,4 +106,5 @@ FLOORS: dict[str, Callable[[Floor], None]] = {
 IN_BLOCKS: dict[str, Callable[[Floor], None]] = {  # of Kron's default structure
     "two products, blocks": Floor.two_products,
     "Kron's update, blocks": Floor.kron_update,
+    "Kron's rotation, blocks": Floor.rotation,
 }

@@ -73,10 +73,14 @@ def floors_of_steps(report: dict[str, Any]) -> str:
     """What a step takes at least, amortised and over AdamW's: bare products and factorizations."""
     floors = report["floors"]
     adamw, fb = report["contenders"]["AdamW"]["amortised"], report["forward_backward"]
-    found = {"Kron with dense sides": floors["two products"] + floors["Kron's update"] / PERIOD}
+    found = {"Kron with dense sides, QEQ": floors["two products"] + floors["Kron's update"] / PERIOD}
     if "rows" in floors:
         update = floors["Kron's update, blocks"] / PERIOD
-        found["Kron in blocks"] = floors["two products, blocks"] + update
+        found["Kron in blocks, QEQ"] = floors["two products, blocks"] + update
+    if "Kron's rotation" in floors:
+        for sides, where in (("with dense sides", ""), ("in blocks", ", blocks")):
+            rotation = floors[f"Kron's rotation{where}"] / PERIOD
+            found[f"Kron {sides}, rotated"] = found[f"Kron {sides}, QEQ"] + rotation
     inverses = floors["inverses"] / PERIOD
     found["K-FAC"] = floors["two products"] + inverses + floors["statistics"]
     found["K-FAC, statistics every 10"] = (

@@ -379,16 +379,22 @@ class Kron(torch.optim.Optimizer):
             return
         device = next(p.device for p in engine.parameters)
         finite = None if finite is None else finite.to(device)
-        directions = engine.step(gradients, finite, settings, pairs)
-        chosen = [(p, d) for p, d in zip(engine.parameters, directions, strict=True) if d is not None]
-        parameters, updates = [local(p) for p, _ in chosen], [d.to(p.dtype) for p, d in chosen]
-        if group["weight_decay"] != 0:
-            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
         # A product, not a branch on `finite`: the host does not wait. Directions are finite by now.
-        one = torch.ones((), dtype=_widest(updates), device=device)
+        one = torch.ones((), dtype=_widest(engine.parameters), device=device)
         rate = -group["lr"] * (one if finite is None else finite.to(one))
-        torch._foreach_mul_(updates, rate)
-        torch._foreach_add_(parameters, updates)
+        decay = group["weight_decay"]
+
+        def move(directions: list[tuple[int, torch.Tensor]]) -> None:
+            if not directions:
+                return
+            parameters = [local(engine.parameters[i]) for i, _ in directions]
+            updates = [d.to(engine.parameters[i].dtype) for i, d in directions]
+            if decay != 0:
+                torch._foreach_add_(updates, parameters, alpha=decay)
+            torch._foreach_mul_(updates, rate)
+            torch._foreach_add_(parameters, updates)
+
+        engine.step(gradients, finite, settings, move, pairs)
 
     @property
     def skipped_steps(self) -> int:

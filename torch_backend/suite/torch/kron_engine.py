@@ -8,7 +8,7 @@ Over several ranks either all of them do the same, or each has a share of the bl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -99,6 +99,7 @@ class KronEngine:
             for b in buckets.plan_buckets([self._stack(self.shares[i]) for i in own])
         )
         self.rounds = plan_rounds(self.buckets)
+        self.complete = self._complete() if self.exchange.is_local else None
         self.places = {m.index: (i, m) for i, bucket in enumerate(self.buckets) for m in bucket.members}
         streams = [
             _by_tile(plan, noise.stream_numbers(number, plan.blocks, seed))
@@ -110,6 +111,14 @@ class KronEngine:
             of_blocks = [n for s in shares for n in streams[s.parameter][s.tile][s.start : s.stop]]
             pack = self._new_pack(bucket.key, bucket.blocks, of_blocks)
             self.packs.append(pack._replace(kron=self.storage.keep(pack.kron)))
+
+    def _complete(self) -> list[list[int]]:
+        """The parameters all of whose blocks are done after a round, and not before it."""
+        last: dict[int, int] = {}
+        for number, pieces in enumerate(self.rounds):
+            for piece in pieces:
+                last |= {self.shares[i].parameter: number for i, _ in piece.parts}
+        return [[i for i, when in last.items() if when == number] for number in range(len(self.rounds))]
 
     def _stack(self, share: Share) -> tuple[Any, int]:
         """(what blocks of one bucket have in common, number of blocks)"""
@@ -133,9 +142,10 @@ class KronEngine:
         gradients: list[torch.Tensor | None],
         finite: torch.Tensor | None,
         settings: StepSettings,
+        move: Callable[[list[tuple[int, torch.Tensor]]], None],
         pairs: Pairs | None = None,
-    ) -> list[torch.Tensor | None]:
-        """Absorb gradients and return directions.
+    ) -> None:
+        """Absorb gradients and pass directions on, (parameter, what is here of its direction) each.
 
         Where not `finite`, which the host does not look at, directions are zero and nothing changes.
         None: the host knows that all is finite, which saves copies.
@@ -150,7 +160,7 @@ class KronEngine:
         filled = [stack is not None for stack in stacks]
         of_pairs = None if pairs is None else (self._split(pairs.vectors), self._split(pairs.products))
         found: list[list[torch.Tensor]] = [[] for _ in self.shares]
-        for pieces in self.rounds:
+        for number, pieces in enumerate(self.rounds):
             here = [piece for piece in pieces if any(filled[i] for i, _ in piece.parts)]
             work = [self._prepared(piece, stacks, filled, finite, of_pairs, settings) for piece in here]
             fitted = self._fit(work, settings) if settings.update else [w.state for w in work]
@@ -165,8 +175,13 @@ class KronEngine:
                 for (i, _), part in zip(piece.parts, parts, strict=True):
                     if filled[i]:
                         found[i].append(part)
-        joined = [None if not own else own[0] if len(own) == 1 else torch.cat(own) for own in found]
-        return self.exchange.directions(present, joined)
+            if self.complete is not None:  # memory of their directions is free for the next round
+                done = [i for i in self.complete[number] if present[i]]
+                of_each = [[_used_up(found[j]) for j in self.exchange.shares_of[i]] for i in done]
+                move([(i, self.exchange.merged(i, own)) for i, own in zip(done, of_each, strict=True)])
+        if self.complete is None:
+            directions = self.exchange.directions(present, list(map(_used_up, found)))
+            move([(i, d) for i, d in enumerate(directions) if d is not None])
 
     def _prepared(
         self,
@@ -368,6 +383,13 @@ class KronEngine:
             for own, state in zip(kept, self.storage.renewed(self.rule, kept), strict=True):
                 for old, new in zip(own.preconditioners, state.preconditioners, strict=True):
                     old.copy_(new)
+
+
+def _used_up(found: list[torch.Tensor]) -> torch.Tensor | None:
+    """What is in a list, joined; None if it is empty, which it is afterwards."""
+    joined = None if not found else found[0] if len(found) == 1 else torch.cat(found)
+    found.clear()
+    return joined
 
 
 def _noises(work: Sequence[_Work], step: int) -> list[torch.Tensor]:

@@ -91,6 +91,11 @@ class ShareExchange:
             self.shares_of[share.parameter].append(i)
         self._boxes: list[list[Box]] | None = None  # by rank and parameter
 
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing travels."""
+        return not self.shard and not any(self.sharded)
+
     def boxes(self, parameter: int) -> list[Box]:
         """What every rank has of a sharded parameter."""
         if self._boxes is None:
@@ -153,12 +158,13 @@ class ShareExchange:
             if not here or any(part is None for part in parts):
                 result.append(None)
             else:
-                result.append(self._merged(i, parts))
+                result.append(self.merged(i, parts))
         if any(self.sharded):
             self._to_boxes(present, result)
         return result
 
-    def _merged(self, i: int, parts: Sequence[Any]) -> torch.Tensor:
+    def merged(self, i: int, parts: Sequence[Any]) -> torch.Tensor:
+        """A whole direction from those of all shares of a parameter."""
         if len(parts) == 1:
             only: torch.Tensor = blocks.merge(self.plans[i], parts)
             return only
