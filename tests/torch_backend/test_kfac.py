@@ -471,6 +471,80 @@ def test_a_step_that_is_not_finite_changes_nothing(poison, where):
     assert not same(before[0], model.state_dict())
 
 
+FUSED = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+
+
+def fused_steps(make, count, poison=(), looks=True):
+    """A model, its KFAC with statistics in every third step, and the base's state before each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+    base = make(model.parameters())
+    kfac = KFAC(model, base, factor_update_steps=3, inv_update_steps=3)
+    states = []
+    for step in range(count):
+        x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        kfac.zero_grad()
+        model(x).square().mean().backward()
+        if step in poison:
+            model[0].weight.grad[0, 0] = torch.nan
+        states.append(copy.deepcopy((model.state_dict(), base.state_dict()["state"])))
+        kfac.step()
+    return model, kfac, states
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """The host may not look at numbers on a CPU, as if it were an accelerator."""
+    monkeypatch.setattr("suite.torch.kfac.HOST_DEVICES", ())
+    monkeypatch.setattr("suite.torch.thin.HOST_DEVICES", ())
+
+
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+def test_a_fused_optimizer_is_stopped_by_the_device(make, accelerator, recwarn):
+    model, kfac, states = fused_steps(make, 6, poison=(4,))
+    assert same(states[4], states[5])
+    assert not same(states[3][0], states[4][0])
+    assert kfac.skipped_steps == 1
+    assert kfac.state_dict()["kfac"]["skipped_steps"] == 1
+    assert kfac.steps == 6
+    assert not recwarn.list
+    kfac.zero_grad()
+    model(torch.ones(5, 3, dtype=torch.float64)).square().mean().backward()
+    with pytest.warns(
+        RuntimeWarning, match=r"1 of the steps before step 6 were skipped.*\(1 skipped so far"
+    ):
+        kfac.step()
+    assert kfac.skipped_steps == 1
+    assert not same(states[5][0], model.state_dict())
+
+
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+def test_and_trains_as_where_the_host_looks(make, monkeypatch):
+    expected, *_ = fused_steps(make, 8)
+    monkeypatch.setattr("suite.torch.kfac.HOST_DEVICES", ())
+    model, kfac, _ = fused_steps(make, 8)
+    assert kfac._unread is not None
+    assert same(model.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("poison", [0, 3])
+def test_a_step_with_statistics_or_of_a_new_parameter_is_looked_at(poison, accelerator):
+    with pytest.warns(RuntimeWarning, match=f"step {poison} was skipped"):
+        _, kfac, states = fused_steps(FUSED["SGD"], poison + 2, poison=(poison,))
+    assert same(states[poison], states[poison + 1])
+    assert kfac.steps == poison + 1
+    model, kfac, _ = fused_steps(FUSED["SGD"], 2)
+    kfac.add_param_group({"params": [new := nn.Parameter(torch.ones(2, dtype=torch.float64))]})
+    kfac.zero_grad()
+    (model(torch.ones(5, 3, dtype=torch.float64)).sum() + new.sum()).backward()
+    new.grad[0] = torch.nan  # fused SGD would take its momentum from memory that nothing has written
+    with pytest.warns(RuntimeWarning, match="step 2 was skipped"):
+        kfac.step()
+
+
 def test_what_was_due_in_a_skipped_step_is_due_in_the_next():
     model = network()
     kfac = KFAC(model, sgd(model), factor_update_steps=5, inv_update_steps=10)

@@ -64,6 +64,24 @@ def test_a_steady_step_of_kfac_reads_what_it_must(monkeypatch, method, every, th
     ] * 4
 
 
+def test_a_plain_step_of_kfac_before_a_fused_optimizer_reads_nothing_on_an_accelerator(monkeypatch):
+    for module in ("kfac", "thin"):
+        monkeypatch.setattr(f"suite.torch.{module}.HOST_DEVICES", ())
+    monkeypatch.setattr("suite.core._torch._is_at_hand", lambda x: False)
+    model, x = network(), torch.randn(8, 12)
+    base = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    kfac = KFAC(model, base, factor_update_steps=4, inv_update_steps=4)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        kfac.step()
+        kfac.zero_grad()
+
+    for _ in range(5):
+        step()
+    assert [step_time.host_syncs(step, CPU) for _ in range(3)] == [0] * 3
+
+
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_step_of_kron_reads_a_few_numbers_or_on_an_accelerator_none(monkeypatch, looks):
     if not looks:

@@ -113,7 +113,7 @@ def take_along_axis(x: torch.Tensor, indices: torch.Tensor, *, axis: int) -> tor
 
 def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
     """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
-    if x.device.type == "cpu" and x.shape[-1] <= _LARGEST_SMALL:
+    if _is_at_hand(x) and not x.requires_grad and x.shape[-1] <= _LARGEST_SMALL:
         inverse, factored = _small_inverses(x)
     else:
         inverse, factored = _inverses(x)

@@ -35,6 +35,8 @@ from suite.torch.settings import (
 
 Schedule: TypeAlias = float | Callable[[int], float]
 
+HOST_DEVICES = ("cpu",)  # what can be read without waiting
+
 
 class KFAC(torch.optim.Optimizer):
     """Kronecker-factored approximate curvature, before or around any torch optimizer.
@@ -143,6 +145,10 @@ class KFAC(torch.optim.Optimizer):
         directions and multiplies them with later rates: with a rising rate (warm-up) they overshoot.
         Weight decay of the base optimizer is added after preconditioning: it is decoupled.
         Steps that a GradScaler skips never arrive here and are not in `skipped_steps`.
+        A step waits for the device once, to see whether all is finite. It does not, in one process on an
+        accelerator, if it takes no statistics and computes no inverses, and the base optimizer is fused
+        (`torch.optim.SGD(..., fused=True)`): then the device keeps that one from moving. Such a skipped
+        step counts in `steps`, leaves its gradients, and is warned of by the next step that waits.
 
     Raises:
         ValueError, TypeError: a bad value, a model on which nothing would be preconditioned, or one
@@ -352,6 +358,8 @@ class KFAC(torch.optim.Optimizer):
         self._base = optimizer
         self._steps = 0
         self._skipped_steps = 0
+        self._unread: torch.Tensor | None = None  # (): skipped steps that the host did not wait to see
+        self._moved: set[int] = set()  # by id: what the base optimizer has moved, and has a state for
 
     def _current(name: str) -> property:  # type: ignore[misc]
         def get(self: KFAC) -> Any:
@@ -401,8 +409,11 @@ class KFAC(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that changed nothing because a gradient or a statistic was not finite."""
-        return self._skipped_steps
+        """Steps that changed nothing because a gradient or a statistic was not finite.
+
+        Reading it waits for the device, if that was left to stop the optimizer.
+        """
+        return self._skipped_steps + (0 if self._unread is None else int(self._unread))
 
     def hyperparameter(self, name: str) -> Any:
         """The value of a hyperparameter at this step, e.g. `kfac.hyperparameter('damping')`."""
@@ -474,7 +485,11 @@ class KFAC(torch.optim.Optimizer):
         if self._sampler is not None:
             self._sampler.forget()
         parameters = self._parameters()
-        agreed = self._engine.agree(parameters, taken, self._moves())
+        due = self._spread_inverses or self._steps % inv_update_steps == 0
+        looks = due or any(t is not None for t in taken) or not self._can_be_stopped(parameters)
+        if looks:
+            self._report_unread()
+        agreed = self._engine.agree(parameters, taken, self._moves(), looks=looks)
         if not agreed.unusable:
             counts = True
             if self._steps % factor_update_steps == 0:
@@ -487,7 +502,8 @@ class KFAC(torch.optim.Optimizer):
                 self._engine.refresh(damping, self._steps)
             self._engine.precondition(damping, kl_clip, lr_of, agreed)
             if self._base is not None:
-                self._base.step()
+                self._step_base(agreed.finite)
+                self._moved = {id(p) for p in parameters if p.grad is not None}
             self._steps += int(counts)
         else:
             self._skipped_steps += 1
@@ -501,6 +517,47 @@ class KFAC(torch.optim.Optimizer):
             )
         self._set_clock()
         return loss
+
+    def _can_be_stopped(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the device can keep the base optimizer from a step, and the host need not wait.
+
+        It takes the attributes by which GradScaler tells fused optimizers of an overflow. Before SGD's
+        first step on a parameter it would leave its momentum uninitialized (torch 2.13).
+        """
+        present = {p: id(p) for p in parameters if p.grad is not None}
+        return (
+            self._engine.is_alone
+            and getattr(self._base, "_step_supports_amp_scaling", False)
+            and len({p.device for p in present}) == 1
+            and next(iter(present)).device.type not in HOST_DEVICES
+            and self._moved.issuperset(present.values())
+        )
+
+    def _step_base(self, finite: torch.Tensor | None) -> None:
+        """A step of the base optimizer, if it is not None only where `finite`."""
+        base: Any = self._base
+        if finite is None:
+            base.step()
+            return
+        bad = (~finite).to(torch.float32)
+        self._unread = bad if self._unread is None else self._unread + bad
+        base.grad_scale, base.found_inf = None, bad
+        try:
+            base.step()
+        finally:
+            del base.grad_scale, base.found_inf
+
+    def _report_unread(self) -> None:
+        """Warn about the steps that were skipped while the host did not look."""
+        if self._unread is None:
+            return
+        count, self._unread = int(self._unread), None
+        self._skipped_steps += count
+        if count:
+            warn_user(
+                f"{count} of the steps before step {self._steps} were skipped: a gradient was not finite "
+                f"({self._skipped_steps} skipped so far)"
+            )
 
     def _set_clock(self) -> None:
         """Whether the coming step wants statistics, and its number for the noise."""
@@ -597,7 +654,7 @@ class KFAC(torch.optim.Optimizer):
         now (after `step`: the direction) over the weight's.
         """
         engine = self._engine.metrics(self.hyperparameter("damping"), self._steps)
-        return {"steps": self._steps, "skipped_steps": self._skipped_steps, **engine}
+        return {"steps": self._steps, "skipped_steps": self.skipped_steps, **engine}
 
     def detach(self) -> None:
         """Take all hooks off the model. The factors stay; no further statistics arrive."""
@@ -629,7 +686,7 @@ class KFAC(torch.optim.Optimizer):
             "version": 2,
             "compute_method": self._engine.rule.compute_method,
             "steps": self._steps,
-            "skipped_steps": self._skipped_steps,
+            "skipped_steps": self.skipped_steps,
             "refreshed_at": self._engine.refreshed_at,
             "draws": 0 if self._sampler is None else self._sampler.draws,
             "hyperparameters": numbers,
@@ -706,7 +763,7 @@ class KFAC(torch.optim.Optimizer):
         for name, value in kfac["hyperparameters"].items():
             if not callable(self._hyperparameters[name]):
                 self._hyperparameters[name] = value
-        self._steps, self._skipped_steps = kfac["steps"], kfac["skipped_steps"]
+        self._steps, self._skipped_steps, self._unread = kfac["steps"], kfac["skipped_steps"], None
         self._engine.refreshed_at = kfac["refreshed_at"]
         if self._sampler is not None:
             self._sampler.draws = kfac["draws"]

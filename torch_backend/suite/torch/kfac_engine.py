@@ -47,6 +47,7 @@ class Agreement(NamedTuple):
     """What all ranks know of a step before anything changes."""
 
     unusable: tuple[int, ...]  # ranks with a gradient or statistic that is not finite
+    finite: torch.Tensor | None  # (): whether all are, if the host has not looked
     present: list[int]  # layers with a gradient on every rank
     torn: list[int]  # layers with a gradient on some
     seen: list[bool]  # by layer: whether any rank has statistics
@@ -178,7 +179,7 @@ class KFACEngine:
             capture = LayerCapture(layer, at_least_single(layer.dtype), self.clock, stream)
             self.captures.append(capture)
             self._attached.append(capture)
-        if self.ranks.alone and self.tensor_ranks.alone and not self.rule.keeps_eigenbases:
+        if self.is_alone and not self.rule.keeps_eigenbases:
             for i, capture in enumerate(self.captures):
                 if can_be_thin(capture.layer):
                     self.kept[i] = capture.kept = KeptRows(capture.layer, self.clock)
@@ -238,8 +239,18 @@ class KFACEngine:
             for t, layer in zip(taken, self.layers, strict=True)
         ]
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to agree with."""
+        return self.ranks.alone and self.tensor_ranks.alone
+
     def agree(
-        self, parameters: Iterable[torch.Tensor], taken: Taken, moves: Callable[[nn.Parameter], bool]
+        self,
+        parameters: Iterable[torch.Tensor],
+        taken: Taken,
+        moves: Callable[[nn.Parameter], bool],
+        *,
+        looks: bool = True,
     ) -> Agreement:
         """Whether the step can be taken and with which layers; the one place where the host waits.
 
@@ -247,6 +258,7 @@ class KFACEngine:
             parameters: whose gradients must be finite.
             taken: of this rank.
             moves: whether the optimizer moves a parameter.
+            looks: whether the host has to know if all is finite; it must, if it is not alone.
         """
         count, world = len(self.layers), self.ranks.world
         present = [
@@ -263,9 +275,10 @@ class KFACEngine:
         ]
         terms = self._terms(taken)
         finite = self._all_finite(parameters, taken)
-        if self.ranks.alone and self.tensor_ranks.alone:
+        if self.is_alone:
             return Agreement(
-                unusable=() if bool(finite) else (0,),
+                unusable=(0,) if looks and not bool(finite) else (),
+                finite=None if looks else finite,
                 present=[i for i, flag in enumerate(flags[0]) if flag],
                 torn=[],
                 seen=flags[1],
@@ -294,6 +307,7 @@ class KFACEngine:
         seen, measured, strangers, incomplete = ([n > 0 for n in row] for row in others)
         return Agreement(
             unusable=tuple(r for r in range(world) if counts[r]),
+            finite=None,
             present=[i for i, n in enumerate(present_on) if n == world],
             torn=[i for i, n in enumerate(present_on) if 0 < n < world],
             seen=seen,
