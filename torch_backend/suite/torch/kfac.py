@@ -555,8 +555,8 @@ class KFAC(torch.optim.Optimizer):
         self._skipped_steps += count
         if count:
             warn_user(
-                f"{count} of the steps before step {self._steps} were skipped: a gradient was not finite "
-                f"({self._skipped_steps} skipped so far)"
+                f"{count} of the steps before step {self._steps} were skipped: a gradient was not "
+                f"finite ({self._skipped_steps} skipped so far)"
             )
 
     def _set_clock(self) -> None:
