@@ -531,18 +531,32 @@ def test_and_trains_as_where_the_host_looks(make, monkeypatch):
 
 
 @pytest.mark.parametrize("poison", [0, 3])
-def test_a_step_with_statistics_or_of_a_new_parameter_is_looked_at(poison, accelerator):
+def test_a_step_with_statistics_is_looked_at(poison, accelerator):
     with pytest.warns(RuntimeWarning, match=f"step {poison} was skipped"):
         _, kfac, states = fused_steps(FUSED["SGD"], poison + 2, poison=(poison,))
     assert same(states[poison], states[poison + 1])
     assert kfac.steps == poison + 1
+
+
+def test_a_step_with_a_new_parameter_is_looked_at(accelerator):
     model, kfac, _ = fused_steps(FUSED["SGD"], 2)
-    kfac.add_param_group({"params": [new := nn.Parameter(torch.ones(2, dtype=torch.float64))]})
+    new = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    kfac.add_param_group({"params": [new]})
     kfac.zero_grad()
     (model(torch.ones(5, 3, dtype=torch.float64)).sum() + new.sum()).backward()
-    new.grad[0] = torch.nan  # fused SGD would take its momentum from memory that nothing has written
+    new.grad[0] = torch.nan  # a fused SGD would begin with momentum that nothing has written
     with pytest.warns(RuntimeWarning, match="step 2 was skipped"):
         kfac.step()
+
+
+def test_a_step_of_an_optimizer_that_is_fused_in_part_is_looked_at(accelerator):
+    def make(parameters):
+        first, *rest = parameters
+        groups = [{"params": [first]}, {"params": rest, "fused": False}]
+        return torch.optim.SGD(groups, lr=0.01, momentum=0.9, fused=True)
+
+    with pytest.warns(RuntimeWarning, match="step 4 was skipped"):
+        fused_steps(make, 6, poison=(4,))
 
 
 def test_what_was_due_in_a_skipped_step_is_due_in_the_next():

@@ -528,6 +528,7 @@ class KFAC(torch.optim.Optimizer):
         return (
             self._engine.is_alone
             and getattr(self._base, "_step_supports_amp_scaling", False)
+            and all(group.get("fused") for group in self.param_groups)
             and len({p.device for p in present}) == 1
             and next(iter(present)).device.type not in HOST_DEVICES
             and self._moved.issuperset(present.values())
