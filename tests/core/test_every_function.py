@@ -197,8 +197,8 @@ CASES = {
         (normal(B, 5, 2), normal(B, 5, 4)),
     ),
     "kfac.direction_fits": (
-        lambda A, G, g, x: kfac.direction_fits(A, G, *(parts(m) for m in (g, G @ g @ A)), x),
-        (positive_definite(B, 4), positive_definite(B, 3), normal(B, 3, 4), normal(B, 2, 4)),
+        lambda A, G, g: kfac.direction_fits(parts(g), parts(G @ g @ A), kfac.probes_for(A, G)),
+        (positive_definite(B, 4), positive_definite(B, 3), normal(B, 3, 4)),
     ),
     "kfac.usable": (
         lambda x: kfac.usable(kfac.KFAC("inverse").invert(x, x[:, 0, 0] * 0 + 1, -2.0), 1),

@@ -482,7 +482,7 @@ def test_a_direction_off_by_a_matrix_of_rank_one_does_not_fit(xp, seed):
     def fits(direction):
         parts = [[xp.asarray(m) for m in (x[..., :-1], x[..., -1])] for x in (gradient, direction)]
         inverses = xp.asarray(A), xp.asarray(G)
-        return to_numpy(direction_fits(*inverses, *map(tuple, parts), probes_for(inverses[0])))
+        return to_numpy(direction_fits(*map(tuple, parts), probes_for(*inverses)))
 
     assert fits(direction).all()
     assert not fits(direction + off).any()

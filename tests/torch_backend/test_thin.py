@@ -105,6 +105,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"kl_clip": None},
     "kl_clip": {"kl_clip": 1e-4},
     "newton_schulz": {"compute_method": "newton_schulz"},
+    "spread": {"spread_inverses": True, "inv_update_steps": 3},
     "seldom": {"factor_update_steps": 3, "inv_update_steps": 3},
     "type-2": {"fisher": "type-2", "likelihood": "gaussian"},
 }

@@ -355,52 +355,67 @@ def is_cheaper_by_rows(rows: int, d_in: int, d_out: int) -> bool:
     return rows * (d_in**2 + d_out**2 + d_in * d_out) < 0.8 * d_in * d_out * (d_in + d_out)
 
 
+class Probes(NamedTuple):
+    """Random vectors on both sides of a direction, and the inverses' products with them."""
+
+    right: Array  # (..., 2, d_in)
+    left: Array  # (..., 8, d_out)
+    right_A: Array  # right A⁻¹
+    left_G: Array  # left G⁻¹
+
+
+def probes_for(A: Array, G: Array) -> Probes:
+    """Vectors for `direction_fits`, always the same.
+
+    A difference of rank one, the least visible, escapes one vector on the right with a chance of about
+    the tolerance, and two with the square of it. Those on the left cost nothing, and make many numbers
+    of these two: their size is not small by chance. They are rows, as products of few columns are
+    several times slower on a CPU; two rows take no longer than one.
+
+    Args:
+        A, G: (..., d_in, d_in) and (..., d_out, d_out), inverses.
+    """
+    A, G = lift(A), lift(G)
+    xp = array_namespace(A)
+    streams = xp.arange(10, dtype=xp.int32, device=device_of(A))
+
+    def drawn(streams: Array, like: Array) -> Array:
+        unit = unit_noise(streams, 0, (like.shape[-1],), like.dtype)
+        return xp.broadcast_to(unit, (*like.shape[:-2], *unit.shape))
+
+    right, left = drawn(streams[:2], A), drawn(streams[2:], G)
+    return Probes(right, left, linalg.times_transposed(right, A), linalg.times_transposed(left, G))
+
+
 def direction_fits(
-    A: Array,
-    G: Array,
-    gradient: tuple[Array, Array | None],
-    direction: tuple[Array, Array | None],
-    probes: Array,
+    gradient: tuple[Array, Array | None], direction: tuple[Array, Array | None], probes: Probes
 ) -> Array:
-    """(...): whether a direction is G⁻¹ ∇ A⁻¹ up to rounding, asked by a few random vectors.
+    """(...): whether a direction D is G⁻¹ ∇ A⁻¹ up to rounding: l D r and (l G⁻¹) ∇ (A⁻¹ r) are alike.
 
     Asked of the direction and not of the gradient: what is small in ∇ may be all of G⁻¹ ∇ A⁻¹. Matrices
     that differ by a share ε of their norm differ by about that on random vectors. Source: Freivalds 1979
     (Fast probabilistic algorithms), section 2.
 
     Args:
-        A, G: (..., d_in, d_in) and (..., d_out, d_out), inverses.
         gradient: ∇, the weight's part (..., d_out, d_in) without the column of a bias, and that column
             (..., d_out) or None.
         direction: the same of the direction.
-        probes: (..., m, d_in), random vectors, as `probes_for` draws them; the same every time will do.
+        probes: `probes_for` the inverses.
     """
-    xp = array_namespace(A)
-    A, G = lift(A), lift(G)
-    probes = xp.astype(probes, A.dtype)
+    xp = array_namespace(probes.right)
+    dtype = probes.right.dtype
 
-    def applied(parts: tuple[Array, Array | None], x: Array) -> Array:
+    def applied(left: Array, parts: tuple[Array, Array | None], right: Array) -> Array:
         weight, bias = parts
         width = weight.shape[-1]
-        found = xp.matmul(x[..., :width], linalg.transpose(xp.astype(weight, A.dtype)))
-        return found if bias is None else found + x[..., width:] * xp.astype(bias, A.dtype)[..., None, :]
+        found = linalg.times_transposed(right[..., :width], xp.astype(weight, dtype))
+        if bias is not None:
+            found = found + right[..., width:] * xp.astype(bias, dtype)[..., None, :]
+        return linalg.times_transposed(left, found)
 
-    expected = applied(gradient, xp.matmul(probes, linalg.transpose(A)))
-    expected = xp.matmul(expected, linalg.transpose(G))
-    difference, size = (_root_of_squares(x) for x in (applied(direction, probes) - expected, expected))
-    return difference <= float(xp.finfo(A.dtype).eps) ** 0.5 * size
-
-
-def probes_for(A: Array) -> Array:
-    """Two random vectors (2, d_in) for `direction_fits` with inverses like `A`, always the same.
-
-    A difference of rank one, the least visible, escapes one vector with a chance of about the tolerance,
-    and two with the square of it. They are rows, as products of few columns are several times slower on
-    a CPU; two rows take no longer than one.
-    """
-    A = lift(A)
-    streams = array_namespace(A).arange(2, dtype=array_namespace(A).int32, device=device_of(A))
-    return unit_noise(streams, 0, (A.shape[-1],), A.dtype)
+    expected = applied(probes.left_G, gradient, probes.right_A)
+    difference = applied(probes.left, direction, probes.right) - expected
+    return _root_of_squares(difference) <= float(xp.finfo(dtype).eps) ** 0.5 * _root_of_squares(expected)
 
 
 def _root_of_squares(x: Array) -> Array:

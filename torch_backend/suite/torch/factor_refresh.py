@@ -82,7 +82,8 @@ class FactorRefresh(FactorStore):
                 for what in ("A", "G", "ready"):
                     self._cache.pop((number, what), None)
         for i in due:
-            self._cache.pop((i, "layer is ready"), None)
+            for what in ("layer is ready", "probes"):
+                self._cache.pop((i, what), None)
         self._restart_products(due)
 
     def _refresh_rows(self, number: int, at: slice, damping: Any) -> None:

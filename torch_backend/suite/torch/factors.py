@@ -99,9 +99,8 @@ class LayerFactors(FactorRefresh):
         weight, bias = gradient[0][None], gradient[1][None] if len(gradient) > 1 else None
         direction = self.rule.apply_to_rows(A, G, *rows, bias=bias is not None)
         if (index, "probes") not in self._cache:
-            self._cache[index, "probes"] = core_kfac.probes_for(A)
-        probes = self._cache[index, "probes"]
-        fits = core_kfac.direction_fits(A, G, (weight, bias), direction, probes)
+            self._cache[index, "probes"] = core_kfac.probes_for(A, G)
+        fits = core_kfac.direction_fits((weight, bias), direction, self._cache[index, "probes"])
         return [x[0] for x in direction if x is not None], fits
 
     def report(self, index: int) -> dict[str, Any]:
