@@ -40,6 +40,19 @@ def network() -> nn.Module:
     return nn.Sequential(*(nn.Linear(12, 12, bias=i % 2 == 0) for i in range(6)))
 
 
+def reads_of_steps(model, x, optimizer, count, after):
+    """What the host reads in each of `count` steps after so many."""
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(after):
+        step()
+    return [step_time.host_syncs(step, CPU) for _ in range(count)]
+
+
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("thin", [False, True])
 @pytest.mark.parametrize("method", ["inverse", "eigen"])
@@ -51,17 +64,8 @@ def test_a_steady_step_of_kfac_reads_what_it_must(monkeypatch, method, every, th
         model, base, compute_method=method, factor_update_steps=every, inv_update_steps=20, damping=0.1
     )
 
-    def step() -> None:
-        model(x).square().mean().backward()
-        kfac.step()
-        kfac.zero_grad()
-
-    for _ in range(6):
-        step()
     # Whether all is finite; and, on a CPU alone, whether directions that came from rows fit.
-    assert [step_time.host_syncs(step, CPU) for _ in range(4)] == [
-        1 + (thin and method == "inverse")
-    ] * 4
+    assert reads_of_steps(model, x, kfac, 4, after=6) == [1 + (thin and method == "inverse")] * 4
 
 
 def test_a_plain_step_of_kfac_before_a_fused_optimizer_reads_nothing_on_an_accelerator(monkeypatch):
@@ -72,14 +76,7 @@ def test_a_plain_step_of_kfac_before_a_fused_optimizer_reads_nothing_on_an_accel
     base = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     kfac = KFAC(model, base, factor_update_steps=4, inv_update_steps=4)
 
-    def step() -> None:
-        model(x).square().mean().backward()
-        kfac.step()
-        kfac.zero_grad()
-
-    for _ in range(5):
-        step()
-    assert [step_time.host_syncs(step, CPU) for _ in range(3)] == [0] * 3
+    assert reads_of_steps(model, x, kfac, 3, after=5) == [0] * 3
 
 
 @pytest.mark.parametrize("looks", [True, False])
@@ -90,15 +87,8 @@ def test_a_step_of_kron_reads_a_few_numbers_or_on_an_accelerator_none(monkeypatc
     model, x = network(), torch.randn(8, 12)
     kron = Kron(model.parameters(), lr=0.01, preconditioner_update_probability=0.5)
 
-    def step() -> None:
-        model(x).square().mean().backward()
-        kron.step()
-        kron.zero_grad()
-
-    for _ in range(3):
-        step()
     # Whether all is finite; and of the weights, and of the biases, whether their squares stay in range.
-    assert [step_time.host_syncs(step, CPU) for _ in range(4)] == [3 * looks] * 4
+    assert reads_of_steps(model, x, kron, 4, after=3) == [3 * looks] * 4
 
 
 def test_the_least_capture_sums_what_a_layer_sees():

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+HOST_DEVICES = ("cpu",)  # whose numbers can be read without waiting
+
 
 def average_in(average: torch.Tensor, new: torch.Tensor, decay: float) -> None:
     """`suite.core.moments.update_average`, into `average` itself."""

@@ -19,6 +19,7 @@ from suite.torch.checks import check_dtype, warn_user
 from suite.torch.collectives import SameGroup
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
+from suite.torch.inplace import HOST_DEVICES
 from suite.torch.kfac_engine import RANK_STRIDE, KFACEngine
 from suite.torch.settings import (
     SHARINGS,
@@ -34,8 +35,6 @@ from suite.torch.settings import (
 )
 
 Schedule: TypeAlias = float | Callable[[int], float]
-
-HOST_DEVICES = ("cpu",)  # what can be read without waiting
 
 
 class KFAC(torch.optim.Optimizer):

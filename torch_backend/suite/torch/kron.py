@@ -18,14 +18,13 @@ from suite.torch.checks import check_dtype, check_number, warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded, local, mesh_group, settled
 from suite.torch.hessian import exact, finite_difference
-from suite.torch.inplace import all_finite
+from suite.torch.inplace import HOST_DEVICES, all_finite
 from suite.torch.kron_engine import KronEngine, Pairs, StepSettings
 from suite.torch.kron_storage import KronStorage
 
 Schedule: TypeAlias = float | Callable[[int], float]
 Whiten: TypeAlias = Literal["momentum", "gradient"]
 
-HOST_DEVICES = ("cpu",)  # what can be read without waiting
 _STRUCTURE = (
     "max_size_triangular",
     "min_ndim_triangular",

@@ -15,10 +15,10 @@ import torch
 
 from suite.core.kfac import is_cheaper_by_rows
 from suite.torch.dtensors import is_sharded
+from suite.torch.inplace import HOST_DEVICES
 from suite.torch.layers import Layer
 
 SMALLEST = 128 * 128 * 256  # multiplications of a direction for which it is worth the hooks
-HOST_DEVICES = ("cpu",)  # elsewhere the host would have to wait to see whether rows fit the gradient
 _REFUSALS = 3  # directions that did not fit, after which a layer's rows are not kept any more
 
 
@@ -124,7 +124,7 @@ def can_be_thin(layer: Layer) -> bool:
         and layer.layout == "matrix"
         and layer.blocks == 1
         and layer.diagonal == (False, False)
-        and layer.device.type in HOST_DEVICES
+        and layer.device.type in HOST_DEVICES  # it has to see whether rows fit the gradient
         and layer.dtype in (torch.float32, torch.float64)
         and not any(is_sharded(parameter) for parameter in layer.parameters())
         and not layer.tensor_split
