@@ -48,17 +48,22 @@ def failing(monkeypatch, name: str, fails) -> list[torch.dtype]:
 
 @pytest.mark.parametrize("method", FACTORIZATION)
 def test_a_failure_is_tried_again_with_more_damping_then_in_double_precision(monkeypatch, method):
-    exact = step(*(lambda m: (m, KFAC(m, compute_method=method)))(network()))
+    model = network()
+    with monkeypatch.context() as patch:
+        sizes = failing(patch, FACTORIZATION[method], lambda n, x: False)
+        exact = step(model, KFAC(model, compute_method=method))
     for failures, last in ((1, torch.float32), (2, torch.float64)):
         with monkeypatch.context() as patch:
             model = network()
             kfac = KFAC(model, compute_method=method)
-            # All factors here are of one size or another; the first bucket's tries come first.
-            calls = failing(patch, FACTORIZATION[method], lambda n, x, k=failures: n <= k)
+            # The first of all stacks fails, and is tried again after the others, where it may fail, too.
+            fails = [1, *range(len(sizes) + 1, len(sizes) + failures)]
+            calls = failing(patch, FACTORIZATION[method], lambda n, x, fails=fails: n in fails)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 direction = step(model, kfac)
-        assert calls[failures] == last
+        assert len(calls) == len(sizes) + failures
+        assert calls[-1] == last
         assert kfac.metrics()["retries"] >= 1
         assert all(layer["ready"] for layer in kfac.metrics()["layers"].values())
         torch.testing.assert_close(direction, exact, rtol=0.1, atol=1e-3)

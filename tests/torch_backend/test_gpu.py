@@ -105,3 +105,21 @@ def test_krons_host_does_not_wait():
             kron.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_kfacs_host_waits_only_for_new_inverses(every):
+    model = network().cuda().float()
+    base = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    kfac = KFAC(
+        model, base, compute_method="inverse", damping=0.1, factor_update_steps=every, inv_update_steps=4
+    )
+    x = torch.randn(32, 1, 8, 8, device="cuda")
+    for step in range(12):
+        kfac.zero_grad()
+        model(x).square().mean().backward()
+        torch.cuda.set_sync_debug_mode("error" if step % 4 else "default")
+        try:
+            kfac.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -477,20 +477,23 @@ FUSED = {
 }
 
 
-def fused_steps(make, count, poison=(), looks=True):
-    """A model, its KFAC with statistics in every third step, and the base's state before each step."""
+def fused_steps(make, count, poison=(), poison_input=False, **settings):
+    """A model, its KFAC with statistics in every third step, and their state before each step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
     base = make(model.parameters())
-    kfac = KFAC(model, base, factor_update_steps=3, inv_update_steps=3)
+    kfac = KFAC(model, base, **{"factor_update_steps": 3, "inv_update_steps": 3, **settings})
     states = []
     for step in range(count):
         x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        if poison_input and step in poison:
+            x[0, 0] = torch.inf
         kfac.zero_grad()
         model(x).square().mean().backward()
         if step in poison:
             model[0].weight.grad[0, 0] = torch.nan
-        states.append(copy.deepcopy((model.state_dict(), base.state_dict()["state"])))
+        factors = kfac.state_dict()["kfac"]["layers"]
+        states.append(copy.deepcopy((model.state_dict(), base.state_dict()["state"], factors)))
         kfac.step()
     return model, kfac, states
 
@@ -521,17 +524,35 @@ def test_a_fused_optimizer_is_stopped_by_the_device(make, accelerator, recwarn):
     assert not same(states[5][0], model.state_dict())
 
 
+@pytest.mark.parametrize("poison_input", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
+def test_statistics_are_stopped_by_the_device_too(method, packed, poison_input, accelerator, recwarn):
+    settings = {"compute_method": method, "packed_factors": packed, "poison_input": poison_input}
+    settings |= {"factor_update_steps": 1, "inv_update_steps": 4}
+    _, kfac, states = fused_steps(FUSED["AdamW"], 8, poison=(2, 6), **settings)
+    for step in (2, 6):
+        assert same(states[step], states[step + 1])
+    for parts in zip(states[4], states[5], states[6], strict=True):
+        assert not same(parts[0], parts[1])
+        assert not same(parts[1], parts[2])
+    assert kfac.skipped_steps == 2
+    assert len(recwarn.list) == 1  # step 4 looked
+    assert str(recwarn.list[0].message).startswith("1 of the steps before step 4 were skipped")
+
+
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
-def test_and_trains_as_where_the_host_looks(make, monkeypatch):
-    expected, *_ = fused_steps(make, 8)
+def test_and_trains_as_where_the_host_looks(make, every, monkeypatch):
+    expected, *_ = fused_steps(make, 8, factor_update_steps=every)
     monkeypatch.setattr("suite.torch.kfac.HOST_DEVICES", ())
-    model, kfac, _ = fused_steps(make, 8)
+    model, kfac, _ = fused_steps(make, 8, factor_update_steps=every)
     assert kfac._unread is not None
     assert same(model.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("poison", [0, 3])
-def test_a_step_with_statistics_is_looked_at(poison, accelerator):
+def test_a_step_that_renews_inverses_is_looked_at(poison, accelerator):
     with pytest.warns(RuntimeWarning, match=f"step {poison} was skipped"):
         _, kfac, states = fused_steps(FUSED["SGD"], poison + 2, poison=(poison,))
     assert same(states[poison], states[poison + 1])

@@ -125,7 +125,7 @@ def test_a_loss_scale_leaves_statistics_unscaled():
         kfac = KFAC(model, grad_scaler=lambda scale=scale: scale)
         x, y = data(0)
         (F.cross_entropy(model(x), y) * scale).backward()
-        taken.append(kfac._engine.take_statistics(scale))
+        taken.append(kfac._engine.take_statistics(lambda scale=scale: scale))
         kfac.detach()
     for a, b in zip(*taken, strict=True):
         assert a.main.A.dtype == a.main.G.dtype == torch.float32

@@ -68,15 +68,21 @@ def test_a_steady_step_of_kfac_reads_what_it_must(monkeypatch, method, every, th
     assert reads_of_steps(model, x, kfac, 4, after=6) == [1 + (thin and method == "inverse")] * 4
 
 
-def test_a_plain_step_of_kfac_before_a_fused_optimizer_reads_nothing_on_an_accelerator(monkeypatch):
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("method", ["inverse", "eigen", "newton_schulz", "ekfac"])
+def test_kfac_before_a_fused_optimizer_reads_only_where_inverses_are_new(monkeypatch, method, every):
     for module in ("kfac", "thin"):
         monkeypatch.setattr(f"suite.torch.{module}.HOST_DEVICES", ())
     monkeypatch.setattr("suite.core._torch._is_at_hand", lambda x: False)
-    model, x = network(), torch.randn(8, 12)
+    model, x = nn.Sequential(network(), nn.LayerNorm(12), nn.Linear(12, 5)), torch.randn(8, 12)
     base = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    kfac = KFAC(model, base, factor_update_steps=4, inv_update_steps=4)
+    kfac = KFAC(model, base, compute_method=method, factor_update_steps=every, inv_update_steps=4)
 
-    assert reads_of_steps(model, x, kfac, 3, after=5) == [0] * 3
+    reads = reads_of_steps(model, x, kfac, 8, after=5)
+    assert [n for step, n in enumerate(reads) if step not in (3, 7)] == [0] * 6
+    if method == "newton_schulz":  # on a CPU the others look at each factorization as it is done
+        # Whether all is finite, and which factorizations failed, of all the stacks at once.
+        assert (reads[3], reads[7]) == (2, 2)
 
 
 @pytest.mark.parametrize("looks", [True, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from suite.torch.factor_store import (
     factor_rows,
     rows_of,
 )
+from suite.torch.inplace import read_flags
 
 # Another try at a factor that failed: more damping, in units of its mean eigenvalue, then float64.
 _RETRIES = ((1e-3, None), (0.0, torch.float64))
@@ -31,6 +32,15 @@ _RETRIES = ((1e-3, None), (0.0, torch.float64))
 
 Turn = tuple[int, int]  # step of a cycle, of how many
 Group = tuple[int, list[int]]  # a layer with an A, and all layers that have it
+
+
+class Attempt(NamedTuple):
+    """Factorizations that were just done, of a stack of factors; the host has not looked at them."""
+
+    number: int  # of the stack
+    at: slice  # of its blocks
+    failed: torch.Tensor  # (blocks,) bool
+    damping: Any  # a number or (blocks,)
 
 
 class FactorRefresh(FactorStore):
@@ -48,20 +58,24 @@ class FactorRefresh(FactorStore):
         if turn is not None and self.refreshed:
             self._refresh_some(damping, turn)
             return
+        warm = [self._may_start_warm(number, stack) for number, stack in enumerate(self.factors)]
         self.refreshed = True
         self._cache.clear()
         dampings = self._dampings(damping, self._groups())
-        due = set(range(len(self.factors)))
+        attempts: dict[int, Attempt] = {}
 
         def fresh(number: int) -> core_kfac.Factor:
-            if number in due:
-                due.remove(number)
-                self.factors[number] = self._refreshed(number, dampings[number])
+            if number not in attempts:
+                attempts[number] = self._refreshed(number, dampings[number], warm[number])
+                if not self.ranks.alone:  # before they leave
+                    self._settle([attempts[number]])
             return self.factors[number]
 
         self._spread(self.all_keys(), fresh)
-        for number in sorted(due):
+        for number in range(len(self.factors)):
             fresh(number)
+        if self.ranks.alone:
+            self._settle(list(attempts.values()))
         self._restart_products(set(range(len(self.layers))))
 
     def _refresh_some(self, damping: float, turn: Turn) -> None:
@@ -73,9 +87,13 @@ class FactorRefresh(FactorStore):
         due = {i for _, members in groups for i in members}
         keys = [key for key in self.all_keys() if key[0] in due]
         dampings = self._dampings(damping, groups)
-        for number, bucket in enumerate(self.factor_buckets):
-            for at in _runs(bucket, [self.owners[m.index][0] in due for m in bucket.members]):
+        self._settle(
+            [
                 self._refresh_rows(number, at, dampings[number])
+                for number, bucket in enumerate(self.factor_buckets)
+                for at in _runs(bucket, [self.owners[m.index][0] in due for m in bucket.members])
+            ]
+        )
         self._spread(keys, lambda number: self.factors[number])
         for number, bucket in enumerate(self.buckets):
             if any(m.index in due for m in bucket.members):
@@ -86,19 +104,30 @@ class FactorRefresh(FactorStore):
                 self._cache.pop((i, what), None)
         self._restart_products(due)
 
-    def _refresh_rows(self, number: int, at: slice, damping: Any) -> None:
+    def _refresh_rows(self, number: int, at: slice, damping: Any) -> Attempt:
         """Some of a stack of factors, in place."""
-        old = factor_rows(self.factors[number], at)
-        for part in self.storage.portions(old):
-            rows = slice(at.start + part.start, at.start + part.stop)
-            here = factor_rows(self.factors[number], rows)
-            own = damping[rows] if isinstance(damping, torch.Tensor) else damping
-            warm = self.warm_start and self.rule.keeps_eigenbases and bool(here.ready.all())
+        some, damping = factor_rows(self.factors[number], at), _rows(damping, at)
+        warm = self._may_start_warm(number, some)
+        failed = []
+        for part in self.storage.portions(some):
+            here = factor_rows(some, part)
             full = self.storage.full_factor(here)
-            new = self._refreshed_part(number, rows.start, full, own, warm)
-            copy_inverse(here.inverse, self.storage.keep(new.inverse))
-            here.ready.copy_(new.ready)
-            here.failures.copy_(new.failures)
+            new = self.rule.refresh_factor(full, _rows(damping, part), warm=warm)
+            failed.append(new.failures > here.failures)
+            self._put(here, new)
+        return Attempt(number, at, torch.cat(failed), damping)
+
+    def _put(self, here: core_kfac.Factor, new: core_kfac.Factor) -> None:
+        """Inverses or eigenbases in the place of others."""
+        copy_inverse(here.inverse, self.storage.keep(new.inverse))
+        here.ready.copy_(new.ready)
+        here.failures.copy_(new.failures)
+
+    def _may_start_warm(self, number: int, some: core_kfac.Factor) -> bool:
+        """Whether eigenbases of some of a stack, or of all of it, can start from those before."""
+        if not (self.warm_start and self.rule.keeps_eigenbases):
+            return False
+        return bool(self._cache.get((number, "stack is ready")) or some.ready.all())
 
     def _restart_products(self, due: set[int]) -> None:
         """Second moments in the eigenbases of these layers, from the new bases."""
@@ -257,61 +286,70 @@ class FactorRefresh(FactorStore):
         pieces = total.split([mean.shape[0] for mean in found.values()])
         return {key: piece.to(found[key]) for key, piece in zip(found, pieces, strict=True)}
 
-    def _refreshed(self, number: int, damping: Any) -> core_kfac.Factor:
-        """A stack of factors with new inverses or eigenbases, as it is kept."""
+    def _refreshed(self, number: int, damping: Any, warm: bool) -> Attempt:
+        """New inverses or eigenbases of a stack of factors in new memory."""
         old = self.factors[number]
-        warm = self.warm_start and self.rule.keeps_eigenbases and bool(old.ready.all())
-        parts = []
-        portions = self.storage.portions(old)
+        parts, portions = [], self.storage.portions(old)
         for at in portions:
-            own = damping[at] if isinstance(damping, torch.Tensor) else damping
             part = self.storage.full_factor(factor_rows(old, at) if len(portions) > 1 else old)
-            new = self._refreshed_part(number, at.start, part, own, warm)
+            new = self.rule.refresh_factor(part, _rows(damping, at), warm=warm)
             parts.append((self.storage.keep(new.inverse), new.ready, new.failures))
         inverses, ready, failures = zip(*parts, strict=True)
         if len(parts) == 1:
-            return old._replace(inverse=inverses[0], ready=ready[0], failures=failures[0])
-        return old._replace(
-            inverse=_joined(inverses), ready=torch.cat(ready), failures=torch.cat(failures)
-        )
-
-    def _refreshed_part(
-        self, number: int, first: int, old: core_kfac.Factor, damping: Any, warm: bool
-    ) -> core_kfac.Factor:
-        """`old` refreshed; a factor that fails gets more damping, then float64, then stays stale.
-
-        Args:
-            number, first: where it begins: a stack of factors, a block of it.
-        """
-        new = self.rule.refresh_factor(old, damping, warm=warm)
-        failed = new.failures > old.failures
-        if not bool(failed.any()):
-            return new
-        for boost, dtype in _RETRIES:
-            given = old if dtype is None else old._replace(average=old.average.to(dtype))
-            again = self.rule.refresh_factor(given, damping, boost=boost)
-            saved = failed & (again.failures == old.failures)
-            self.retries += int(saved.sum())
-            new = core_kfac.Factor(
-                new.average,
-                new.weight,
-                core_kfac.where(saved, again.inverse, new.inverse),
-                new.ready | saved,
-                torch.where(saved, old.failures, new.failures),
+            new = old._replace(inverse=inverses[0], ready=ready[0], failures=failures[0])
+        else:
+            new = old._replace(
+                inverse=_joined(inverses), ready=torch.cat(ready), failures=torch.cat(failures)
             )
-            failed = failed & ~saved
-            if not bool(failed.any()):
-                return new
+        self.factors[number] = new
+        return Attempt(number, slice(0, len(old.failures)), new.failures > old.failures, damping)
+
+    def _settle(self, attempts: Sequence[Attempt]) -> None:
+        """Look which factorizations failed, of all attempts in one wait, and try those again."""
+        ready = [self.factors[attempt.number].ready for attempt in attempts]
+        flags = read_flags([*(attempt.failed.any() for attempt in attempts), *(x.all() for x in ready)])
+        for attempt, mask, failed, all_ready in zip(
+            attempts, ready, flags[: len(attempts)], flags[len(attempts) :], strict=True
+        ):
+            if failed:
+                self._try_again(attempt)
+                all_ready = bool(mask.all())
+            self._cache[attempt.number, "stack is ready"] = all_ready
+
+    def _try_again(self, attempt: Attempt) -> None:
+        """A factor that failed gets more damping, then float64, then keeps the inverse before it."""
+        some = factor_rows(self.factors[attempt.number], attempt.at)
+        left = []
+        for part in self.storage.portions(some):
+            here, failed = factor_rows(some, part), attempt.failed[part]
+            new, damping = self.storage.full_factor(here), _rows(attempt.damping, part)
+            for boost, dtype in _RETRIES:
+                if not bool(failed.any()):
+                    break
+                given = new if dtype is None else new._replace(average=new.average.to(dtype))
+                again = self.rule.refresh_factor(given, damping, boost=boost)
+                saved = failed & (again.failures == new.failures)
+                self.retries += int(saved.sum())
+                new = new._replace(
+                    inverse=core_kfac.where(saved, again.inverse, new.inverse),
+                    ready=new.ready | saved,
+                    failures=new.failures - saved.to(new.failures),
+                )
+                failed = failed & ~saved
+            self._put(here, new)
+            left.append(failed)
+        lost = torch.cat(left).tolist()
+        first = attempt.at.start
         names = ", ".join(
             self._label(self.owners[m.index])
-            for m in self.factor_buckets[number].members
-            if bool(failed[max(m.start - first, 0) : max(m.stop - first, 0)].any())
+            for m in self.factor_buckets[attempt.number].members
+            if any(lost[max(m.start - first, 0) : max(m.stop - first, 0)])
         )
-        warn_user(
-            f"factorizations failed, also with more damping and in float64; the inverses before them "
-            f"stay in use: {names}"
-        )
-        return new
+        if names:
+            warn_user(
+                f"factorizations failed, also with more damping and in float64; the inverses before "
+                f"them stay in use: {names}"
+            )
 
     def _gathered(self, number: int, side: str) -> tuple[Any, torch.Tensor]:
         """(inverses as they are kept, ready) of a side of a bucket's layers: a view of neighbours."""
@@ -344,6 +382,11 @@ def _runs(bucket: buckets.Bucket, chosen: Sequence[bool]) -> list[slice]:
         elif here:
             runs.append(slice(member.start, member.stop))
     return runs
+
+
+def _rows(damping: Any, at: slice) -> Any:
+    """Of a number, or of one for each block, those of some blocks."""
+    return damping[at] if isinstance(damping, torch.Tensor) else damping
 
 
 def _joined(inverses: Sequence[Any]) -> Any:

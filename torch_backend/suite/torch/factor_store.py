@@ -6,7 +6,7 @@ computes (`suite.core.placement`); in one process that is all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -225,10 +225,21 @@ class FactorStore:
             return self.refreshed
         key = (index, "layer is ready")
         if key not in self._cache:
+            if self._stacks_are_ready([index]):
+                self._cache[key] = True
+                return True
             ready = (self._inverse_of(index, side)[1] for side in ("A", "G"))
             self._cache[key] = all(bool(x.all()) for x in ready)
         found: bool = self._cache[key]
         return found
+
+    def _stacks_are_ready(self, indices: Iterable[int]) -> bool:
+        """Whether the host knows, without looking, that all factors in the stacks of layers are."""
+        keys = [self._key(i, side) for i in indices for side in ("A", "G")]
+        places = [self.places.get(key) for key in keys]
+        return all(
+            place is not None and self._cache.get((place.bucket, "stack is ready")) for place in places
+        )
 
     def _label(self, key: Key) -> str:
         return f"{self.layers[key[0]].name!r} ({key[1]})"

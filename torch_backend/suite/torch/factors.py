@@ -11,7 +11,7 @@ from suite.core import kfac as core_kfac
 from suite.core import linalg
 from suite.torch.factor_refresh import FactorRefresh
 from suite.torch.factor_store import Key
-from suite.torch.inplace import all_average_in, average_in
+from suite.torch.inplace import all_average_in, average_in, chosen
 from suite.torch.rows import Bases
 
 
@@ -19,7 +19,11 @@ class LayerFactors(FactorRefresh):
     """Running averages of A and G, what is derived from them, and directions."""
 
     def update(
-        self, new: Mapping[Key, torch.Tensor], seen: Mapping[Key, bool], factor_decay: float
+        self,
+        new: Mapping[Key, torch.Tensor],
+        seen: Mapping[Key, bool],
+        factor_decay: float,
+        finite: torch.Tensor | None = None,
     ) -> None:
         """Average normalized second moments in.
 
@@ -27,6 +31,7 @@ class LayerFactors(FactorRefresh):
             new: of the factors that are here.
             seen: whether there is evidence for a factor; one without keeps its average.
             factor_decay: β.
+            finite: (), whether all numbers of the step are; nothing changes if not. None: they are.
         """
         self.allocate()
         self.updated = True
@@ -37,25 +42,40 @@ class LayerFactors(FactorRefresh):
                 self._cache[known] = [factor.average[a:b] for a, b in ends]
             keys = [self.owners[m.index] for m in bucket.members]
             if all(seen[key] for key in keys):
-                given = [self.storage.keep(new[key]) for key in keys]
+                pairs = zip(keys, self._cache[known], strict=True)
+                given = [chosen(finite, self.storage.keep(new[key]), old) for key, old in pairs]
                 all_average_in(self._cache[known], given, factor_decay)
-                average_in(factor.weight, torch.ones_like(factor.weight), factor_decay)
+                one = chosen(finite, torch.ones_like(factor.weight), factor.weight)
+                average_in(factor.weight, one, factor_decay)
                 continue
             for key, member, average in zip(keys, bucket.members, self._cache[known], strict=True):
                 if seen[key]:
                     weight = factor.weight[member.start : member.stop]
-                    average_in(average, self.storage.keep(new[key]), factor_decay)
-                    average_in(weight, torch.ones_like(weight), factor_decay)
+                    average_in(
+                        average, chosen(finite, self.storage.keep(new[key]), average), factor_decay
+                    )
+                    average_in(weight, chosen(finite, torch.ones_like(weight), weight), factor_decay)
 
-    def update_products(self, new: Mapping[int, torch.Tensor], factor_decay: float) -> None:
-        """Average normalized second moments in the eigenbasis in, of the layers that have new ones."""
+    def update_products(
+        self,
+        new: Mapping[int, torch.Tensor],
+        factor_decay: float,
+        finite: torch.Tensor | None = None,
+    ) -> None:
+        """Average normalized second moments in the eigenbasis in, of the layers that have new ones.
+
+        Args:
+            finite: see `update`.
+        """
         for number, bucket in enumerate(self.buckets):
             average, weight = self.products[number]
             for member in bucket.members:
                 at = slice(member.start, member.stop)
                 if member.index in new:
-                    average_in(average[at], new[member.index], factor_decay)
-                    average_in(weight[at], torch.ones_like(weight[at]), factor_decay)
+                    given = chosen(finite, new[member.index], average[at])
+                    one = chosen(finite, torch.ones_like(weight[at]), weight[at])
+                    average_in(average[at], given, factor_decay)
+                    average_in(weight[at], one, factor_decay)
 
     def bases(self, index: int) -> Bases | None:
         """The eigenvectors of a layer in which second moments are to be summed, for EKFAC."""
@@ -81,8 +101,11 @@ class LayerFactors(FactorRefresh):
     def _ready(self, number: int) -> torch.Tensor | None:
         """(blocks,): which blocks of a bucket have inverses; None: all. Only asked after a refresh."""
         if (number, "ready") not in self._cache:
-            ready = self._gathered(number, "A")[1] & self._gathered(number, "G")[1]
-            self._cache[number, "ready"] = None if bool(ready.all()) else ready
+            ready = None
+            if not self._stacks_are_ready(m.index for m in self.buckets[number].members):
+                ready = self._gathered(number, "A")[1] & self._gathered(number, "G")[1]
+                ready = None if bool(ready.all()) else ready
+            self._cache[number, "ready"] = ready
         found: torch.Tensor | None = self._cache[number, "ready"]
         return found
 

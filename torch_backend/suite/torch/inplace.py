@@ -21,6 +21,13 @@ def all_average_in(averages: Sequence[torch.Tensor], new: Sequence[torch.Tensor]
     torch._foreach_lerp_(list(averages), [x.to(averages[0].dtype) for x in new], 1.0 - decay)
 
 
+def chosen(finite: torch.Tensor | None, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """`new`, or `old` unless `finite`, (); averaged in, what was there to begin with changes nothing."""
+    if finite is None:
+        return new
+    return torch.where(finite.to(new.device), new.to(old.dtype), old)
+
+
 def all_finite(tensors: Sequence[torch.Tensor], moments: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """(): whether all numbers in tensors that are not empty are finite; the host does not wait.
 
@@ -41,6 +48,17 @@ def all_finite(tensors: Sequence[torch.Tensor], moments: Sequence[torch.Tensor] 
         return torch.ones((), dtype=torch.bool)
     device = next((x.device for x in found if not x.is_cpu), found[0].device)
     return functools.reduce(torch.logical_and, [x.to(device) for x in found])
+
+
+def read_flags(flags: Sequence[torch.Tensor]) -> list[bool]:
+    """What booleans, (), of one device or of several are; the host waits once for each device."""
+    places: dict[torch.device, list[int]] = {}
+    for i, flag in enumerate(flags):
+        places.setdefault(flag.device, []).append(i)
+    found = dict.fromkeys(range(len(flags)), False)
+    for own in places.values():
+        found |= zip(own, torch.stack([flags[i] for i in own]).tolist(), strict=True)
+    return list(found.values())
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:

@@ -20,7 +20,7 @@ from suite.torch.collectives import SameGroup
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.inplace import HOST_DEVICES
-from suite.torch.kfac_engine import RANK_STRIDE, KFACEngine
+from suite.torch.kfac_engine import RANK_STRIDE, Agreement, KFACEngine
 from suite.torch.settings import (
     SHARINGS,
     AssignmentStrategy,
@@ -145,9 +145,10 @@ class KFAC(torch.optim.Optimizer):
         Weight decay of the base optimizer is added after preconditioning: it is decoupled.
         Steps that a GradScaler skips never arrive here and are not in `skipped_steps`.
         A step waits for the device once, to see whether all is finite. It does not, in one process on an
-        accelerator, if it takes no statistics and computes no inverses, and the base optimizer is fused
-        (`torch.optim.SGD(..., fused=True)`): then the device keeps that one from moving. Such a skipped
-        step counts in `steps`, leaves its gradients, and is warned of by the next step that waits.
+        accelerator, if it computes no inverses and the base optimizer is fused
+        (`torch.optim.SGD(..., fused=True)`): then the device keeps that one from moving, and statistics
+        from the averages. Such a skipped step counts in `steps`, also for what was due in it, leaves its
+        gradients, and is warned of by the next step that waits.
 
     Raises:
         ValueError, TypeError: a bad value, a model on which nothing would be preconditioned, or one
@@ -480,15 +481,14 @@ class KFAC(torch.optim.Optimizer):
         lr_of = self._lr_of()
         self._require_unscaled()
         self._engine.unwind()
-        taken = self._engine.take_statistics(_scale_of(self._grad_scaler))
+        taken = self._engine.take_statistics(functools.partial(_scale_of, self._grad_scaler))
         if self._sampler is not None:
             self._sampler.forget()
         parameters = self._parameters()
         due = self._spread_inverses or self._steps % inv_update_steps == 0
-        looks = due or any(t is not None for t in taken) or not self._can_be_stopped(parameters)
-        if looks:
-            self._report_unread()
-        agreed = self._engine.agree(parameters, taken, self._moves(), looks=looks)
+        agreed = self._engine.agree(parameters, taken, self._moves())
+        if agreed.finite is not None and (due or not self._can_be_stopped(parameters)):
+            agreed = self._looked_at(agreed, agreed.finite)
         if not agreed.unusable:
             counts = True
             if self._steps % factor_update_steps == 0:
@@ -547,17 +547,19 @@ class KFAC(torch.optim.Optimizer):
         finally:
             del base.grad_scale, base.found_inf
 
-    def _report_unread(self) -> None:
-        """Warn about the steps that were skipped while the host did not look."""
-        if self._unread is None:
-            return
-        count, self._unread = int(self._unread), None
-        self._skipped_steps += count
-        if count:
+    def _looked_at(self, agreed: Agreement, finite: torch.Tensor) -> Agreement:
+        """`agreed` when the host has waited to see whether all is `finite`, and was before this step."""
+        bad = (~finite).to(torch.float32)
+        unread = torch.zeros_like(bad) if self._unread is None else self._unread.to(bad.device)
+        now, before = torch.stack([bad, unread]).tolist()
+        self._unread = None
+        self._skipped_steps += int(before)
+        if before:
             warn_user(
-                f"{count} of the steps before step {self._steps} were skipped: a gradient was not "
-                f"finite ({self._skipped_steps} skipped so far)"
+                f"{int(before)} of the steps before step {self._steps} were skipped: a gradient or a "
+                f"statistic was not finite ({self._skipped_steps} skipped so far)"
             )
+        return agreed._replace(finite=None, unusable=(0,) if now else ())
 
     def _set_clock(self) -> None:
         """Whether the coming step wants statistics, and its number for the noise."""
@@ -609,12 +611,12 @@ class KFAC(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and statistics of backward passes that no step has used."""
         super().zero_grad(set_to_none)
-        self._engine.take_statistics(1.0)
+        self._engine.take_statistics()
         self._engine.forget_rows()
 
     def reset_batch(self) -> None:
         """Forget statistics, and forward passes, that no step has used."""
-        self._engine.take_statistics(1.0)
+        self._engine.take_statistics()
         self._engine.forget_rows()
         if self._sampler is not None:
             self._sampler.forget()

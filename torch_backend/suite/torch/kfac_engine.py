@@ -47,7 +47,7 @@ class Agreement(NamedTuple):
     """What all ranks know of a step before anything changes."""
 
     unusable: tuple[int, ...]  # ranks with a gradient or statistic that is not finite
-    finite: torch.Tensor | None  # (): whether all are, if the host has not looked
+    finite: torch.Tensor | None  # (): whether all are finite, if no rank had to look yet
     present: list[int]  # layers with a gradient on every rank
     torn: list[int]  # layers with a gradient on some
     seen: list[bool]  # by layer: whether any rank has statistics
@@ -219,14 +219,17 @@ class KFACEngine:
 
     # ---- statistics ----------------------------------------------------------------------------
 
-    def take_statistics(self, loss_scale: float = 1.0) -> Taken:
-        """What every layer saw since the last call; its gradients were `loss_scale` times too large."""
+    def take_statistics(self, loss_scale: Callable[[], float] = lambda: 1.0) -> Taken:
+        """What every layer saw since the last call; its gradients were `loss_scale()` times too large.
+
+        It is asked only where there are statistics: a GradScaler's answer has to come from the device.
+        """
         if not self.clock.sampled and all(slot.grad is None for slot in self._slots):
             for capture in self.captures:
                 capture.take_nothing()
             return [None for _ in self.captures]
         taken = [capture.take() for capture in self.captures]
-        return self._all_unscaled(taken, loss_scale)
+        return self._all_unscaled(taken, loss_scale())
 
     def forget_rows(self) -> None:
         """Drop what passes left for directions."""
@@ -249,16 +252,13 @@ class KFACEngine:
         parameters: Iterable[torch.Tensor],
         taken: Taken,
         moves: Callable[[nn.Parameter], bool],
-        *,
-        looks: bool = True,
     ) -> Agreement:
-        """Whether the step can be taken and with which layers; the one place where the host waits.
+        """Whether the step can be taken and with which layers; ranks that are not alone wait for it.
 
         Args:
             parameters: whose gradients must be finite.
             taken: of this rank.
             moves: whether the optimizer moves a parameter.
-            looks: whether the host has to know if all is finite; it must, if it is not alone.
         """
         count, world = len(self.layers), self.ranks.world
         present = [
@@ -277,8 +277,8 @@ class KFACEngine:
         finite = self._all_finite(parameters, taken)
         if self.is_alone:
             return Agreement(
-                unusable=(0,) if looks and not bool(finite) else (),
-                finite=None if looks else finite,
+                unusable=(),
+                finite=finite,
                 present=[i for i, flag in enumerate(flags[0]) if flag],
                 torn=[],
                 seen=flags[1],
@@ -359,10 +359,10 @@ class KFACEngine:
             (i, side): agreed.seen[i] and not (side == "A" and i in partial)
             for i, side in self.factors.all_keys()
         }
-        self.factors.update(new, seen, factor_decay)
+        self.factors.update(new, seen, factor_decay, agreed.finite)
         if self.rule.compute_method == "ekfac":
             products = summed_products(self.captures, taken, agreed.measured, self.factors, scaling)
-            self.factors.update_products(products, factor_decay)
+            self.factors.update_products(products, factor_decay, agreed.finite)
         return True
 
     def _terms(self, taken: Taken) -> torch.Tensor:
