@@ -56,7 +56,9 @@ class OurKron(Torch):
 class OurKFAC(Torch):
     def __init__(self, workload: Workload, **settings: Any) -> None:
         Contender.__init__(self, workload)
-        self.base = torch.optim.SGD(workload.model.parameters(), lr=1e-4, momentum=0.9)
+        parameters = list(workload.model.parameters())
+        fused = parameters[0].is_cuda or None  # the host need not look at each step then
+        self.base = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=fused)
         self.optimizer = KFAC(workload.model, self.base, inv_update_steps=PERIOD, **settings)
         self.every = settings.get("factor_update_steps", 1)
         self.spread = settings.get("spread_inverses", False)
