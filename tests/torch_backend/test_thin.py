@@ -179,6 +179,7 @@ def test_what_else_is_in_the_gradient_is_not_lost(monkeypatch, how, size):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")  # torch 2.15's
 def test_batched_and_forward_derivatives_pass_through(monkeypatch):
     run = Run(monkeypatch, True, lambda: nn.Linear(24, 32).double())
     kfac = KFAC(run.model, compute_method="inverse", factor_update_steps=3)

@@ -353,9 +353,7 @@ def gram(x: torch.Tensor) -> torch.Tensor:
     if x.ndim > 3:  # a product of more than three axes would copy its arguments every time
         return gram(x.flatten(0, -3)).unflatten(0, x.shape[:-2])
     n = x.shape[-1]
-    tall = x.shape[-2] >= 2 * n and x.is_contiguous()  # of a view halves take longer than the whole
-    least = _SMALLEST_HALVED_TALL if tall else _SMALLEST_HALVED
-    if n < least or x.shape[-2] < n // 16 or not _is_at_hand(x):
+    if n < _SMALLEST_HALVED_TALL or x.shape[-2] < n // 16 or not _is_at_hand(x) or not _pays_halved(x):
         return torch.bmm(x.mT, x) if x.ndim == 3 else torch.matmul(x.mT, x)
     product = torch.empty((*x.shape[:-2], n, n), dtype=x.dtype, device=x.device)
     edges = [n * i // 4 for i in range(5)]
@@ -364,6 +362,11 @@ def gram(x: torch.Tensor) -> torch.Tensor:
         product[..., start:stop, :stop] = strip
         product[..., :start, start:stop] = strip[..., :start].mT
     return product
+
+
+def _pays_halved(x: torch.Tensor) -> Any:
+    """Whether half of xᵀ x is faster; of a tall view it is not."""
+    return x.shape[-1] >= _SMALLEST_HALVED or (x.shape[-2] >= 2 * x.shape[-1] and x.is_contiguous())
 
 
 def parts(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:

@@ -67,14 +67,14 @@ def unit_noises(
     joined = _joined(streams)
     keys = _mix(_mix(joined + 1013904223) ^ (xp.zeros_like(joined) + step))
     position = _mix(xp.arange(max(sizes), dtype=xp.int32, device=device_of(joined)) + 374761393)
-    starts = itertools.accumulate(counts, initial=0)
+    starts = [0, *itertools.accumulate(counts)][:-1]
 
     def raw(start: int, count: int, size: int) -> Array:
         pairs = keys[start : start + count, None] ^ position[None, :size]
         return xp.reshape(pairs, (count * size,))
 
     # What is mixed gets no name: beside a large block there is room for little else.
-    bits = _mix(_joined([raw(*part) for part in zip(starts, counts, sizes, strict=False)]))
+    bits = _mix(_joined([raw(*part) for part in zip(starts, counts, sizes, strict=True)]))
     wide = dtype if xp.finfo(dtype).bits >= 32 else xp.float32  # half precision cannot hold an int32
     uniform = xp.astype(bits, wide)
     del bits

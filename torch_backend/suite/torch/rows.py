@@ -122,14 +122,12 @@ def _sums_of_some(
 ) -> Sums:
     """`sums` from the chosen examples, in proportion."""
     assert x is not None
-    share = gradient.shape[0] / chosen.numel()
+    share, some = gradient.shape[0] / chosen.numel(), gradient.index_select(0, chosen)
     if spec.norm == "batch":  # every example has a part in how each is normalized
         x = normalized_over_batch(x, spec.eps or 0.0, chosen)
-        spec = spec._replace(norm="")
+        A, G, counts, products = _normalized_sums(spec, x, some, output_positions(spec, some))
     else:
-        x = x.index_select(0, chosen)
-    spec, gradient = spec._replace(max_examples=0), gradient.index_select(0, chosen)
-    A, G, counts, products = sums(spec, x, gradient, want_A=want_A, bases=bases)
+        A, G, counts, products = sums(spec, x.index_select(0, chosen), some, want_A=want_A, bases=bases)
     return Sums(
         None if A is None else A * share,
         G * share,
@@ -275,6 +273,11 @@ def _norm_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positio
         if x.ndim == -spec.channel_axis:  # no batch axis
             x, gradient = x[None], gradient[None]
         x = F.instance_norm(x, eps=eps)
+    return _normalized_sums(spec, x, gradient, positions)
+
+
+def _normalized_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positions: int) -> Sums:
+    """Of a scale and shift that follow what `x` has gone through already."""
     axis = spec.channel_axis % x.ndim
     channels = x.shape[axis]
     scales, shifts = gradient * x, gradient
