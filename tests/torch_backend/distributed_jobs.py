@@ -54,6 +54,16 @@ def with_exchanges(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
+def train_on_old_gloo(settings: Settings) -> dict[str, Any]:
+    """`train`, where the backend has no reduce_scatter."""
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("ProcessGroupGloo does not support reduce_scatter")
+
+    with mock.patch.object(dist, "reduce_scatter", refused):
+        return train(settings)
+
+
 def train_with_rows(settings: Settings) -> dict[str, Any]:
     """`train`, where directions may come from rows whatever a layer's size."""
     with mock.patch.object(thin, "SMALLEST", 0):

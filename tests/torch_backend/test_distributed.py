@@ -31,6 +31,7 @@ from torch_backend.distributed_jobs import (
     train,
     train_branches,
     train_in_pairs,
+    train_on_old_gloo,
     train_positions,
     train_with_nan,
     whole_between_micro_batches,
@@ -329,6 +330,15 @@ def test_gradients_keep_their_storage(crew, wrap):
     for strategy in STRATEGIES:
         settings = Settings(wrap, ddp=views, kfac={"gradient_worker_fraction": strategy})
         assert all(crew.run(gradient_storage, 4, settings))
+
+
+@pytest.mark.parametrize("bucket_mb", [0, 25])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backend_without_reduce_scatter_takes_the_same_steps(crew, strategy, bucket_mb):
+    """Gloo's of torch 2.6."""
+    kfac = {"gradient_worker_fraction": strategy, "allreduce_bucket_cap_mb": bucket_mb}
+    for result in crew.run(train_on_old_gloo, 4, Settings(kfac=kfac)):
+        assert distance(result["parameters"], alone(Settings(kfac=kfac))) < 1e-9
 
 
 @pytest.mark.parametrize("strategy", ["COMM_OPT", "MEM_OPT"])

@@ -57,6 +57,21 @@ class _Travelling:
         self.unpack()
 
 
+class _Summing(NamedTuple):
+    """A collective that brings all ranks' parts, and their sum when they are there."""
+
+    work: Any
+    parts: torch.Tensor  # (ranks, numbers)
+    total: torch.Tensor  # (numbers,)
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        self.work.wait()
+        torch.sum(self.parts, dim=0, out=self.total)
+
+
 class SameGroup:
     """A process group among settings that are copied: copies share it, a pickle leaves it out."""
 
@@ -182,7 +197,7 @@ class Ranks:
             return self._start(
                 phase,
                 names,
-                lambda: dist.reduce_scatter(mine, flats, group=self.group, async_op=True),
+                lambda: self._reduce_scatter(mine, flats),
                 unpack,
             )
 
@@ -365,6 +380,20 @@ class Ranks:
             return _Travelling(run(), what, unpack)
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(f"{what}. The backend says: {error}") from error
+
+    def _reduce_scatter(self, mine: torch.Tensor, flats: list[torch.Tensor]) -> Any:
+        """Into `mine` the sum of what ranks have for this one; gloo of torch 2.6 can only send it."""
+        try:
+            return dist.reduce_scatter(mine, flats, group=self.group, async_op=True)
+        except RuntimeError as error:
+            if "does not support reduce_scatter" not in str(error):
+                raise
+        parts, sizes = mine.new_empty(self.world, mine.numel()), [x.numel() for x in flats]
+        arriving, equal = parts.view(-1), [mine.numel()] * self.world
+        work = dist.all_to_all_single(
+            arriving, torch.cat(flats), equal, sizes, group=self.group, async_op=True
+        )
+        return _Summing(work, parts, mine)
 
     def _count(self, phase: str, sent: int) -> None:
         self.bytes_sent[phase] = self.bytes_sent.get(phase, 0) + sent
