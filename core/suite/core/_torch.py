@@ -365,7 +365,7 @@ def gram(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pays_halved(x: torch.Tensor) -> Any:
-    """Whether half of xᵀ x is faster; of a tall view it is not."""
+    """Whether half of xᵀ x is faster than all of it: of large ones, and of tall ones but for views."""
     return x.shape[-1] >= _SMALLEST_HALVED or (x.shape[-2] >= 2 * x.shape[-1] and x.is_contiguous())
 
 
