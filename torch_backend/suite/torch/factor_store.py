@@ -225,11 +225,8 @@ class FactorStore:
             return self.refreshed
         key = (index, "layer is ready")
         if key not in self._cache:
-            if self._stacks_are_ready([index]):
-                self._cache[key] = True
-                return True
             ready = (self._inverse_of(index, side)[1] for side in ("A", "G"))
-            self._cache[key] = all(bool(x.all()) for x in ready)
+            self._cache[key] = self._stacks_are_ready([index]) or all(bool(x.all()) for x in ready)
         found: bool = self._cache[key]
         return found
 

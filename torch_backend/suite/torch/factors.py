@@ -11,7 +11,7 @@ from suite.core import kfac as core_kfac
 from suite.core import linalg
 from suite.torch.factor_refresh import FactorRefresh
 from suite.torch.factor_store import Key
-from suite.torch.inplace import all_average_in, average_in, chosen
+from suite.torch.inplace import all_average_in, average_in
 from suite.torch.rows import Bases
 
 
@@ -42,19 +42,15 @@ class LayerFactors(FactorRefresh):
                 self._cache[known] = [factor.average[a:b] for a, b in ends]
             keys = [self.owners[m.index] for m in bucket.members]
             if all(seen[key] for key in keys):
-                pairs = zip(keys, self._cache[known], strict=True)
-                given = [chosen(finite, self.storage.keep(new[key]), old) for key, old in pairs]
-                all_average_in(self._cache[known], given, factor_decay)
-                one = chosen(finite, torch.ones_like(factor.weight), factor.weight)
-                average_in(factor.weight, one, factor_decay)
+                given = [self.storage.keep(new[key]) for key in keys]
+                all_average_in(self._cache[known], given, factor_decay, finite)
+                average_in(factor.weight, torch.ones_like(factor.weight), factor_decay, finite)
                 continue
             for key, member, average in zip(keys, bucket.members, self._cache[known], strict=True):
                 if seen[key]:
                     weight = factor.weight[member.start : member.stop]
-                    average_in(
-                        average, chosen(finite, self.storage.keep(new[key]), average), factor_decay
-                    )
-                    average_in(weight, chosen(finite, torch.ones_like(weight), weight), factor_decay)
+                    average_in(average, self.storage.keep(new[key]), factor_decay, finite)
+                    average_in(weight, torch.ones_like(weight), factor_decay, finite)
 
     def update_products(
         self,
@@ -72,10 +68,8 @@ class LayerFactors(FactorRefresh):
             for member in bucket.members:
                 at = slice(member.start, member.stop)
                 if member.index in new:
-                    given = chosen(finite, new[member.index], average[at])
-                    one = chosen(finite, torch.ones_like(weight[at]), weight[at])
-                    average_in(average[at], given, factor_decay)
-                    average_in(weight[at], one, factor_decay)
+                    average_in(average[at], new[member.index], factor_decay, finite)
+                    average_in(weight[at], torch.ones_like(weight[at]), factor_decay, finite)
 
     def bases(self, index: int) -> Bases | None:
         """The eigenvectors of a layer in which second moments are to be summed, for EKFAC."""

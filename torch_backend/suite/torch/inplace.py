@@ -11,21 +11,28 @@ from torch import nn
 HOST_DEVICES = ("cpu",)  # whose numbers can be read without waiting
 
 
-def average_in(average: torch.Tensor, new: torch.Tensor, decay: float) -> None:
-    """`suite.core.moments.update_average`, into `average` itself."""
-    average.lerp_(new.to(average.dtype), 1.0 - decay)
+def average_in(
+    average: torch.Tensor, new: torch.Tensor, decay: float, finite: torch.Tensor | None = None
+) -> None:
+    """`suite.core.moments.update_average`, into `average` itself; nothing unless `finite`, ()."""
+    average.lerp_(_evidence(average, new, finite), 1.0 - decay)
 
 
-def all_average_in(averages: Sequence[torch.Tensor], new: Sequence[torch.Tensor], decay: float) -> None:
+def all_average_in(
+    averages: Sequence[torch.Tensor],
+    new: Sequence[torch.Tensor],
+    decay: float,
+    finite: torch.Tensor | None = None,
+) -> None:
     """`average_in` of many tensors of one dtype."""
-    torch._foreach_lerp_(list(averages), [x.to(averages[0].dtype) for x in new], 1.0 - decay)
+    evidence = [_evidence(*pair, finite) for pair in zip(averages, new, strict=True)]
+    torch._foreach_lerp_(list(averages), evidence, 1.0 - decay)
 
 
-def chosen(finite: torch.Tensor | None, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`new`, or `old` unless `finite`, (); averaged in, what was there to begin with changes nothing."""
-    if finite is None:
-        return new
-    return torch.where(finite.to(new.device), new.to(old.dtype), old)
+def _evidence(average: torch.Tensor, new: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
+    """`new`; unless `finite` the average, which averaged into itself stays as it is to the last bit."""
+    new = new.to(average.dtype)
+    return new if finite is None else torch.where(finite.to(new.device), new, average)
 
 
 def all_finite(tensors: Sequence[torch.Tensor], moments: Sequence[torch.Tensor] = ()) -> torch.Tensor:
