@@ -81,12 +81,12 @@ def together(
 
     Args:
         function: of arrays (k, ...), to arrays (k, ...), for each of the k by itself.
-        stacks: its arguments, with a k of their own.
+        stacks: its arguments, with a k of their own; those of one stack are on one device.
     """
-    keys = [tuple((x.shape[1:], x.dtype, device_of(x)) for x in stack) for stack in stacks]
+    keys = [(device_of(s[0]), *((x.shape[1:], x.dtype) for x in s)) for s in stacks]
     found: list[Any] = [None] * len(stacks)
     for bucket in plan_buckets([(k, s[0].shape[0]) for k, s in zip(keys, stacks, strict=True)]):
-        largest = max(math.prod(shape) for shape, _, _ in bucket.key)
+        largest = max(math.prod(shape) for shape, _ in bucket.key[1:])
         for part in cut(bucket, max(1, _MOST_TOGETHER // max(1, largest))):
             rows = [stacks[member.index] for member in part.members]
             if len(rows) == 1:

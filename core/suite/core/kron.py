@@ -23,6 +23,7 @@ from suite.core import kronecker, linalg
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
 from suite.core.buckets import together
 from suite.core.checks import check_choice, check_number
+from suite.core.kron_evidence import Evidence, evidence_of, flat, for_each, stacked
 from suite.core.rounding import stochastic_round
 
 Geometry = Literal["Q0.5EQ1.5", "QEQ", "QUAD", "EQ", "QEP", "PRO4P", "QUAD4P"]
@@ -37,20 +38,6 @@ class KronState(NamedTuple):
     factors: tuple[Array, ...]  # Q_i, in the forms of `suite.core.kronecker`
     lipschitz: tuple[Array, ...]  # L_i, (...,): remembered bound of the update's smoothness
     preconditioners: tuple[Array, ...]  # P_i = Q_iᵀ Q_i, as `refresh` left them
-
-
-class _Evidence(NamedTuple):
-    """What k blocks tell their factors of one axis, in units of the signal's largest entry u.
-
-    Of block-diagonal factors each block on the diagonal is one of the k.
-    """
-
-    factors: Array  # (k, n, n), or (k, n) of diagonal ones
-    lipschitz: Array  # (k,), as it was, in units of 1
-    seen: Array  # T / u², like the factors
-    white: Array  # c / u², (k,), or what stands for it, like the factors
-    unit: Array  # (k,), u
-    usable: Array  # (k,), bool: whether it is evidence
 
 
 @dataclass(frozen=True)
@@ -199,10 +186,10 @@ class Kron:
         preconditioner_lr: Scalar,
         vectors: Sequence[Array] | None,
     ) -> list[KronState]:
-        evidence: list[_Evidence] = []
+        evidence: list[Evidence] = []
         given = [None] * len(states) if vectors is None else vectors
         for stack in zip(states, gradients, noises, given, strict=True):
-            evidence += self._evidence(*stack)
+            evidence += evidence_of(self, *stack)
         fitted = iter(together(functools.partial(self._fitted, preconditioner_lr), evidence))
         found = []
         for state in states:
@@ -217,82 +204,8 @@ class Kron:
             found.append(KronState(tuple(factors), tuple(lipschitz), state.preconditioners))
         return found
 
-    def _evidence(
-        self, state: KronState, gradient: Array, noise: Array, vector: Array | None
-    ) -> list[_Evidence]:
-        """What a stack of blocks tells its factors, axis by axis, as if it had one leading axis."""
-        xp = array_namespace(gradient)
-        ndim, batch = len(state.factors), state.lipschitz[0].ndim
-
-        def flat(x: Array) -> Array:
-            return _flat(x, batch)
-
-        factors, preconditioners = (
-            tuple(flat(lift(q)) for q in kept) for kept in (state.factors, state.preconditioners)
-        )
-        lipschitz = tuple(map(flat, state.lipschitz))
-        compute = factors[0].dtype
-        g, noise = (flat(xp.astype(x, compute)) for x in (gradient, noise))
-        v = None if vector is None else flat(xp.astype(vector, compute))
-        own_axes = tuple(range(1, g.ndim))
-        # An exactly zero gradient says nothing about curvature; fitting it would inflate Q.
-        usable, told = _told_by(g, factors)
-        if self.preconditioner_init_scale is None:
-            gain = self._first_scale(g, v, lipschitz[0], own_axes)
-            factors = kronecker.scaled(factors, gain * gain if self.fits_P else gain)
-            preconditioners = kronecker.scaled(preconditioners, gain * gain)
-        dither = xp.abs(g)  # changed in place, as other fresh arrays here: new ones cost time on a CPU
-        dither *= float(xp.finfo(compute).eps)
-        dither += as_scalar(self.damping, g)
-        dither *= noise
-        dither += g
-        g = dither
-        reference = v
-        if self.geometry == "EQ":
-            signal = kronecker.apply(factors, g)
-            reference = _inverse_transposed(factors, noise if v is None else v)
-        else:
-            signal = kronecker.apply(preconditioners, g, symmetric=True)
-        # Everything below is in units of the signal's largest entry u (T / u², c / u², L / u²): the
-        # update is a ratio, and squares of 1e20 do not fit in float32.
-        unit = linalg.largest_entry(signal, own_axes, keepdims=True)
-        if reference is not None:
-            for axis, flags in enumerate(told):
-                if flags is not None:
-                    reference = reference * _along(flags, axis, reference)
-            unit = xp.maximum(unit, linalg.largest_entry(reference, own_axes, keepdims=True))
-            reference = reference / xp.maximum(unit, 1.0)
-        unit = xp.maximum(unit, 1.0)
-        signal /= unit
-        u = xp.reshape(unit, (unit.shape[0],))
-        found = []
-        for axis, (q, L) in enumerate(zip(factors, lipschitz, strict=True)):
-            is_diagonal = q.ndim == 2
-            seen = kronecker.apply_factor(q, signal, axis, ndim) if self.geometry == "QEP" else signal
-            form = {"diagonal": is_diagonal, "blocks": kronecker.diagonal_blocks(q, signal, ndim)}
-            T = kronecker.gram(seen, axis, ndim, **form)
-            if reference is not None:
-                own = reference
-                if self.geometry == "QEP":
-                    own = kronecker.apply_factor(q, reference, axis, ndim)
-                white = kronecker.gram(own, axis, ndim, **form)
-            else:
-                white = math.prod(g.shape[1:]) / g.shape[1 + axis] / u / u
-                for other, flags in enumerate(told):
-                    if other != axis and flags is not None:
-                        white = white * xp.mean(xp.astype(flags, compute), axis=1)
-                if self.geometry == "QEP":
-                    square = q * q if is_diagonal else linalg.gram(linalg.transpose(q))
-                    white = kronecker.scaled((square,), white)[0]
-            of_axis, flags = _Evidence(q, xp.astype(L, compute), T, white, u, usable), told[axis]
-            if flags is not None:
-                each = _on_diagonals(of_axis, q.shape[1])
-                of_axis = each._replace(usable=xp.reshape(flags, (-1,)))
-            found.append(of_axis)
-        return found
-
     def _fitted(self, preconditioner_lr: Scalar, *evidence: Array) -> tuple[Array, Array]:
-        """New factors and L of blocks with this `_Evidence`."""
+        """New factors and L of blocks with this `Evidence`."""
         q, L, T, white, u, usable = evidence
         xp = array_namespace(q)
         is_diagonal, scalar = q.ndim == 2, white.ndim == 1
@@ -307,27 +220,6 @@ class Kron:
         new_q = self._step(q, T, white, step, is_diagonal, scalar)
         new_L = xp.minimum(new_L * u * u, _LARGEST_LIPSCHITZ)
         return new_q, xp.where(usable, new_L, L)
-
-    def _first_scale(
-        self, g: Array, v: Array | None, lipschitz: Array, own_axes: tuple[int, ...]
-    ) -> Array:
-        """What a block's factors still lack, each: mean(g⁴)^(-1/8 d) at its first evidence, else 1.
-
-        E[(P g)²] = 1 asks for P ~ 1 / |g|, and Q is its root; the fourth moment weighs large entries, so
-        that the first steps are rather too short. Source: Li 2024 (arXiv:2402.11858), implementation.
-        """
-        xp = array_namespace(g)
-        largest = xp.max(xp.abs(g), axis=own_axes)
-        fresh = (lipschitz == 0) & (largest > 0)
-        one = xp.zeros_like(largest) + 1
-        unit = g / xp.reshape(
-            xp.where(fresh, largest, one), (*g.shape[: -len(own_axes)], *(1,) * len(own_axes))
-        )
-        moment = xp.sqrt(xp.sqrt(xp.mean(unit**4, axis=own_axes)))  # in units of the largest entry
-        size = xp.where(fresh, moment * largest + as_scalar(self.damping, g), one)
-        if v is not None:
-            size = size / xp.where(fresh, xp.sqrt(xp.mean(v * v, axis=own_axes)), one)
-        return (1 / xp.sqrt(size)) ** (1 / len(own_axes))
 
     def _step(
         self, q: Array, T: Array, white: Array, step: Array, is_diagonal: bool, scalar: bool
@@ -365,13 +257,13 @@ class Kron:
         return self._refresh_all([state])[0]
 
     def _refresh_all(self, states: Sequence[KronState]) -> list[KronState]:
-        flat = [[_flat(q, s.lipschitz[0].ndim) for q in s.factors] for s in states]
-        found_sizes = iter(together(_sizes, [(_stacked(q),) for factors in flat for q in factors]))
-        sizes = [[_largest_of_each(next(found_sizes)[0], q.shape[0]) for q in own] for own in flat]
+        flattened = [[flat(q, s.lipschitz[0].ndim) for q in s.factors] for s in states]
+        found_sizes = iter(together(_sizes, [(stacked(q),) for factors in flattened for q in factors]))
+        sizes = [[_largest_of_each(next(found_sizes)[0], q.shape[0]) for q in own] for own in flattened]
         gains = together(kronecker.balancing, [tuple(own) for own in sizes])
         pairs = [
-            (_stacked(q), _for_each(gain, q.shape[1]) if q.ndim == 4 else gain)
-            for own, of_own in zip(flat, gains, strict=True)
+            (stacked(q), for_each(gain, q.shape[1]) if q.ndim == 4 else gain)
+            for own, of_own in zip(flattened, gains, strict=True)
             for q, gain in zip(own, of_own, strict=True)
         ]
         refreshed = iter(together(self._balanced, pairs))
@@ -398,8 +290,8 @@ class Kron:
 
     def square_all(self, states: Sequence[KronState]) -> list[KronState]:
         """`square` of several stacks, computed together as `fit` does it: to the same last bit."""
-        flat = [(_stacked(_flat(q, s.lipschitz[0].ndim)),) for s in states for q in s.factors]
-        squares = iter(together(lambda q: (self._square(q, q.ndim == 2),), flat))
+        own_blocks = [(stacked(flat(q, s.lipschitz[0].ndim)),) for s in states for q in s.factors]
+        squares = iter(together(lambda q: (self._square(q, q.ndim == 2),), own_blocks))
         found = []
         for state in states:
             own = [(q, next(squares)[0]) for q in state.factors]
@@ -439,74 +331,9 @@ def _sizes(q: Array) -> tuple[Array]:
     return (linalg.largest_entry(lift(q), tuple(range(1, q.ndim))),)
 
 
-def _stacked(x: Array) -> Array:
-    """Of block-diagonal matrices (k, c, n, n) the blocks, (k c, n, n); others as they are."""
-    return array_namespace(x).reshape(x, (-1, *x.shape[2:])) if x.ndim == 4 else x
-
-
-def _told_by(g: Array, factors: Sequence[Array]) -> tuple[Array, list[Array | None]]:
-    """Which gradients have an entry that is not zero, and along which blocks of a factor's diagonal.
-
-    Returns:
-        Flags (k,), and for each factor (k, c); None of one that is not block-diagonal.
-    """
-    xp = array_namespace(g)
-    counts = [q.shape[1] if q.ndim == 4 else 1 for q in factors]
-    grid = [x for n, c in zip(g.shape[1:], counts, strict=True) for x in (c, n // c)]
-    inside = tuple(range(2, len(grid) + 1, 2))
-    largest = linalg.largest_entry(xp.reshape(g, (g.shape[0], *grid)), inside)  # (k, c_1, ..., c_d)
-    told: list[Array | None] = []
-    for axis, count in enumerate(counts, 1):
-        others = tuple(i for i in range(1, largest.ndim) if i != axis)
-        flags = (xp.max(largest, axis=others) if others else largest) > 0
-        told.append(flags if count > 1 else None)
-    return xp.max(largest, axis=tuple(range(1, largest.ndim))) > 0, told
-
-
-def _along(flags: Array, axis: int, x: Array) -> Array:
-    """Flags (k, c) of the c parts of an axis of `x`, (k, ...), as ones and zeros to multiply it with."""
-    xp = array_namespace(x)
-    side = x.shape[1 + axis]
-    each = xp.broadcast_to(flags[:, :, None], (*flags.shape, side // flags.shape[1]))
-    shape = (x.shape[0], *(side if i == axis else 1 for i in range(x.ndim - 1)))
-    return xp.astype(xp.reshape(each, shape), x.dtype)
-
-
-def _on_diagonals(evidence: _Evidence, count: int) -> _Evidence:
-    """Evidence of block-diagonal factors as that of the `count` blocks of each."""
-    return _Evidence(*(_for_each(x, count) if x.ndim == 1 else _stacked(x) for x in evidence))
-
-
-def _for_each(x: Array, count: int) -> Array:
-    """Numbers (k,) of matrices as those of their blocks, `count` each."""
-    xp = array_namespace(x)
-    return xp.reshape(xp.broadcast_to(x[:, None], (x.shape[0], count)), (-1,))
-
-
 def _largest_of_each(x: Array, count: int) -> Array:
     """Numbers of blocks, the largest for each of `count` matrices."""
     if x.shape[0] == count:
         return x
     xp = array_namespace(x)
     return xp.max(xp.reshape(x, (count, -1)), axis=1)
-
-
-def _flat(x: Array, batch: int) -> Array:
-    """With one leading axis in place of `batch` of them."""
-    if batch == 1:
-        return x
-    return array_namespace(x).reshape(x, (math.prod(x.shape[:batch]), *x.shape[batch:]))
-
-
-def _inverse_transposed(factors: tuple[Array, ...], x: Array) -> Array:
-    """(Q_1 ⊗ Q_2 ⊗ ...)⁻ᵀ x for triangular factors: dense, diagonal or block-diagonal ones."""
-    xp = array_namespace(x)
-    ndim = len(factors)
-    for axis, q in enumerate(factors):
-        if kronecker.is_diagonal(q, x, ndim):
-            x = kronecker.apply_factor(1 / q, x, axis, ndim)
-        else:
-            rows = kronecker.unfold(x, axis, ndim, kronecker.diagonal_blocks(q, x, ndim))
-            solved = linalg.solve_triangular(xp.matrix_transpose(q), rows, upper=False)
-            x = kronecker.fold(solved, axis, x.shape, ndim)
-    return x
