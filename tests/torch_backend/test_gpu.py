@@ -93,6 +93,22 @@ def test_a_step_that_is_not_finite_changes_nothing(name, poison, recwarn):
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in before.items())
 
 
+def test_kron_of_parameters_on_several_devices():
+    trajectories = []
+    for devices in (("cpu", "cpu"), ("cuda", "cpu"), ("cpu", "cuda")):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(4, 4, dtype=torch.float64).to(d)) for d in devices]
+        kron = Kron(parameters, lr=0.1, weight_decay=0.1)
+        for _ in range(3):
+            for p in parameters:
+                p.grad = torch.randn(4, 4, dtype=torch.float64).to(p.device)
+            kron.step()
+        trajectories.append([p.detach().cpu() for p in parameters])
+    for found in trajectories[1:]:
+        for a, b in zip(found, trajectories[0], strict=True):
+            assert float((a - b).norm()) < 1e-8 * float(b.norm())
+
+
 def test_krons_host_does_not_wait():
     model = network().cuda().float()
     kron = Kron(model.parameters(), lr=0.01)

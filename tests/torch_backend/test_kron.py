@@ -204,9 +204,10 @@ def test_groups_have_settings_of_their_own_and_can_join_later():
     kron = Kron(
         [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}], lr=0.1
     )
-    first, last = model[0].weight.detach().clone(), model[4].weight.detach().clone()
+    first, middle, last = (model[i].weight.detach().clone() for i in (0, 2, 4))
     run(model, kron, range(2))
     assert torch.equal(model[0].weight, first)
+    assert not torch.equal(model[2].weight, middle)
     assert torch.equal(model[4].weight, last)
     kron.add_param_group({"params": model[4].parameters(), "memory_save_mode": "all_diag"})
     run(model, kron, range(2))
@@ -217,6 +218,20 @@ def test_groups_have_settings_of_their_own_and_can_join_later():
     with pytest.raises(ValueError, match="b1 must be"):
         kron.add_param_group({"params": [nn.Parameter(torch.ones(2))], "b1": 2.0})
     assert len(kron.param_groups) == 3
+
+
+def test_groups_may_be_named_generators_or_single_tensors():
+    one, other = network(), network()
+    run(one, lists := Kron([{"params": list(one.parameters())}], lr=0.1), range(2))
+    named = {"params": (pair for pair in other.named_parameters())}
+    run(other, generators := Kron([named], lr=0.1), range(2))
+    assert same(one.state_dict(), other.state_dict())
+    assert same(lists.state_dict()["state"], generators.state_dict()["state"])
+    alone = nn.Parameter(torch.ones(3, 3))
+    kron = Kron([{"params": alone}], lr=0.1)
+    alone.grad = torch.ones(3, 3)
+    kron.step()
+    assert not torch.equal(alone, torch.ones(3, 3))
 
 
 def test_tensor_learning_rates_schedulers_and_maximize():
@@ -497,11 +512,16 @@ def test_copies_and_pickles_go_on_alike(through):
     assert same(kron.state_dict(), twins.state_dict())
 
 
-def test_loaded_and_edited_settings_take_effect():
-    model = network()
-    kron = Kron(model.parameters(), lr=0.01)
-    other = network()
-    saved = Kron(other.parameters(), lr=0.01, geometry="EQ", betaL=0.5)
+@pytest.mark.parametrize("geometries", [("Q0.5EQ1.5", "EQ"), ("QEQ", "QUAD4P"), ("PRO4P", "QEQ")])
+def test_loaded_and_edited_settings_take_effect(geometries):
+    """Of factors of P, which two geometries have, P is not the square."""
+    model, other = network(), network()
+    kept = {"lr": 0.01, "cache_preconditioner": True}
+    kron = Kron(model.parameters(), **kept, geometry=geometries[0])
+    saved = Kron(other.parameters(), **kept, geometry=geometries[1], betaL=0.5)
+    run(other, saved, range(4))
+    model.load_state_dict(other.state_dict())
+    saved.param_groups[0]["preconditioner_update_probability"] = 1e-6  # no new factors from here on
     kron.load_state_dict(saved.state_dict())
     run(model, kron, range(3))
     run(other, saved, range(3))

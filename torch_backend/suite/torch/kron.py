@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -161,7 +161,7 @@ class Kron(torch.optim.Optimizer):
         self.hvp, self.distributed = hvp, distributed
         self._torn_reported = False
         if not isinstance(params, torch.Tensor):  # which is an error, said below
-            params = list(params)
+            params = [_listed(entry) for entry in params]
             process_group = _group_of(params) if process_group is None else process_group
         self._ranks = Ranks(process_group, allreduce_bucket_cap_mb)
         if hvp == "exact" and not self._ranks.alone:
@@ -376,22 +376,27 @@ class Kron(torch.optim.Optimizer):
             gradients = [None if g is None else -g for g in gradients]
         if not any(g is not None for g in gradients):
             return
-        device = next(p.device for p in engine.parameters)
-        finite = None if finite is None else finite.to(device)
-        # A product, not a branch on `finite`: the host does not wait. Directions are finite by now.
-        one = torch.ones((), dtype=_widest(engine.parameters), device=device)
-        rate = -group["lr"] * (one if finite is None else finite.to(one))
-        decay = group["weight_decay"]
+        dtype, decay = _widest(engine.parameters), group["weight_decay"]
+
+        def rate_on(device: torch.device) -> torch.Tensor:
+            # A product, not a branch on `finite`: the host does not wait. Directions are finite by now.
+            one = torch.ones((), dtype=dtype, device=device)
+            found: torch.Tensor = -group["lr"] * (one if finite is None else finite.to(one))
+            return found
+
+        rates = {device: rate_on(device) for device in {p.device for p in engine.parameters}}
 
         def move(directions: list[tuple[int, torch.Tensor]]) -> None:
-            if not directions:
-                return
-            parameters = [local(engine.parameters[i]) for i, _ in directions]
-            updates = [d.to(engine.parameters[i].dtype) for i, d in directions]
-            if decay != 0:
-                torch._foreach_add_(updates, parameters, alpha=decay)
-            torch._foreach_mul_(updates, rate)
-            torch._foreach_add_(parameters, updates)
+            for device, rate in rates.items():
+                own = [(engine.parameters[i], d) for i, d in directions if d.device == device]
+                if not own:
+                    continue
+                parameters = [local(p) for p, _ in own]
+                updates = [d.to(p.dtype) for p, d in own]
+                if decay != 0:
+                    torch._foreach_add_(updates, parameters, alpha=decay)
+                torch._foreach_mul_(updates, rate)
+                torch._foreach_add_(parameters, updates)
 
         engine.step(gradients, finite, settings, move, pairs)
 
@@ -495,10 +500,18 @@ class Kron(torch.optim.Optimizer):
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             kept = ("params", "param_names", *_FIXED)
             group.update({k: v for k, v in saved_group.items() if k not in kept})
-        for engine in self._engines:
+        for engine, group in zip(self._engines, self.param_groups, strict=True):
+            engine.rule = _rule(group)  # the geometry may be another now
             engine.after_load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+def _listed(entry: Any) -> Any:
+    """An entry of `params` that can be read more than once."""
+    if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
+        return {**entry, "params": list(entry["params"])}
+    return entry
 
 
 def _group_of(params: list[Any]) -> Any:

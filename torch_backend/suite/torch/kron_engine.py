@@ -130,10 +130,13 @@ class KronEngine:
         sizes, diagonal, diagonal_blocks, dtype, device = key
         wide = torch.promote_types(dtype, torch.float32)
         like = torch.empty(0, dtype=self.precond_dtype or wide, device=device)
+        kron = self.rule.init(like, (count, *sizes), diagonal, diagonal_blocks)
+        # A geometry of P may have one array for both; but state is changed in place, and the rule, too.
+        own = tuple(p.clone() if self.rule.fits_P else p for p in kron.preconditioners)
         return Pack(
             torch.zeros((count, *sizes), dtype=self.mu_dtype or dtype, device=device),
             torch.zeros(count, dtype=wide, device=device),
-            self.rule.init(like, (count, *sizes), diagonal, diagonal_blocks),
+            kron._replace(preconditioners=own),
             torch.tensor(streams, dtype=torch.int32, device=device),
         )
 

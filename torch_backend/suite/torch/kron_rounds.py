@@ -59,6 +59,7 @@ def which_may_change(
     piece: Piece, filled: Sequence[bool], finite: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor | None:
     """Whether blocks may change: () or (blocks,); None: all do."""
+    finite = None if finite is None else finite.to(device)
     if all(filled[i] for i, _ in piece.parts):
         return finite
     flags = [filled[i] for i, part in piece.parts for _ in range(part.stop - part.start)]
