@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,6 +34,7 @@ class Settings:
     dtype: torch.dtype = torch.float64
     kfac: dict[str, Any] = field(default_factory=dict)
     micro: int = 1  # batches a step
+    held_back: bool = False  # whether fully_shard reduces gradients with the last of them only
     ddp: dict[str, Any] = field(default_factory=dict)
     fsdp: dict[str, Any] = field(default_factory=dict)
     shares: tuple[int, ...] = ()  # examples of each rank; default: equal
@@ -161,6 +162,8 @@ def backward(run: nn.Module, x: torch.Tensor, y: torch.Tensor, settings: Setting
             and not last
             and not settings.ddp.get("static_graph")
         )
+        if settings.held_back and isinstance(run, FSDPModule):
+            run.set_requires_gradient_sync(last)
         with run.no_sync() if hold else contextlib.nullcontext():  # type: ignore[operator]
             output = run(a)
             if settings.loss == "global":

@@ -169,6 +169,8 @@ VARIANTS: dict[str, tuple[int, Settings]] = {
     "stale, fsdp": (3, Settings("fsdp", kfac={"inv_update_steps": 3, "factor_update_steps": 2})),
     "accumulation": (2, Settings(micro=3)),
     "accumulation, fsdp": (2, Settings("fsdp", micro=3)),
+    "accumulation, fsdp, held back": (2, Settings("fsdp", micro=3, held_back=True)),
+    "accumulation, hsdp, held back": (4, Settings("hsdp", micro=3, held_back=True)),
     "accumulation, static graph": (2, Settings(micro=2, ddp={"static_graph": True})),
     "static graph": (2, Settings(ddp={"static_graph": True})),
     "bucket views": (3, Settings(ddp={"gradient_as_bucket_view": True})),

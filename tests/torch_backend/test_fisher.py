@@ -106,6 +106,31 @@ def term_hessian(likelihood, J, f):
     return J.T @ hessian(LIKELIHOODS[likelihood][1], f) @ J
 
 
+@pytest.mark.parametrize("fisher", ["type-2", "mc"])
+@pytest.mark.parametrize("likelihood", [Gaussian(1e-6), Gaussian(1.0), Categorical()])
+def test_a_grad_scaler_does_not_push_sampled_gradients_out_of_half_precision(fisher, likelihood):
+    """Its scale suits a loss that is a mean; these are of single terms."""
+    runs = []
+    for scaled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, enabled=scaled)
+        settings = {"grad_scaler": scaler} if scaled else {}
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        kfac = KFAC(model, sgd, fisher=fisher, likelihood=likelihood, **settings)
+        for _ in range(3):
+            kfac.zero_grad()
+            with torch.autocast("cpu", torch.float16, enabled=scaled):
+                loss = 1e-6 * model(torch.ones(8, 4)).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(kfac)
+            scaler.update()
+        assert (kfac.steps, kfac.skipped_steps) == (3, 0)
+        runs.append([G for _, G in held(kfac).values()])
+    for found, expected in zip(*runs, strict=True):
+        assert_close(found, expected, 2e-2)  # half precision
+
+
 @both_reductions
 @every_likelihood
 def test_type2_factors_of_a_network_by_loops(likelihood, reduction):

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -436,6 +437,50 @@ def test_statistics_of_a_step_that_a_grad_scaler_skipped_are_gone():
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+def test_a_checkpoint_without_outer_products_has_what_they_are_made_of():
+    runs: list[nn.Module] = []
+    saved: Any = None
+    for outer in (False, True):
+        model = network()
+        settings = {"inv_update_steps": 10, "compute_eigenvalue_outer_product": outer}
+        kfac = KFAC(model, sgd(model), **settings)
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            kfac.load_state_dict(saved[1])
+        for step in range(2 if saved else 0, 4):
+            if step == 2 and saved is None:
+                saved = copy.deepcopy((model.state_dict(), kfac.state_dict()))
+            kfac.zero_grad()
+            backward(model, step)
+            kfac.step()
+        runs.append(model)
+    for a, b in zip(*(m.parameters() for m in runs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert, self.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return self.head(x.index_add(0, chosen, self.expert(x[chosen])))
+
+
+def test_an_expert_without_tokens_has_seen_nothing():
+    model = Expert().double()
+    kfac = KFAC(model, sgd(model), factor_decay=0.5)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    for count in (6, 0, 0, 3, 0):
+        kfac.zero_grad()
+        model(x, torch.arange(count)).square().mean().backward()
+        kfac.step()
+    kept = kfac.state_dict()["kfac"]["layers"]["expert"]
+    assert float(kept["A_weight"]) == 0.75
+    expected = 0.25 * x.T @ x / 6 + 0.5 * x[:3].T @ x[:3] / 3
+    torch.testing.assert_close(kept["A"][0], expected, rtol=1e-12, atol=1e-12)
+
+
 # ---- faults -------------------------------------------------------------------------------------
 
 
@@ -665,6 +710,8 @@ def test_gradients_of_any_size_stay_finite():
         ({"skip_layers": "conv"}, TypeError, "skip_layers must be a list"),
         ({"factor_dtype": torch.int32}, TypeError, "factor_dtype must be a floating"),
         ({"inv_dtype": "float32"}, TypeError, "inv_dtype must be a floating"),
+        ({"factor_dtype": torch.float16}, ValueError, "factor_dtype must have the range"),
+        ({"inv_dtype": torch.float16}, ValueError, "inv_dtype must have the range"),
         ({"max_factor_size": 0}, ValueError, "max_factor_size must be >= 1"),
         ({"loss_reduction": "none"}, ValueError, "loss_reduction must be one of"),
         ({"optimizer": 3}, TypeError, "optimizer must be a torch.optim.Optimizer"),

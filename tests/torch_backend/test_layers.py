@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from suite.torch import KFAC
+from suite.torch import KFAC, LSTM
 
 
 class Net(nn.Module):
@@ -93,6 +93,15 @@ def test_a_shared_bias_is_plain():
     assert routing["0.weight"].factors == routing["1.weight"].factors == "3x3, 3x3"
 
 
+def test_a_module_with_two_names_is_one_layer():
+    model = nn.ModuleDict({"first": nn.Linear(3, 4), "norm": nn.LayerNorm(4)})
+    model["net"] = nn.Sequential(model["first"], model["norm"])
+    routing = KFAC(model).routing()
+    assert routing["first.bias"].treatment == "kfac"
+    assert routing["first.weight"].factors == "4x4, 4x4"
+    assert routing["norm.bias"].factors == "4 x (2x2)"
+
+
 @pytest.mark.parametrize("pattern", ["^1$", "Linear", "Lin"])
 def test_skip_layers_matches_names_and_class_names(pattern):
     model = nn.Sequential(nn.Conv1d(1, 1, 1), nn.Linear(3, 3))
@@ -176,6 +185,73 @@ def test_a_parametrization_that_is_not_known_is_plain_and_says_so():
     route = routing["0.parametrizations.weight.original"]
     assert route.treatment == "plain"
     assert "parametrization" in route.reason
+
+
+def of_attention(key: str) -> nn.Module:
+    attention = nn.MultiheadAttention(4, 2)
+    spectral_norm(attention.out_proj if key == "weight" else attention, key)
+    return attention
+
+
+class Recurrent(nn.Module):
+    def __init__(self, norm, name: str) -> None:
+        super().__init__()
+        self.inner = norm(LSTM(3, 4, bidirectional=True), name)
+
+    def forward(self, x: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "plain", "width"),
+    [
+        (
+            lambda: of_attention("weight"),
+            {"out_proj.parametrizations.weight.original", "out_proj.bias"},
+            4,
+        ),
+        (
+            lambda: of_attention("in_proj_weight"),
+            {"parametrizations.in_proj_weight.original", "in_proj_bias"},
+            4,
+        ),
+        (
+            lambda: Recurrent(weight_norm, "weight_hh_l0"),
+            {
+                *(f"inner.parametrizations.weight_hh_l0.original{i}" for i in range(2)),
+                "inner.bias_hh_l0",
+            },
+            3,
+        ),
+        (
+            lambda: Recurrent(nn.utils.weight_norm, "weight_ih_l0_reverse"),
+            {*(f"inner.weight_ih_l0_reverse_{part}" for part in "gv"), "inner.bias_ih_l0_reverse"},
+            3,
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_a_weight_that_attention_or_a_recurrent_layer_computes_is_plain(make, plain, width):
+    model = make()
+    kfac = KFAC(model, damping=0.1)
+    assert {r.parameter for r in kfac.routing() if r.treatment == "plain"} == plain
+    x = torch.randn(5, 2, width)
+    model(x, x, x)[0].square().sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    kfac.step()
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p.grad, gradients[name])}
+    assert changed == gradients.keys() - plain
+
+
+def test_a_layer_without_outputs_is_no_obstacle():
+    model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    model[1].weight, model[1].bias = (nn.Parameter(p[:0].detach()) for p in model[1].parameters())
+    model[1].out_features = 0
+    kfac = KFAC(model)
+    x = torch.randn(4, 3)
+    (model[0](x).square().sum() + model[1](x).sum()).backward()
+    kfac.step()
+    assert kfac.steps == 1
 
 
 @pytest.mark.parametrize("kind", [nn.PReLU, nn.Bilinear, nn.LSTM])

@@ -139,6 +139,7 @@ class LayerCapture:
         self.terms = 0.0  # of the losses that those are about
         self.handles = []
         self.kept: KeptRows | None = None  # set to keep rows of the passes
+        self.held_back = False  # whether fully_shard may hold gradients back until it reduces them
         if layer.spec.kind != "free":
             for i, site in enumerate(layer.sites):
                 hook = Hook(self, site.module, i)
@@ -191,6 +192,8 @@ class LayerCapture:
         if self.kept is not None and self._keeps(site, x, y):
             y = self.kept.probe(x, y)
         if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.requires_grad:
+            return y
+        if not y.numel():  # an expert without tokens has seen nothing
             return y
         if is_sharded(y):  # of a tensor-parallel layer: what is here is a block
             probed = self._probed(site, local(x), local(y), args, kwargs)
@@ -267,6 +270,8 @@ class LayerCapture:
 
     def _forget_what_was_discarded(self) -> None:
         """Setting the model's gradients to None, whoever does it, clears its statistics."""
+        if self.held_back:  # then None may mean that a micro-batch's are not reduced yet
+            return
         if self._sum(self.G) is not None and self.layer.weight.parameter.grad is None:
             self.clear()
 
@@ -422,7 +427,7 @@ class OutputWatch:
         if module is None or not isinstance(output, torch.Tensor) or in_backward():
             return
         if clock.wanted and module.training and output.requires_grad:
-            clock.last, clock.last_positions = None, output.numel() // self.channels
+            clock.last, clock.last_positions = None, output.numel() // max(self.channels, 1)
 
 
 class CaptureClock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -128,6 +128,13 @@ class FactorRefresh(FactorStore):
         if not (self.warm_start and self.rule.keeps_eigenbases):
             return False
         return bool(self._cache.get((number, "stack is ready")) or some.ready.all())
+
+    def _restore(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        super()._restore(layers)
+        # A checkpoint made without second moments has the eigenvalues that they start from.
+        without = {i for i, layer in enumerate(self.layers) if "products" not in layers[layer.name]}
+        members = [{m.index for m in bucket.members} for bucket in self.buckets]
+        self._restart_products({i for own in members if own & without for i in own})
 
     def _restart_products(self, due: set[int]) -> None:
         """Second moments in the eigenbases of these layers, from the new bases."""

@@ -24,6 +24,7 @@ _KINDS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED, nn.Embedding, nn.EmbeddingBag, 
 _RECURRENT = (RNN, LSTM, GRU)
 _HIDDEN = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.SyncBatchNorm)
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
+_COMPUTED = "its weight is computed by a parametrization that K-FAC does not know"
 _WRAPPERS = re.compile(
     r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)"
 )
@@ -82,8 +83,9 @@ class FoundLayers:
         named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         # A model may have a part named `module` of its own, without which names would be ambiguous.
         self._strip = len(set(map(plain_name, named))) == len(named)
-        for full, parameter in model.named_parameters(remove_duplicate=False):
-            self._owners.setdefault(id(parameter), []).append(self.name_of(full).rpartition(".")[0])
+        for full, module in model.named_modules():  # each once, whatever names it has
+            for parameter in module.parameters(recurse=False):
+                self._owners.setdefault(id(parameter), []).append(full)
         self._walk(model)
         self.routing = self._routes(model)
 
@@ -161,7 +163,7 @@ class FoundLayers:
         if self.tensor_axes[id(weight)]:
             self._tensor_parallel(name, module, weight, bias, spec)
             return
-        shared = bias is not None and len(set(self._owners[id(bias)])) > 1
+        shared = bias is not None and len(self._owners[id(bias)]) > 1
         with_bias = bias is not None and bias.requires_grad and not shared and not _why_not(bias)
         if isinstance(module, TRANSPOSED):
             self._add(name, Piece(weight), None, "transposed", Site(module, module, spec))
@@ -267,6 +269,11 @@ class FoundLayers:
         for key, weight, bias, start, stop in attention.products():
             if weight is None or _why_not(weight):
                 continue
+            if not isinstance(weight, nn.Parameter):
+                packed = "in_proj_weight" if module._qkv_same_embed_dim else f"{key}_proj_weight"
+                user, attribute = (module.out_proj, "weight") if key == "out" else (module, packed)
+                self._say_computed(user, attribute, bias)
+                continue
             piece = Piece(weight, start, stop)
             bias_piece = None
             if bias is not None and bias.requires_grad:
@@ -293,11 +300,14 @@ class FoundLayers:
         for product in module.modules():
             if not isinstance(product, Product):
                 continue
-            weight = module.get_parameter(product.weight_name)
-            bias = module.get_parameter(product.bias_name) if product.bias_name else None
+            weight = getattr(module, product.weight_name)
+            bias = getattr(module, product.bias_name) if product.bias_name else None
+            if not isinstance(weight, nn.Parameter):
+                self._say_computed(module, product.weight_name, bias)
+                continue
             if _why_not(weight):
                 continue
-            with_bias = bias is not None and bias.requires_grad
+            with_bias = isinstance(bias, nn.Parameter) and bias.requires_grad
             spec = LayerSpec("dense", bias=with_bias, max_rows=self._max_rows)
             piece = Piece(bias) if bias is not None and with_bias else None
             site = Site(product, module, spec)
@@ -306,9 +316,8 @@ class FoundLayers:
     def _parametrized(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """weight_norm and spectral_norm of a known layer: see `Site.scaling`."""
         direction, magnitude, scaling = _parametrization(module)
-        reason = "its weight is computed by a parametrization that K-FAC does not know"
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS)) or direction is None:
-            self._say(module, reason, recurse=True)
+            self._say(module, _COMPUTED, recurse=True)
             return
         bias = own.get("bias")
         if not _why_not(direction):
@@ -446,6 +455,17 @@ class FoundLayers:
     def _say(self, module: nn.Module, reason: str, *, recurse: bool = False) -> None:
         for parameter in module.parameters(recurse=recurse):
             self._reasons.setdefault(id(parameter), reason)
+
+    def _say_computed(self, module: nn.Module, attribute: str, bias: nn.Parameter | None) -> None:
+        """Of what makes up a weight that is no parameter itself, and of the bias that goes with it."""
+        names = {f"{attribute}_{part}" for part in ("g", "v", "orig")}
+        own = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if name.startswith(f"parametrizations.{attribute}.") or name in names
+        ]
+        for parameter in own if bias is None else [*own, bias]:
+            self._reasons.setdefault(id(parameter), _COMPUTED)
 
     def _routes(self, model: nn.Module) -> Routing:
         used: dict[int, list[Layer]] = {}

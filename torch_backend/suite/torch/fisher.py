@@ -20,6 +20,7 @@ from suite.torch.dtensors import kept_whole, sharded_modules
 from suite.torch.hooks import Hook, in_backward
 from suite.torch.kfac_engine import KFACEngine
 
+_LARGEST = 1024.0  # of a sampled gradient by an output: layers before it add up to 64 of float16's range
 FisherType = Literal["empirical", "mc", "type-2"]
 Likelihood = Categorical | Bernoulli | Gaussian
 
@@ -42,7 +43,9 @@ class FisherSampler:
         self.model = weakref.ref(model)
         self.captures, self.clock = engine.captures, engine.clock
         self.fisher, self.likelihood, self.output_of = fisher, likelihood, output_of
-        self.samples, self.seed, self.loss_scale = samples, seed, loss_scale
+        self.samples, self.seed, self._loss_scale = samples, seed, loss_scale
+        narrow = likelihood.variance**0.5 if isinstance(likelihood, Gaussian) else 1.0
+        self._largest_scale = _LARGEST * min(narrow, 1.0)
         # Held here and not by their hooks: an output whose hook holds it is never freed.
         self._waiting: dict[int, torch.Tensor] = {}
         self._forwards = 0
@@ -74,6 +77,13 @@ class FisherSampler:
             for x in [f] if any(x is f for x in outputs) else outputs:
                 x.register_hook(lambda gradient: self._sample(number))
 
+    def scale(self) -> float:
+        """What sampled gradients are multiplied with: as the loss is, as far as half precision allows.
+
+        They are of single terms and need less than a loss that is the mean of many.
+        """
+        return min(self._loss_scale(), self._largest_scale)
+
     def forget(self) -> None:
         """Give up on forward passes whose loss was never differentiated."""
         self._waiting.clear()
@@ -92,7 +102,7 @@ class FisherSampler:
         outputs = f.detach()
         for capture in self.captures:
             capture.terms += outputs.numel() / columns
-        scale = self.loss_scale()
+        scale = self.scale()
         self.clock.sampling = True
         model = self.model()
         sharded = [] if model is None else sharded_modules(model)

@@ -255,8 +255,13 @@ class KFAC(torch.optim.Optimizer):
         likelihood = likelihood_of(likelihood, fisher)
         if factor_scaling == "kfac_pytorch" and method == "ekfac":
             raise ValueError("compute_method must not be 'ekfac' with factor_scaling='kfac_pytorch'")
-        check_dtype("factor_dtype", factor_dtype)
-        check_dtype("inv_dtype", inv_dtype)
+        for name, dtype in {"factor_dtype": factor_dtype, "inv_dtype": inv_dtype}.items():
+            check_dtype(name, dtype)
+            if dtype == torch.float16:
+                raise ValueError(
+                    f"{name} must have the range of float32, got {dtype}: inverses and second moments "
+                    "leave that of float16, torch.bfloat16 takes as little room"
+                )
         if grad_scaler is not None and not (
             callable(grad_scaler) or isinstance(grad_scaler, torch.amp.GradScaler)
         ):
@@ -481,9 +486,11 @@ class KFAC(torch.optim.Optimizer):
         lr_of = self._lr_of()
         self._require_unscaled()
         self._engine.unwind()
-        taken = self._engine.take_statistics(functools.partial(_scale_of, self._grad_scaler))
+        scale: Callable[[], float] = functools.partial(_scale_of, self._grad_scaler)
         if self._sampler is not None:
             self._sampler.forget()
+            scale = self._sampler.scale
+        taken = self._engine.take_statistics(scale)
         parameters = self._parameters()
         due = self._spread_inverses or self._steps % inv_update_steps == 0
         agreed = self._engine.agree(parameters, taken, self._moves())

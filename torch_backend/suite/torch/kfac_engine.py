@@ -27,7 +27,7 @@ from suite.torch.capture import (
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.directions import Directions, squared_rates_times
-from suite.torch.dtensors import local
+from suite.torch.dtensors import local, sharded_modules
 from suite.torch.factor_refresh import Turn
 from suite.torch.factor_store import at_least_single
 from suite.torch.factors import LayerFactors
@@ -96,7 +96,8 @@ class KFACEngine:
         self.layers, self.routing = found.layers, found.routing
         self.routing.require_preconditioned("K-FAC")
         self.clock = CaptureClock()
-        (self.clock.stream,) = stream_numbers(-1, 1, seed)  # apart from that of every layer
+        own_seed = seed + RANK_STRIDE * ranks.rank
+        (self.clock.stream,) = stream_numbers(-1, 1, own_seed)  # apart from that of every layer
         self.captures: list[LayerCapture] = []
         self.kept: dict[int, KeptRows] = {}  # by layer
         self._attached: list[Any] = []  # everything with hooks
@@ -104,7 +105,7 @@ class KFACEngine:
         self._name_of = found.name_of
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         try:
-            self._attach(model, found, seed + RANK_STRIDE * ranks.rank)
+            self._attach(model, found, own_seed)
         except Exception:
             self.detach()
             raise
@@ -174,9 +175,11 @@ class KFACEngine:
                 forward.detach()
         for attention in found.attentions:
             attention.attach()
+        fully_sharded = {id(p) for part in sharded_modules(model) for p in part.parameters()}
         for i, layer in enumerate(self.layers):
             (stream,) = stream_numbers(i, 1, seed)
             capture = LayerCapture(layer, at_least_single(layer.dtype), self.clock, stream)
+            capture.held_back = id(layer.weight.parameter) in fully_sharded
             self.captures.append(capture)
             self._attached.append(capture)
         if self.is_alone and not self.rule.keeps_eigenbases:
@@ -438,7 +441,7 @@ class KFACEngine:
             names = ", ".join(repr(layer.name) for layer in unseen)
             warn_user(
                 "these layers got a gradient but were not seen running in training mode, and keep "
-                f"their plain gradient until they are: {names}"
+                f"their plain gradient (times kl_clip's coefficient) until they are: {names}"
             )
 
     def _report_thawed(self) -> None:
@@ -620,7 +623,9 @@ class KFACEngine:
             if leader is not None:
                 said.append(f"shares A with {self.layers[leader].name}")
             if self._unseen_reported and not self.factors.is_ready(i):
-                said.append("no statistics yet, its gradient passes through")
+                said.append(
+                    "no statistics yet, its gradient passes through, times kl_clip's coefficient"
+                )
         names = {self._name_of(n): p for n, p in self.model.named_parameters()}
         routes = []
         for route in self.routing:
