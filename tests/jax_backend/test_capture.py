@@ -43,7 +43,7 @@ def test_dense_layers_with_bias():
     assert {r.parameter: r.treatment for r in plan.routing} == dict.fromkeys(
         ("['w']", "['b']", "['v']"), "kfac"
     )
-    assert plan.last == "['v']"
+    assert [last.layer for last in plan.last] == ["['v']"]
     a = np.concatenate([x, np.ones((5, 1))], 1)
     np.testing.assert_allclose(statistics["['w']"].main.A[0], a.T @ a, rtol=1e-12)
     hidden = np.tanh(x @ params["w"] + params["b"])
@@ -406,8 +406,9 @@ def test_the_loss_has_as_many_terms_as_the_last_product_has_rows_covered_or_not(
     covered, penalised = vag.plan(params, x, 0.0 * jnp.ones(())), vag.plan(params, x, jnp.ones(()))
     assert [r.treatment for r in penalised.routing] == ["kfac", "plain"]
     for plan in (covered, penalised):
-        rows = {"['k']": 35, "['v']": 5}[plan.last]
-        assert rows * plan.terms_per_row == pytest.approx(5)
+        (last,) = plan.last
+        rows = {"['k']": 35, "['v']": 5}[last.layer]
+        assert rows * last.terms_per_row == pytest.approx(5)
 
 
 def test_errors():

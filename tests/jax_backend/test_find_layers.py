@@ -513,6 +513,47 @@ def test_branches_count_what_ran():
     assert len(plan.layers) == 2
 
 
+@pytest.mark.parametrize("trunk", [True, False])
+@pytest.mark.parametrize("task", [0, 1, 2, 3])
+def test_the_terms_of_a_loss_with_heads_in_branches_are_those_of_the_head_that_ran(trunk, task):
+    params = {"t": normal(4, 5), "token": normal(5, 3, seed=1), "example": normal(5, 3, seed=2)}
+    params["tied"] = normal(5, 3, seed=3)
+    x = normal(8, 6, 4, seed=4)
+
+    def loss(p, x, task, switch=lax.switch):
+        features = jnp.tanh(x @ p["t"] if trunk else x @ jnp.ones((4, 5)))
+        heads = [
+            lambda h: jnp.mean(jnp.sin(h @ p["token"])),
+            lambda h: jnp.mean(jnp.sin(h.mean(1) @ p["example"])),
+            lambda h: jnp.mean(jnp.cos(h @ p["tied"])),
+            lambda h: jnp.mean(jnp.cos(h.mean(1) @ p["tied"])),
+        ]
+        return switch(task, heads, features)
+
+    _, statistics = check(loss, params, x, jnp.asarray(task), uncovered=[] if trunk else ["['t']"])
+    assert float(statistics.terms) == [48, 8, 48, 8][task]
+    chosen = functools.partial(loss, task=task, switch=lambda i, heads, h: heads[i](h))
+    _, _, alone = value_and_grad(chosen)(params, x)
+    assert float(alone.terms) == float(statistics.terms)
+    for name, sums in alone.layers.items():
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10),
+            sums,
+            statistics[name],
+        )
+
+
+def test_a_head_that_a_branch_leaves_out_counts_no_terms_of_its_own():
+    params = {"t": normal(4, 3), "v": normal(3, 3, seed=1)}
+
+    def loss(p, x, yes):
+        return jnp.mean(lax.cond(yes, lambda h: jnp.sin(h @ p["v"]), lambda h: h, x @ p["t"]))
+
+    for yes in (True, False):
+        _, statistics = check(loss, params, normal(5, 4, seed=2), jnp.asarray(yes))
+        assert float(statistics.terms) == 5
+
+
 def test_functions_with_derivatives_of_their_own():
     params = {"w": normal(4, 3), "b": normal(3, seed=1), "v": normal(3, 2, seed=2)}
     x = normal(5, 4, seed=3)

@@ -222,9 +222,7 @@ class value_and_grad:
         if self._fisher is None:
             both = jax.value_and_grad(lambda *given: _loss_first(run(*given)), (0, 1), has_aux=True)
             (loss, arrays), (grads, found) = both(leaves, empty)
-            last = found[plan.last]
-            terms = jnp.mean(last.main.rows) * plan.terms_per_row
-            terms = terms if plan.terms_per_row else jnp.ones((), jnp.float32)
+            terms = _terms(plan, found)
         else:
             (loss, outputs), pull, arrays = jax.vjp(
                 lambda *given: _loss_and_outputs(run(*given)), leaves, empty, has_aux=True
@@ -464,6 +462,16 @@ def _probe(use: Use, measure: Callable[..., Any]) -> jaxprs.Probe:
 def _by_loop(use: Use, slot: Any) -> Any:
     """(groups, ...) as (*loops that take the leaf apart, blocks of one step, ...)."""
     return jax.tree.map(lambda s: s.reshape(*use.lengths, use.groups, *s.shape[1:]), slot)
+
+
+def _terms(plan: Plan, found: dict[str, LayerSums]) -> jax.Array:
+    """How many terms the loss has, (), by the last product that ran."""
+    terms: Any = None
+    for name, terms_per_row in reversed(plan.last):
+        rows = jnp.mean(found[name].main.rows)
+        own = rows * terms_per_row
+        terms = own if terms is None else jnp.where(rows > 0, own, terms)
+    return jnp.ones((), jnp.float32) if terms is None else terms
 
 
 def _loss_first(out: list[Any]) -> tuple[Any, list[Any]]:

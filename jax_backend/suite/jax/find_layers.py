@@ -67,12 +67,18 @@ class Site(NamedTuple):
     one_hot: bool  # whether inputs are one-hot
     input: int | None  # the value that is the input
     value: int  # the value that is the output
-    loops: tuple[tuple[jaxprs.Path, int], ...]
+    loops: jaxprs.Loops
 
     @property
     def executions(self) -> int:
-        """How often it runs for each block."""
-        return math.prod(n for _, n in self.loops) // max(math.prod(self.use.lengths), 1)
+        """How often it runs for each block, if its branches are taken."""
+        lengths = (1 if n is None else n for _, n in self.loops)
+        return math.prod(lengths) // max(math.prod(self.use.lengths), 1)
+
+    def excludes(self, other: Site) -> bool:
+        """Whether it is in another branch of the same `cond`."""
+        own, others = ({p[:-1]: p for p, n in site.loops if n is None} for site in (self, other))
+        return any(others.get(cond, path) != path for cond, path in own.items())
 
 
 class BiasUse(NamedTuple):
