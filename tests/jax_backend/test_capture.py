@@ -303,6 +303,51 @@ def test_a_bias_whose_sum_is_not_all_that_follows_is_apart():
     np.testing.assert_allclose(statistics["['w']"].main.G[0], g.T @ g, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda y, b, c: y - b,
+        lambda y, b, c: b - y,
+        lambda y, b, c: (c - y) + b,
+        lambda y, b, c: b + (c - y),
+        lambda y, b, c: (y - c) - b,
+    ],
+)
+def test_a_bias_that_has_not_the_sign_of_its_product_is_apart(join):
+    params = {"w": normal(4, 3), "b": normal(3, seed=1)}
+    x, c = normal(5, 4, seed=2), normal(5, 3, seed=3)
+
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(join(x @ p["w"], p["b"], c)))
+
+    plan, statistics = check(loss, params, x)
+    assert [layer.bias for layer in plan.layers] == [None, None]
+    g = 1 - np.tanh(join(x @ params["w"], params["b"], c)) ** 2
+    np.testing.assert_allclose(statistics["['b']"].main.G[0], (g**2).sum(0), rtol=1e-12)
+    np.testing.assert_allclose(statistics["['w']"].main.A[0], x.T @ x, rtol=1e-12)
+
+
+def test_a_bias_behind_what_is_subtracted_is_the_products():
+    params = {"w": normal(4, 3), "b": normal(3, seed=1)}
+    x, c = normal(5, 4, seed=2), normal(5, 3, seed=3)
+    _, expected = check(lambda p: jnp.sum(jnp.tanh(x @ p["w"] + p["b"] + (-c))), params)
+    plan, statistics = check(lambda p: jnp.sum(jnp.tanh((x @ p["w"] - c) + p["b"])), params)
+    assert plan.layers[0].bias is not None
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), statistics, expected)
+
+
+def test_a_shift_that_is_subtracted_is_diagonal():
+    params = {"mu": normal(4), "w": normal(4, 3, seed=1)}
+    x = normal(5, 4, seed=2)
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin((x - p["mu"]) @ p["w"]))
+
+    _, statistics = check(loss, params, x)
+    each = jax.vmap(jax.grad(loss), (None, 0))(params, x[:, None])["mu"]
+    np.testing.assert_allclose(statistics["['mu']"].main.G[0], (each**2).sum(0), rtol=1e-12)
+
+
 def test_a_bias_of_two_layers_is_apart():
     params = {"w": normal(4, 3), "v": normal(4, 3, seed=3), "b": normal(3, seed=1)}
 

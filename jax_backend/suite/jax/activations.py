@@ -48,9 +48,9 @@ class Activations:
             self.follow_counts(first, out, op.step)
         elif isinstance(op, jaxprs.Add):
             # What is added to a product has no part in its gradient: a bias may still follow.
-            for value in node.inputs:
+            for value, sign in zip(node.inputs, op.signs, strict=True):
                 known = None if value is None else self.outputs.get(value)
-                if value is None or known is None or node.custom is not None:
+                if value is None or known is None or sign < 0 or node.custom is not None:
                     continue
                 alone = self.readers[value] == 1 and known.site.loops == node.loops
                 if alone and self.shape(value) == self.shape(out):

@@ -438,13 +438,14 @@ class _Finder:
             axes = tuple(range(len(shape))) if operand else ()
             inner = (*inner, ("broadcast", (shape, axes)))
         multiplies = isinstance(node.operation, jaxprs.Multiply)
+        signs = node.operation.signs if isinstance(node.operation, jaxprs.Add) else (1, 1)
         real = [v for v in (*node.inputs, value) if v is not None]
         if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in real):
             return False
         if multiplies and other is None:
             return False
         added_to = None
-        if not multiplies and other is not None:
+        if not multiplies and other is not None and signs == (1, 1):
             added_to = self.bias(node, other, origin, inner, piece)
         # An entry for each row, or one for all of them?
         shared = math.prod(shape) > math.prod(origin.part) or len(shape) > len(origin.part)
@@ -454,7 +455,7 @@ class _Finder:
         if where is None:
             return False
         path, out_index, x_operand = where
-        product = Elementwise(origin.part, inner, multiplies)
+        product = Elementwise(origin.part, inner, multiplies, signs[p])
         owns = None if piece is None else window(self.shape(value), piece.axis, piece)
         use = Use(
             path, out_index, x_operand, product, False, origin.scans, origin.stack, 1, 0, None, owns

@@ -79,7 +79,9 @@ class Gather(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Elementwise sum or difference."""
+    """Elementwise sum, or difference: the first operand less the second."""
+
+    signs: tuple[int, int]
 
 
 class Multiply(NamedTuple):
@@ -354,7 +356,7 @@ def _operation(eqn: Any) -> Any:
     if name == "gather":
         return _gather(eqn)
     if name in ("add", "add_any", "sub"):
-        return Add()
+        return Add((1, -1 if name == "sub" else 1))
     if name == "mul":
         return Multiply()
     if name == "concatenate":
