@@ -348,6 +348,38 @@ def test_a_shift_that_is_subtracted_is_diagonal():
     np.testing.assert_allclose(statistics["['mu']"].main.G[0], (each**2).sum(0), rtol=1e-12)
 
 
+@jax.custom_vjp
+def reversed_gradient(x):
+    return x
+
+
+reversed_gradient.defvjp(lambda x: (x, None), lambda _, g: (-g,))
+
+
+@jax.custom_jvp
+def half_gradient(x):
+    return x.T.T
+
+
+half_gradient.defjvps(lambda t, _, x: t / 2)
+
+
+@pytest.mark.parametrize("function", [reversed_gradient, half_gradient, jax.jit(reversed_gradient)])
+def test_a_bias_behind_a_derivative_of_its_own_is_apart(function):
+    params = {"w": normal(4, 3), "b": normal(3, seed=1)}
+    x = normal(5, 4, seed=2)
+
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(function(x @ p["w"]) + p["b"]))
+
+    plan, statistics = check(loss, params, x)
+    assert [layer.bias for layer in plan.layers] == [None, None]
+    g = 1 - np.tanh(x @ params["w"] + params["b"]) ** 2
+    np.testing.assert_allclose(statistics["['b']"].main.G[0], (g**2).sum(0), rtol=1e-12)
+    factor = 0.25 if function is half_gradient else 1.0
+    np.testing.assert_allclose(statistics["['w']"].main.G[0], factor * g.T @ g, rtol=1e-12)
+
+
 def test_a_bias_of_two_layers_is_apart():
     params = {"w": normal(4, 3), "v": normal(4, 3, seed=3), "b": normal(3, seed=1)}
 

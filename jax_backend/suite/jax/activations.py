@@ -41,7 +41,9 @@ class Activations:
         if isinstance(op, jaxprs.Iota):
             self.counting[out] = op.axis
         elif isinstance(op, jaxprs.Returned) and first in self.outputs:
-            if self.readers[first] == 1:
+            # Of a product made inside; one from outside has whatever gradient the function gives it.
+            made_here = self.outputs[first].site.use.path == node.path
+            if made_here and self.readers[first] == 1:
                 self.outputs[out] = self.outputs[first]
         elif isinstance(op, jaxprs.Reindex) and first is not None:
             self.follow_output(first, out, op.step)
