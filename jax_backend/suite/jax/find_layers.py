@@ -142,6 +142,8 @@ class _Finder:
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
             self.origins[value] = Origin(i, (), (), (), shape, ())
+        data = (program.avals[value].shape for value in program.inputs[leaves:])
+        self.one_example = {shape[0] for shape in data if shape} == {1}
         self.joined: dict[int, tuple[Piece, ...]] = {}
         self.scaled: dict[int, _Scaled] = {}
         self.scalings: dict[int, _Scaling] = {}
@@ -187,6 +189,11 @@ class _Finder:
         if isinstance(op, jaxprs.Reindex) and known[0] is not None and self.stays_real(node):
             self.origins[node.outputs[0]] = known[0].moved(op.step)
             return
+        if isinstance(op, jaxprs.Add) and None in node.inputs and self.stays_real(node):
+            place = 1 - node.inputs.index(None)
+            if op.signs[place] > 0:  # a leaf and a number, as in 1 + scale, have the leaf's gradient
+                self.origins[node.outputs[0]] = known[place]  # type: ignore[assignment]
+                return
         if isinstance(op, jaxprs.LoopSlice) and known[0] is not None and not known[0].widened:
             self.origins[node.outputs[0]] = self.taken_apart(node, known[0], op.length)
             return
@@ -447,8 +454,10 @@ class _Finder:
         added_to = None
         if not multiplies and other is not None and signs == (1, 1):
             added_to = self.bias(node, other, origin, inner, piece)
-        # An entry for each row, or one for all of them?
-        shared = math.prod(shape) > math.prod(origin.part) or len(shape) > len(origin.part)
+        # An entry for each row, or one for all of them? Of one example only the axis tells; of more, an
+        # axis of length 1 is no batch's, and what has it is still to meet the rows.
+        of_one = self.one_example and shape[:1] == (1,) and (beside or other is not None)
+        shared = math.prod(shape) > math.prod(origin.part) or of_one
         if added_to is None and not shared:
             return False
         where = self.where(node, 1 - p if multiplies else None)
