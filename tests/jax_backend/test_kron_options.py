@@ -66,8 +66,32 @@ def test_gradients_of_another_structure_or_shape_are_an_error():
     state = tx.init(PARAMS)
     with pytest.raises(ValueError, match="updates must have the structure"):
         tx.update({"w": PARAMS["w"]}, state)
-    with pytest.raises(ValueError, match=r"updates must have the shapes .*'w': \(9, 7\)"):
+    with pytest.raises(ValueError, match=r"updates must have the shapes .*\['w'\]\": \(9, 7\)"):
         tx.update(PARAMS | {"w": PARAMS["w"].T}, state)
+
+
+@jax.tree_util.register_pytree_node_class
+class Model:
+    """A container of the user's, which has no == of its own."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_parameters_may_be_in_a_class_that_has_no_equality():
+    tx, w = scale_by_kron(), PARAMS["w"]
+    updates, _ = tx.update(Model(w), tx.init(Model(w)))
+    expected, _ = tx.update(w, tx.init(w))
+    np.testing.assert_array_equal(updates.w, expected)
+    with pytest.raises(ValueError, match=r"must have the shapes .*\(9, 7\)}, got .*\(7, 9\)}"):
+        tx.update(Model(w.T), tx.init(Model(w)))
 
 
 def test_batches_bound_the_memory_of_a_step():

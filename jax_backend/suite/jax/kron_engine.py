@@ -195,7 +195,8 @@ def _require_alike(updates: Any, mu: Any) -> None:
     found, expected = jax.tree.structure(updates), jax.tree.structure(mu)
     if found != expected:  # type: ignore[operator]
         raise ValueError(f"updates must have the structure {expected}, got {found}")
-    shapes = [jax.tree.map(jnp.shape, tree) for tree in (updates, mu)]
+    flat = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (updates, mu))
+    shapes = [{jax.tree_util.keystr(path): jnp.shape(x) for path, x in leaves} for leaves in flat]
     if shapes[0] != shapes[1]:
         raise ValueError(f"updates must have the shapes {shapes[1]}, got {shapes[0]}")
 
