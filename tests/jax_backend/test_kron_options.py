@@ -281,6 +281,24 @@ def test_positions_and_names_are_distributed_krons():
     assert list(specs) == ["params", "scale_by_kron_only", "kwargs"]
 
 
+def test_partition_specs_of_a_tree_with_none_in_place_of_a_parameter():
+    """As of an equinox layer without a bias."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    params = {"a": None, **PARAMS, "z": None}
+    specs = {"a": None, "s": P(None, "x"), "w": P("x"), "b": None, "z": None}
+    expected, _ = directions(scale_by_kron())
+    labels = {"a": None, "s": "kron", "w": "kron", "b": "sgd", "z": None}
+    with jax.set_mesh(mesh):
+        tx = scale_by_kron(params_partition_specs=specs)
+        found, _ = directions(tx, params)
+        partly, _ = directions(optax.partition({"kron": tx, "sgd": optax.sgd(0.1)}, labels), params)
+    assert_same({name: found[name] for name in PARAMS}, expected)
+    assert_same(partly["b"], -0.1 * normal(7, seed=13))
+    assert found["a"] is partly["z"] is None
+    of_state = get_opt_state_partition_specs(params, True, params_partition_specs=specs)
+    assert of_state.mu == {"a": None, "s": P(None, "x"), "w": P("x"), "b": P(), "z": None}
+
+
 @pytest.mark.parametrize("only", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_partition_specs_have_the_states_structure(only, weight_decay):
