@@ -184,6 +184,29 @@ def test_a_step_that_is_not_finite_changes_nothing():
             assert any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(updates))
 
 
+def test_entries_of_a_leaf_that_no_layer_reads_stay_too():
+    """In a step that is not finite; a clip before has made all of its gradients NaN."""
+    params = {"w": normal(4, 5), "head": normal(5, 8, seed=1), "b": normal(3, seed=2)}
+    x = normal(8, 4, seed=3)
+
+    def loss(p, x):
+        hidden = jnp.tanh(x @ p["w"])
+        return jnp.mean((hidden @ p["head"][:, :3]) * jnp.sin(hidden @ p["head"][:, 4:7] + p["b"]))
+
+    vag = value_and_grad(loss)
+    plan = vag.plan(params, x)
+    assert [layer.name for layer in plan.layers if layer.leaf == 1] == [
+        "['head'] part 0",
+        "['head'] part 1",
+    ]
+    tx = optax.chain(optax.clip_by_global_norm(1.0), kfac(plan, 0.1))
+    state = tx.init(params)
+    _, grads, statistics = vag(params, x.at[0, 0].set(jnp.nan))
+    updates, after = jax.jit(tx.update)(grads, state, params, statistics=statistics)
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u, jnp.zeros_like(u)), updates)
+    jax.tree.map(np.testing.assert_array_equal, state[1].momentum, after[1].momentum)
+
+
 def test_what_was_due_in_a_skipped_step_is_due_in_the_next():
     tx = scale_by_kfac(PLAN, factor_update_steps=5, inv_update_steps=10)
     update = updates_of(tx)
