@@ -410,6 +410,25 @@ def test_auxiliary_outputs_flags_and_keyword_arguments():
     assert bool(aux["train"])
 
 
+def test_capture_and_flags_of_the_loss_may_be_static_arguments_of_jit():
+    w, x = normal(4, 3), normal(5, 4, seed=1)
+
+    def loss(p, x, train):
+        return jnp.sum(jnp.sin(x @ p)) if train else jnp.sum(x @ p)
+
+    step = jax.jit(value_and_grad(loss), static_argnames=("capture", "train"))
+    for train in (True, False):  # by position, as jax.jit finds with the signature
+        value, grads, statistics = step(w, x, train, capture=True)
+        plain, same, none = step(w, x, train, capture=False)
+        assert none is None
+        assert float(statistics["params"].main.rows[0]) == 5
+        expected = jax.value_and_grad(loss)(w, x, train)
+        np.testing.assert_allclose(value, expected[0], rtol=1e-12)
+        np.testing.assert_allclose(plain, expected[0], rtol=1e-12)
+        for found in (grads, same):
+            np.testing.assert_allclose(found, expected[1], rtol=1e-12)
+
+
 def test_a_plan_needs_no_data():
     vag = value_and_grad(lambda p, x: jnp.sum(x @ p))
     shape = jax.ShapeDtypeStruct
