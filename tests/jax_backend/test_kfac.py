@@ -279,6 +279,12 @@ def test_chains():
         ({"momentum": 1.0}, ValueError, "momentum"),
         ({"weight_decay": -0.1}, ValueError, "weight_decay"),
         ({"dampnig": 0.1}, TypeError, "dampnig"),
+        ({"warm_start": 1}, TypeError, "warm_start must be True or False"),
+        (
+            {"warm_start": True, "compute_method": "newton_schulz"},
+            ValueError,
+            "warm_start must be False without eigenbases",
+        ),
         ({"mesh": 8}, TypeError, "mesh must be a jax.sharding.Mesh"),
         ({"mesh": MESH, "axis_name": "model"}, ValueError, "axis_name must be an axis of mesh"),
         ({"gradient_worker_fraction": 0.5}, ValueError, "below 1 needs mesh="),
