@@ -43,7 +43,7 @@ def test_dense_layers_with_bias():
     assert {r.parameter: r.treatment for r in plan.routing} == dict.fromkeys(
         ("['w']", "['b']", "['v']"), "kfac"
     )
-    assert plan.last == "['v']"
+    assert [last.layer for last in plan.last] == ["['v']"]
     a = np.concatenate([x, np.ones((5, 1))], 1)
     np.testing.assert_allclose(statistics["['w']"].main.A[0], a.T @ a, rtol=1e-12)
     hidden = np.tanh(x @ params["w"] + params["b"])
@@ -303,6 +303,83 @@ def test_a_bias_whose_sum_is_not_all_that_follows_is_apart():
     np.testing.assert_allclose(statistics["['w']"].main.G[0], g.T @ g, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda y, b, c: y - b,
+        lambda y, b, c: b - y,
+        lambda y, b, c: (c - y) + b,
+        lambda y, b, c: b + (c - y),
+        lambda y, b, c: (y - c) - b,
+    ],
+)
+def test_a_bias_that_has_not_the_sign_of_its_product_is_apart(join):
+    params = {"w": normal(4, 3), "b": normal(3, seed=1)}
+    x, c = normal(5, 4, seed=2), normal(5, 3, seed=3)
+
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(join(x @ p["w"], p["b"], c)))
+
+    plan, statistics = check(loss, params, x)
+    assert [layer.bias for layer in plan.layers] == [None, None]
+    g = 1 - np.tanh(join(x @ params["w"], params["b"], c)) ** 2
+    np.testing.assert_allclose(statistics["['b']"].main.G[0], (g**2).sum(0), rtol=1e-12)
+    np.testing.assert_allclose(statistics["['w']"].main.A[0], x.T @ x, rtol=1e-12)
+
+
+def test_a_bias_behind_what_is_subtracted_is_the_products():
+    params = {"w": normal(4, 3), "b": normal(3, seed=1)}
+    x, c = normal(5, 4, seed=2), normal(5, 3, seed=3)
+    _, expected = check(lambda p: jnp.sum(jnp.tanh(x @ p["w"] + p["b"] + (-c))), params)
+    plan, statistics = check(lambda p: jnp.sum(jnp.tanh((x @ p["w"] - c) + p["b"])), params)
+    assert plan.layers[0].bias is not None
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), statistics, expected)
+
+
+def test_a_shift_that_is_subtracted_is_diagonal():
+    params = {"mu": normal(4), "w": normal(4, 3, seed=1)}
+    x = normal(5, 4, seed=2)
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin((x - p["mu"]) @ p["w"]))
+
+    _, statistics = check(loss, params, x)
+    each = jax.vmap(jax.grad(loss), (None, 0))(params, x[:, None])["mu"]
+    np.testing.assert_allclose(statistics["['mu']"].main.G[0], (each**2).sum(0), rtol=1e-12)
+
+
+@jax.custom_vjp
+def reversed_gradient(x):
+    return x
+
+
+reversed_gradient.defvjp(lambda x: (x, None), lambda _, g: (-g,))
+
+
+@jax.custom_jvp
+def half_gradient(x):
+    return x.T.T
+
+
+half_gradient.defjvps(lambda t, _, x: t / 2)
+
+
+@pytest.mark.parametrize("function", [reversed_gradient, half_gradient, jax.jit(reversed_gradient)])
+def test_a_bias_behind_a_derivative_of_its_own_is_apart(function):
+    params = {"w": normal(4, 3), "b": normal(3, seed=1)}
+    x = normal(5, 4, seed=2)
+
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(function(x @ p["w"]) + p["b"]))
+
+    plan, statistics = check(loss, params, x)
+    assert [layer.bias for layer in plan.layers] == [None, None]
+    g = 1 - np.tanh(x @ params["w"] + params["b"]) ** 2
+    np.testing.assert_allclose(statistics["['b']"].main.G[0], (g**2).sum(0), rtol=1e-12)
+    factor = 0.25 if function is half_gradient else 1.0
+    np.testing.assert_allclose(statistics["['w']"].main.G[0], factor * g.T @ g, rtol=1e-12)
+
+
 def test_a_bias_of_two_layers_is_apart():
     params = {"w": normal(4, 3), "v": normal(4, 3, seed=3), "b": normal(3, seed=1)}
 
@@ -331,6 +408,25 @@ def test_auxiliary_outputs_flags_and_keyword_arguments():
     np.testing.assert_allclose(value, expected)
     assert aux["logits"].shape == (5, 3)
     assert bool(aux["train"])
+
+
+def test_capture_and_flags_of_the_loss_may_be_static_arguments_of_jit():
+    w, x = normal(4, 3), normal(5, 4, seed=1)
+
+    def loss(p, x, train):
+        return jnp.sum(jnp.sin(x @ p)) if train else jnp.sum(x @ p)
+
+    step = jax.jit(value_and_grad(loss), static_argnames=("capture", "train"))
+    for train in (True, False):  # by position, as jax.jit finds with the signature
+        value, grads, statistics = step(w, x, train, capture=True)
+        plain, same, none = step(w, x, train, capture=False)
+        assert none is None
+        assert float(statistics["params"].main.rows[0]) == 5
+        expected = jax.value_and_grad(loss)(w, x, train)
+        np.testing.assert_allclose(value, expected[0], rtol=1e-12)
+        np.testing.assert_allclose(plain, expected[0], rtol=1e-12)
+        for found in (grads, same):
+            np.testing.assert_allclose(found, expected[1], rtol=1e-12)
 
 
 def test_a_plan_needs_no_data():
@@ -406,8 +502,9 @@ def test_the_loss_has_as_many_terms_as_the_last_product_has_rows_covered_or_not(
     covered, penalised = vag.plan(params, x, 0.0 * jnp.ones(())), vag.plan(params, x, jnp.ones(()))
     assert [r.treatment for r in penalised.routing] == ["kfac", "plain"]
     for plan in (covered, penalised):
-        rows = {"['k']": 35, "['v']": 5}[plan.last]
-        assert rows * plan.terms_per_row == pytest.approx(5)
+        (last,) = plan.last
+        rows = {"['k']": 35, "['v']": 5}[last.layer]
+        assert rows * last.terms_per_row == pytest.approx(5)
 
 
 def test_errors():

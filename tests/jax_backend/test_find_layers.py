@@ -335,6 +335,59 @@ def test_a_leaf_times_an_activation_of_its_shape_hides_no_other_leaf():
     check(rows_and_more, params, normal(5, 4, seed=2), uncovered=["['gate']"])
 
 
+@pytest.mark.parametrize(
+    "spread",
+    [
+        lambda s: 1 + s,
+        lambda s: jnp.expand_dims(s, (0, 1)) + 1,
+        lambda s: 1 + jnp.expand_dims(s, (0, 1)),
+        lambda s: jax.jit(lambda s: (s[None] - 0.5)[None] + 1.5)(s),
+    ],
+)
+def test_a_scale_about_one_is_followed_to_its_rows(spread):
+    params = {"s": 0.1 * normal(4), "w": normal(4, 3, seed=1)}
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin((x * spread(p["s"])) @ p["w"]))
+
+    x = normal(5, 6, 4, seed=2)
+    _, statistics = check(loss, params, x)
+    rows = jax.vmap(jax.grad(loss), (None, 0))(params, x.reshape(30, 1, 1, 4))["s"]
+    np.testing.assert_allclose(statistics["['s']"].main.G[0], (rows**2).sum(0), rtol=1e-10)
+    assert float(statistics["['s']"].main.rows[0]) == 30
+
+
+def test_an_inserted_axis_is_not_taken_for_the_batch():
+    params = {"shift": normal(4), "w": normal(4, 3, seed=1)}
+
+    def loss(p, x):  # the shift meets the rows when it is a sum with the mean
+        return jnp.sum(jnp.sin((x + (p["shift"][None] - x.mean(0, keepdims=True))) @ p["w"]))
+
+    plan, _ = check(loss, params, normal(5, 4, seed=2), uncovered=["['shift']"])
+    assert plan.routing["['shift']"].reason == "used by `sub`"
+
+
+def test_one_example_is_covered_like_many():
+    params = {"position": normal(1, 5, 4), "scale": normal(4, seed=1), "token": normal(1, 1, 4, seed=2)}
+    params |= {"w": normal(4, 3, seed=3), "shift": normal(3, seed=4)}
+
+    def loss(p, x):
+        x = jnp.concatenate([jnp.broadcast_to(p["token"], (len(x), 1, 4)), x + p["position"]], 1)
+        return jnp.sum(
+            jnp.sin(jnp.cos(x[:, 0] * p["scale"] @ p["w"] + x[:, 2, :3]) + p["shift"]) + x.sum()
+        )
+
+    x = normal(3, 5, 4, seed=5)
+    many, _ = check(loss, params, x)
+    one, statistics = check(loss, params, x[:1])
+    assert one.names == many.names
+    assert [layer.sizes for layer in one.layers] == [layer.sizes for layer in many.layers]
+    gradients = jax.grad(loss)(params, x[:1])
+    for name in ("position", "scale", "token", "shift"):
+        expected = gradients[name].reshape(-1) ** 2
+        np.testing.assert_allclose(statistics[f"['{name}']"].main.G[0], expected, rtol=1e-9, atol=1e-12)
+
+
 def test_slices_of_a_fused_projection_are_layers_of_their_own():
     x = normal(6, 4)
 
@@ -511,6 +564,47 @@ def test_branches_count_what_ran():
     np.testing.assert_allclose(statistics["['w']"].main.A[0], x.T @ x, rtol=1e-12)
     assert float(statistics["['v']"].main.rows[0]) == 0
     assert len(plan.layers) == 2
+
+
+@pytest.mark.parametrize("trunk", [True, False])
+@pytest.mark.parametrize("task", [0, 1, 2, 3])
+def test_the_terms_of_a_loss_with_heads_in_branches_are_those_of_the_head_that_ran(trunk, task):
+    params = {"t": normal(4, 5), "token": normal(5, 3, seed=1), "example": normal(5, 3, seed=2)}
+    params["tied"] = normal(5, 3, seed=3)
+    x = normal(8, 6, 4, seed=4)
+
+    def loss(p, x, task, switch=lax.switch):
+        features = jnp.tanh(x @ p["t"] if trunk else x @ jnp.ones((4, 5)))
+        heads = [
+            lambda h: jnp.mean(jnp.sin(h @ p["token"])),
+            lambda h: jnp.mean(jnp.sin(h.mean(1) @ p["example"])),
+            lambda h: jnp.mean(jnp.cos(h @ p["tied"])),
+            lambda h: jnp.mean(jnp.cos(h.mean(1) @ p["tied"])),
+        ]
+        return switch(task, heads, features)
+
+    _, statistics = check(loss, params, x, jnp.asarray(task), uncovered=[] if trunk else ["['t']"])
+    assert float(statistics.terms) == [48, 8, 48, 8][task]
+    chosen = functools.partial(loss, task=task, switch=lambda i, heads, h: heads[i](h))
+    _, _, alone = value_and_grad(chosen)(params, x)
+    assert float(alone.terms) == float(statistics.terms)
+    for name, sums in alone.layers.items():
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10),
+            sums,
+            statistics[name],
+        )
+
+
+def test_a_head_that_a_branch_leaves_out_counts_no_terms_of_its_own():
+    params = {"t": normal(4, 3), "v": normal(3, 3, seed=1)}
+
+    def loss(p, x, yes):
+        return jnp.mean(lax.cond(yes, lambda h: jnp.sin(h @ p["v"]), lambda h: h, x @ p["t"]))
+
+    for yes in (True, False):
+        _, statistics = check(loss, params, normal(5, 4, seed=2), jnp.asarray(yes))
+        assert float(statistics.terms) == 5
 
 
 def test_functions_with_derivatives_of_their_own():

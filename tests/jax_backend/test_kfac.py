@@ -184,6 +184,29 @@ def test_a_step_that_is_not_finite_changes_nothing():
             assert any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(updates))
 
 
+def test_entries_of_a_leaf_that_no_layer_reads_stay_too():
+    """In a step that is not finite; a clip before has made all of its gradients NaN."""
+    params = {"w": normal(4, 5), "head": normal(5, 8, seed=1), "b": normal(3, seed=2)}
+    x = normal(8, 4, seed=3)
+
+    def loss(p, x):
+        hidden = jnp.tanh(x @ p["w"])
+        return jnp.mean((hidden @ p["head"][:, :3]) * jnp.sin(hidden @ p["head"][:, 4:7] + p["b"]))
+
+    vag = value_and_grad(loss)
+    plan = vag.plan(params, x)
+    assert [layer.name for layer in plan.layers if layer.leaf == 1] == [
+        "['head'] part 0",
+        "['head'] part 1",
+    ]
+    tx = optax.chain(optax.clip_by_global_norm(1.0), kfac(plan, 0.1))
+    state = tx.init(params)
+    _, grads, statistics = vag(params, x.at[0, 0].set(jnp.nan))
+    updates, after = jax.jit(tx.update)(grads, state, params, statistics=statistics)
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u, jnp.zeros_like(u)), updates)
+    jax.tree.map(np.testing.assert_array_equal, state[1].momentum, after[1].momentum)
+
+
 def test_what_was_due_in_a_skipped_step_is_due_in_the_next():
     tx = scale_by_kfac(PLAN, factor_update_steps=5, inv_update_steps=10)
     update = updates_of(tx)
@@ -256,6 +279,12 @@ def test_chains():
         ({"momentum": 1.0}, ValueError, "momentum"),
         ({"weight_decay": -0.1}, ValueError, "weight_decay"),
         ({"dampnig": 0.1}, TypeError, "dampnig"),
+        ({"warm_start": 1}, TypeError, "warm_start must be True or False"),
+        (
+            {"warm_start": True, "compute_method": "newton_schulz"},
+            ValueError,
+            "warm_start must be False without eigenbases",
+        ),
         ({"mesh": 8}, TypeError, "mesh must be a jax.sharding.Mesh"),
         ({"mesh": MESH, "axis_name": "model"}, ValueError, "axis_name must be an axis of mesh"),
         ({"gradient_worker_fraction": 0.5}, ValueError, "below 1 needs mesh="),
@@ -284,7 +313,7 @@ def test_what_does_not_fit_the_plan_is_an_error():
         tx.init({"w": jnp.ones((4, 6))})
     _, grads, statistics = evaluate(PARAMS, X, Y)
     state, only = tx.init(PARAMS), {"['v']": statistics["['v']"]}
-    with pytest.raises(ValueError, match=r"missing .*\['w'\]"):
+    with pytest.raises(ValueError, match=r"missing .*\['w'\].*Make the plan with"):
         tx.update(grads, state, PARAMS, statistics=replace(statistics, layers=only))
     decayed = kfac(PLAN, 0.1, weight_decay=0.1)
     decayed_state = decayed.init(PARAMS)

@@ -66,8 +66,32 @@ def test_gradients_of_another_structure_or_shape_are_an_error():
     state = tx.init(PARAMS)
     with pytest.raises(ValueError, match="updates must have the structure"):
         tx.update({"w": PARAMS["w"]}, state)
-    with pytest.raises(ValueError, match=r"updates must have the shapes .*'w': \(9, 7\)"):
+    with pytest.raises(ValueError, match=r"updates must have the shapes .*\['w'\]\": \(9, 7\)"):
         tx.update(PARAMS | {"w": PARAMS["w"].T}, state)
+
+
+@jax.tree_util.register_pytree_node_class
+class Model:
+    """A container of the user's, which has no == of its own."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_parameters_may_be_in_a_class_that_has_no_equality():
+    tx, w = scale_by_kron(), PARAMS["w"]
+    updates, _ = tx.update(Model(w), tx.init(Model(w)))
+    expected, _ = tx.update(w, tx.init(w))
+    np.testing.assert_array_equal(updates.w, expected)
+    with pytest.raises(ValueError, match=r"must have the shapes .*\(9, 7\)}, got .*\(7, 9\)}"):
+        tx.update(Model(w.T), tx.init(Model(w)))
 
 
 def test_batches_bound_the_memory_of_a_step():
@@ -255,6 +279,24 @@ def test_positions_and_names_are_distributed_krons():
     ]
     specs = inspect.signature(get_opt_state_partition_specs).parameters
     assert list(specs) == ["params", "scale_by_kron_only", "kwargs"]
+
+
+def test_partition_specs_of_a_tree_with_none_in_place_of_a_parameter():
+    """As of an equinox layer without a bias."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    params = {"a": None, **PARAMS, "z": None}
+    specs = {"a": None, "s": P(None, "x"), "w": P("x"), "b": None, "z": None}
+    expected, _ = directions(scale_by_kron())
+    labels = {"a": None, "s": "kron", "w": "kron", "b": "sgd", "z": None}
+    with jax.set_mesh(mesh):
+        tx = scale_by_kron(params_partition_specs=specs)
+        found, _ = directions(tx, params)
+        partly, _ = directions(optax.partition({"kron": tx, "sgd": optax.sgd(0.1)}, labels), params)
+    assert_same({name: found[name] for name in PARAMS}, expected)
+    assert_same(partly["b"], -0.1 * normal(7, seed=13))
+    assert found["a"] is partly["z"] is None
+    of_state = get_opt_state_partition_specs(params, True, params_partition_specs=specs)
+    assert of_state.mu == {"a": None, "s": P(None, "x"), "w": P("x"), "b": P(), "z": None}
 
 
 @pytest.mark.parametrize("only", [False, True])

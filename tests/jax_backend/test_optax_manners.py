@@ -200,12 +200,13 @@ def test_a_pair_of_the_users_own(scale):
         tx.update(grads, state, value_fn=value)
 
 
-def test_an_integer_that_decides_shapes_must_be_static():
-    tx = optax.inject_hyperparams(kron)(learning_rate=0.1, block_size=64)
-    with pytest.raises(TypeError, match=r"block_size decides shapes.*static_args"):
+@pytest.mark.parametrize(("name", "value"), [("block_size", 64), ("max_skew", 1.0)])
+def test_a_number_that_decides_shapes_must_be_static(name, value):
+    tx = optax.inject_hyperparams(kron)(learning_rate=0.1, **{name: value})
+    with pytest.raises(TypeError, match=rf"{name} decides shapes.*static_args"):
         tx.init({"w": jnp.zeros((2, 2))})
-    static = optax.inject_hyperparams(kron, static_args="block_size")
-    static(learning_rate=0.1, block_size=64).init({"w": jnp.zeros((2, 2))})
+    static = optax.inject_hyperparams(kron, static_args=name)
+    static(learning_rate=0.1, **{name: value}).init({"w": jnp.zeros((2, 2))})
 
 
 @every_transformation

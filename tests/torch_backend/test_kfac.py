@@ -706,6 +706,12 @@ def test_gradients_of_any_size_stay_finite():
         ({"inv_update_steps": 1.5}, TypeError, "inv_update_steps must be an integer"),
         ({"kl_clip": 0.0}, ValueError, "kl_clip must be > 0"),
         ({"lr": -0.1}, ValueError, "lr must be >= 0"),
+        ({"warm_start": 1}, TypeError, "warm_start must be True or False"),
+        (
+            {"warm_start": True, "compute_method": "inverse"},
+            ValueError,
+            "warm_start must be False without eigenbases",
+        ),
         ({"compute_method": "egien"}, ValueError, "compute_method must be one of 'eigen'"),
         ({"skip_layers": "conv"}, TypeError, "skip_layers must be a list"),
         ({"factor_dtype": torch.int32}, TypeError, "factor_dtype must be a floating"),

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from suite.core import linalg, moments
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
-from suite.core.checks import check_choice, check_integer
+from suite.core.checks import check_choice, check_flag, check_integer
 from suite.core.damping import split_damping, tikhonov
 from suite.core.noise import unit_noise
 
@@ -84,6 +84,15 @@ class KFAC:
     @property
     def keeps_eigenbases(self) -> bool:
         return self.compute_method in ("eigen", "ekfac")
+
+    def check_warm_start(self, warm_start: bool) -> None:
+        """Raise unless it is True or False, and False where there are no eigenbases to start from."""
+        check_flag("warm_start", warm_start)
+        if warm_start and not self.keeps_eigenbases:
+            method = self.compute_method
+            raise ValueError(
+                f"warm_start must be False without eigenbases, got compute_method={method!r}"
+            )
 
     # ---- stacks of layers ----------------------------------------------------------------------
 

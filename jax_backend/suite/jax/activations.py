@@ -41,16 +41,18 @@ class Activations:
         if isinstance(op, jaxprs.Iota):
             self.counting[out] = op.axis
         elif isinstance(op, jaxprs.Returned) and first in self.outputs:
-            if self.readers[first] == 1:
+            # Of a product made inside; one from outside has whatever gradient the function gives it.
+            made_here = self.outputs[first].site.use.path == node.path
+            if made_here and self.readers[first] == 1:
                 self.outputs[out] = self.outputs[first]
         elif isinstance(op, jaxprs.Reindex) and first is not None:
             self.follow_output(first, out, op.step)
             self.follow_counts(first, out, op.step)
         elif isinstance(op, jaxprs.Add):
             # What is added to a product has no part in its gradient: a bias may still follow.
-            for value in node.inputs:
+            for value, sign in zip(node.inputs, op.signs, strict=True):
                 known = None if value is None else self.outputs.get(value)
-                if value is None or known is None or node.custom is not None:
+                if value is None or known is None or sign < 0 or node.custom is not None:
                     continue
                 alone = self.readers[value] == 1 and known.site.loops == node.loops
                 if alone and self.shape(value) == self.shape(out):

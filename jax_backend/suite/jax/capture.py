@@ -8,6 +8,7 @@ over repeated uses of a leaf, through scan and remat, under jit and whatever sha
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,7 @@ class value_and_grad:
         self._reduce, self._max_factor_size = rows == "reduce", max_factor_size
         self._plain, self._require = tuple(plain), require
         functools.update_wrapper(self, loss_fn, updated=())
+        self.__signature__ = _with_own_arguments(loss_fn)
 
     def plan(self, params: Any, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes; arrays may be `jax.ShapeDtypeStruct`s.
@@ -222,9 +224,7 @@ class value_and_grad:
         if self._fisher is None:
             both = jax.value_and_grad(lambda *given: _loss_first(run(*given)), (0, 1), has_aux=True)
             (loss, arrays), (grads, found) = both(leaves, empty)
-            last = found[plan.last]
-            terms = jnp.mean(last.main.rows) * plan.terms_per_row
-            terms = terms if plan.terms_per_row else jnp.ones((), jnp.float32)
+            terms = _terms(plan, found)
         else:
             (loss, outputs), pull, arrays = jax.vjp(
                 lambda *given: _loss_and_outputs(run(*given)), leaves, empty, has_aux=True
@@ -466,12 +466,33 @@ def _by_loop(use: Use, slot: Any) -> Any:
     return jax.tree.map(lambda s: s.reshape(*use.lengths, use.groups, *s.shape[1:]), slot)
 
 
+def _terms(plan: Plan, found: dict[str, LayerSums]) -> jax.Array:
+    """How many terms the loss has, (), by the last product that ran."""
+    terms: Any = None
+    for name, terms_per_row in reversed(plan.last):
+        rows = jnp.mean(found[name].main.rows)
+        own = rows * terms_per_row
+        terms = own if terms is None else jnp.where(rows > 0, own, terms)
+    return jnp.ones((), jnp.float32) if terms is None else terms
+
+
 def _loss_first(out: list[Any]) -> tuple[Any, list[Any]]:
     return out[0], out[1:]
 
 
 def _loss_and_outputs(out: list[Any]) -> tuple[tuple[Any, Any], list[Any]]:
     return (out[0], out[1]), out[2:]
+
+
+def _with_own_arguments(loss_fn: Callable[..., Any]) -> inspect.Signature:
+    """The signature of `loss_fn`, where `jax.jit` looks for static arguments, with capture and bases."""
+    own = inspect.signature(value_and_grad.__call__).parameters
+    try:
+        theirs = inspect.signature(loss_fn)
+    except ValueError:  # a builtin
+        theirs = inspect.signature(lambda params, *args, **kwargs: None)
+    both = {"capture": own["capture"], "bases": own["bases"], **theirs.parameters}
+    return theirs.replace(parameters=sorted(both.values(), key=lambda p: p.kind))
 
 
 def _is_array(x: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -91,9 +92,14 @@ class FactorLayout:
 
     @property
     def written(self) -> list[bool]:
-        """Whether a leaf is in one of the layers here, by leaf."""
-        own = {i for layer in self.layers for i in (layer.leaf, layer.bias)}
-        return [i in own for i in range(len(self.plan.names))]
+        """Whether the layers here have all entries of a leaf, by leaf."""
+        left = [math.prod(shape) for shape in self.plan.shapes]
+        for layer in self.layers:
+            d_in, d_out = layer.sizes
+            if layer.bias is not None:
+                left[layer.bias] -= layer.groups * d_out
+            left[layer.leaf] -= layer.groups * (d_in - (layer.bias is not None)) * d_out
+        return [entries == 0 for entries in left]
 
     @functools.cached_property
     def first(self) -> list[int]:

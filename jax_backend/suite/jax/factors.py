@@ -239,7 +239,7 @@ class Factors(FactorLayout):
         )
 
     def _refreshed(self, factor: core_kfac.Factor, damping: jax.Array) -> core_kfac.Factor:
-        if not (self.warm_start and self.rule.keeps_eigenbases) or factor.average.ndim == 2:
+        if not self.warm_start or factor.average.ndim == 2:
             return self.rule.refresh_factor(factor, damping)
         return jax.lax.cond(
             jnp.all(factor.ready),

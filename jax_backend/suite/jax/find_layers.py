@@ -67,12 +67,18 @@ class Site(NamedTuple):
     one_hot: bool  # whether inputs are one-hot
     input: int | None  # the value that is the input
     value: int  # the value that is the output
-    loops: tuple[tuple[jaxprs.Path, int], ...]
+    loops: jaxprs.Loops
 
     @property
     def executions(self) -> int:
-        """How often it runs for each block."""
-        return math.prod(n for _, n in self.loops) // max(math.prod(self.use.lengths), 1)
+        """How often it runs for each block, if its branches are taken."""
+        lengths = (1 if n is None else n for _, n in self.loops)
+        return math.prod(lengths) // max(math.prod(self.use.lengths), 1)
+
+    def excludes(self, other: Site) -> bool:
+        """Whether it is in another branch of the same `cond`."""
+        own, others = ({p[:-1]: p for p, n in site.loops if n is None} for site in (self, other))
+        return any(others.get(cond, path) != path for cond, path in own.items())
 
 
 class BiasUse(NamedTuple):
@@ -136,6 +142,8 @@ class _Finder:
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
             self.origins[value] = Origin(i, (), (), (), shape, ())
+        data = (program.avals[value].shape for value in program.inputs[leaves:])
+        self.one_example = {shape[0] for shape in data if shape} == {1}
         self.joined: dict[int, tuple[Piece, ...]] = {}
         self.scaled: dict[int, _Scaled] = {}
         self.scalings: dict[int, _Scaling] = {}
@@ -181,6 +189,11 @@ class _Finder:
         if isinstance(op, jaxprs.Reindex) and known[0] is not None and self.stays_real(node):
             self.origins[node.outputs[0]] = known[0].moved(op.step)
             return
+        if isinstance(op, jaxprs.Add) and None in node.inputs and self.stays_real(node):
+            place = 1 - node.inputs.index(None)
+            if op.signs[place] > 0:  # a leaf and a number, as in 1 + scale, have the leaf's gradient
+                self.origins[node.outputs[0]] = known[place]  # type: ignore[assignment]
+                return
         if isinstance(op, jaxprs.LoopSlice) and known[0] is not None and not known[0].widened:
             self.origins[node.outputs[0]] = self.taken_apart(node, known[0], op.length)
             return
@@ -432,23 +445,26 @@ class _Finder:
             axes = tuple(range(len(shape))) if operand else ()
             inner = (*inner, ("broadcast", (shape, axes)))
         multiplies = isinstance(node.operation, jaxprs.Multiply)
+        signs = node.operation.signs if isinstance(node.operation, jaxprs.Add) else (1, 1)
         real = [v for v in (*node.inputs, value) if v is not None]
         if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in real):
             return False
         if multiplies and other is None:
             return False
         added_to = None
-        if not multiplies and other is not None:
+        if not multiplies and other is not None and signs == (1, 1):
             added_to = self.bias(node, other, origin, inner, piece)
-        # An entry for each row, or one for all of them?
-        shared = math.prod(shape) > math.prod(origin.part) or len(shape) > len(origin.part)
+        # An entry for each row, or one for all of them? Of one example only the axis tells; of more, an
+        # axis of length 1 is no batch's, and what has it is still to meet the rows.
+        of_one = self.one_example and shape[:1] == (1,) and (beside or other is not None)
+        shared = math.prod(shape) > math.prod(origin.part) or of_one
         if added_to is None and not shared:
             return False
         where = self.where(node, 1 - p if multiplies else None)
         if where is None:
             return False
         path, out_index, x_operand = where
-        product = Elementwise(origin.part, inner, multiplies)
+        product = Elementwise(origin.part, inner, multiplies, signs[p])
         owns = None if piece is None else window(self.shape(value), piece.axis, piece)
         use = Use(
             path, out_index, x_operand, product, False, origin.scans, origin.stack, 1, 0, None, owns

@@ -24,7 +24,10 @@ def require_fit(plan: Plan, given: Statistics, products: bool) -> None:
     names = {layer.name for layer in plan.layers}
     if set(given.layers) != names:
         missing, unknown = sorted(names - set(given.layers)), sorted(set(given.layers) - names)
-        raise ValueError(f"statistics do not fit the plan: missing {missing}, unknown {unknown}")
+        raise ValueError(
+            f"statistics do not fit the plan: missing {missing}, unknown {unknown}. Make the plan with "
+            "arguments of the shapes that value_and_grad is called with"
+        )
     if products:
         measured: list[LayerSums] = [
             given.layers[layer.name] for layer in plan.layers if layer.measures_products

@@ -79,7 +79,9 @@ class Gather(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Elementwise sum or difference."""
+    """Elementwise sum, or difference: the first operand less the second."""
+
+    signs: tuple[int, int]
 
 
 class Multiply(NamedTuple):
@@ -108,6 +110,10 @@ class Aval(NamedTuple):
     dtype: Any
 
 
+# Enclosing scans and their lengths, and branches of a `cond` with None.
+Loops = tuple[tuple[Path, int | None], ...]
+
+
 @dataclass(frozen=True)
 class Custom:
     """A call of a function with a derivative of its own, which its inside does not show."""
@@ -127,7 +133,7 @@ class Node:
     operation: Any
     inputs: tuple[int | None, ...]  # None for literals
     outputs: tuple[int, ...]
-    loops: tuple[tuple[Path, int], ...]  # enclosing scans and their lengths, and branches with 1
+    loops: Loops
     custom: Custom | None
 
 
@@ -179,7 +185,7 @@ class _Flattener:
         jaxpr: Any,
         inputs: Sequence[int | None],
         prefix: Path,
-        loops: tuple[tuple[Path, int], ...],
+        loops: Loops,
         custom: Custom | None,
     ) -> list[int | None]:
         env: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -218,7 +224,7 @@ class _Flattener:
             return self.scan(eqn, values, path, loops, custom, node)
         if name == "cond":
             branches = [
-                self.body(branch.jaxpr, values[1:], (*path, i), (*loops, ((*path, i), 1)), custom)
+                self.body(branch.jaxpr, values[1:], (*path, i), (*loops, ((*path, i), None)), custom)
                 for i, branch in enumerate(eqn.params["branches"])
             ]
             return [
@@ -350,7 +356,7 @@ def _operation(eqn: Any) -> Any:
     if name == "gather":
         return _gather(eqn)
     if name in ("add", "add_any", "sub"):
-        return Add()
+        return Add((1, -1 if name == "sub" else 1))
     if name == "mul":
         return Multiply()
     if name == "concatenate":

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from suite.core import kfac as core_kfac
 from suite.core import statistics as core_statistics
-from suite.core.checks import check_choice, check_flag, check_integer, check_number
+from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.linalg import inner_product
 from suite.core.step_size import kl_clip_coefficient
 from suite.jax.explicit_axes import across_explicit_axes
@@ -68,7 +68,8 @@ def scale_by_kfac(
         lr: the learning rate in that bound.
         compute_method: 'eigen', 'inverse', 'newton_schulz' or 'ekfac', see `suite.core.kfac.KFAC`. For
             'ekfac' statistics must come from `value_and_grad(...)(..., bases=eigenbases(state, plan))`.
-        warm_start: eigenbases start from the ones before and improve by one orthogonal iteration.
+        warm_start: eigenbases ('eigen', 'ekfac') start from the ones before and improve by one
+            orthogonal iteration.
         factor_dtype, inv_dtype: dtypes of running averages and of inverses; default: the parameter's,
             at least float32.
         loss_reduction: 'mean' or 'sum': what the loss does over its terms.
@@ -82,7 +83,7 @@ def scale_by_kfac(
             and `state_specs` for the state. See `suite.core.placement`.
         assignment_strategy: 'compute' or 'memory', what is balanced over devices: n³ or n².
 
-    The first six and lr take a number or a function of the step count.
+    All from factor_update_steps to lr take a number or a function of the step count.
     """
     settings = {
         "factor_update_steps": factor_update_steps,
@@ -98,8 +99,8 @@ def scale_by_kfac(
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must come from value_and_grad(...).plan(...), got {type(plan).__name__}")
     check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-    check_flag("warm_start", warm_start)
     rule = core_kfac.KFAC(compute_method)
+    rule.check_warm_start(warm_start)
     spread = spread_of(mesh, axis_name, gradient_worker_fraction, assignment_strategy)
     if spread.keeps and rule.compute_method == "ekfac":
         raise ValueError(

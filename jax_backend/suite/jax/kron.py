@@ -151,7 +151,7 @@ def scale_by_kron(
         _integer("target_merged_dim_size", target_merged_dim_size, 1),
         partition_grads_into_blocks,
         _integer("block_size", block_size, 1),
-        max_skew,
+        _static("max_skew", max_skew),
         shared_factors,
     )
     batch_size = _integer("lax_map_batch_size", lax_map_batch_size, 1)
@@ -395,10 +395,14 @@ def routing(params: Any, scanned_layers: Any = None, **structure: Any) -> Routin
 
 
 def _integer(name: str, value: Any, at_least: int) -> int:
+    check_integer(name, _static(name, value), at_least=at_least)
+    return int(value)
+
+
+def _static(name: str, value: Any) -> Any:
     if isinstance(value, jax.Array):
         raise TypeError(
             f"{name} decides shapes and cannot be an array: name it in the static_args of "
             "optax.inject_hyperparams"
         )
-    check_integer(name, value, at_least=at_least)
-    return int(value)
+    return value

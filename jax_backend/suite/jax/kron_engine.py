@@ -18,7 +18,7 @@ from suite.core.step_size import Clip, clipped, normalized
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
 from suite.jax.kron_blocks import Blocks, plan
-from suite.jax.sharding import Layout, constrain, in_batches, is_spec, specs_like
+from suite.jax.sharding import Layout, constrain, in_batches, specs_of
 
 Schedule = Any  # a number, a 0-d array, or a function of a count
 
@@ -71,7 +71,7 @@ class Settings:
 def _plan(settings: Settings, tree: Any, mu: Any) -> Blocks:
     kinds: list[Any] = [jnp.result_type(m) for m in jax.tree.leaves(mu)]
     if settings.params_partition_specs is not None:
-        specs = jax.tree.leaves(specs_like(tree, settings.params_partition_specs), is_leaf=is_spec)
+        specs = specs_of(tree, settings.params_partition_specs)
         kinds = list(zip(kinds, specs, strict=True))
     structure, scanned = settings.structure, settings.scanned_layers
     return plan(tree, structure, scanned, settings.seed, settings.factor_dtype, kinds)
@@ -195,7 +195,8 @@ def _require_alike(updates: Any, mu: Any) -> None:
     found, expected = jax.tree.structure(updates), jax.tree.structure(mu)
     if found != expected:  # type: ignore[operator]
         raise ValueError(f"updates must have the structure {expected}, got {found}")
-    shapes = [jax.tree.map(jnp.shape, tree) for tree in (updates, mu)]
+    flat = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (updates, mu))
+    shapes = [{jax.tree_util.keystr(path): jnp.shape(x) for path, x in leaves} for leaves in flat]
     if shapes[0] != shapes[1]:
         raise ValueError(f"updates must have the shapes {shapes[1]}, got {shapes[0]}")
 

@@ -66,6 +66,7 @@ class Elementwise(NamedTuple):
     shape: Shape  # of the leaf, or of the part of it that an enclosing scan takes
     steps: tuple[Step, ...]
     multiplies: bool
+    sign: int  # -1 where the leaf is subtracted
 
 
 Product = Dense | Convolution | Lookup | Elementwise
@@ -226,7 +227,7 @@ def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Arr
     bias = layer.bias is not None
     x, gradient = use.own(x, gradient)
     if isinstance(product, Elementwise):
-        given = gradient * x if product.multiplies else gradient
+        given = gradient * x if product.multiplies else product.sign * gradient
         return _to_leaf(product, given).reshape(1, -1, 1)
     outputs = gradient_rows(product, gradient, use.groups)
     if isinstance(product, Lookup):

@@ -14,14 +14,15 @@ import optax
 
 def with_places(tree: Any) -> tuple[list[Any], Any]:
     """Leaves and structure of a tree whose masked parameters count as leaves."""
-    return jax.tree.flatten(tree, is_leaf=_is_masked)
+    return jax.tree.flatten(tree, is_leaf=is_masked)
 
 
 def unmasked(settings: list[Any], tree: Any) -> list[Any]:
     """`settings`, one for each of `with_places(tree)`, without those of masked parameters."""
     places = with_places(tree)[0]
-    return [x for x, place in zip(settings, places, strict=True) if not _is_masked(place)]
+    return [x for x, place in zip(settings, places, strict=True) if not is_masked(place)]
 
 
-def _is_masked(x: Any) -> bool:
+def is_masked(x: Any) -> bool:
+    """Whether a node of a pytree stands where another transformation's parameter is."""
     return isinstance(x, optax.MaskedNode)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,19 @@ from suite.jax.views import Signature, overlap, signature
 Require = Literal["all", "most"] | None
 
 
+class Last(NamedTuple):
+    """A covered layer whose product comes last where those before it in the list do not run."""
+
+    layer: str
+    terms_per_row: float  # the loss has as many terms as the very last product has rows
+
+
 @dataclass(frozen=True)
 class Plan:
     """What K-FAC covers of a loss function's parameters. `print(plan)` is the routing report."""
 
     layers: tuple[Layer, ...]
-    last: str  # the covered layer whose product comes last
-    terms_per_row: float  # of that layer: the loss has as many terms as the very last product has rows
+    last: tuple[Last, ...]
     sampled: bool  # whether statistics are of the model's predictions, not of the loss
     names: tuple[str, ...]  # of all parameter leaves, in order
     shapes: tuple[tuple[int, ...], ...]
@@ -94,8 +100,8 @@ def make_plan(
     routing = Routing(routes)
     routing.require_preconditioned("K-FAC")
     _require(require, routing)
-    last, terms_per_row = _last(uses, layers)
-    return Plan(layers, last, terms_per_row, sampled, names, shapes, dtypes, treedef, routing)
+    last = _last(uses, layers)
+    return Plan(layers, last, sampled, names, shapes, dtypes, treedef, routing)
 
 
 class _Assembly:
@@ -261,27 +267,36 @@ def _oriented(members: list[tuple[Site, bool]]) -> list[tuple[Site, bool]]:
     return [*((site, False) for site in main), *((site, True) for site in other)]
 
 
-def _last(uses: Uses, layers: tuple[Layer, ...]) -> tuple[str, float]:
-    """The covered layer whose product comes last, and the loss's terms in units of its rows."""
+def _last(uses: Uses, layers: tuple[Layer, ...]) -> tuple[Last, ...]:
+    """The covered layers whose products come last: those in branches, back to one that always runs."""
     owner = {u.place: layer for layer in layers for u in layer.uses}
     products = [s for s in uses.sites if not isinstance(s.use.product, Elementwise)]
-    covered = [s for s in products if s.use.place in owner]
-    if not covered:
-        return layers[-1].name, 0.0
+    found: list[Last] = []
+    for site in reversed(products):
+        layer = owner.get(site.use.place)
+        if layer is None:
+            continue
+        if all(layer.name != last.layer for last in found):
+            found.append(Last(layer.name, _terms_per_row(site, layer, products)))
+        if all(length is not None for _, length in site.loops):
+            break
+    return tuple(found)
+
+
+def _terms_per_row(last: Site, layer: Layer, products: list[Site]) -> float:
+    """The loss's terms where this covered product is the last that ran, by its layer's rows."""
+    products = [s for s in products if not s.excludes(last)]
+    very_last = products[-1]
 
     def rows(site: Site) -> int:
-        same = [s for s in products if s.leaf == site.leaf]
+        same = [s for s in products if s.leaf == site.leaf and not s.excludes(site)]
         return sum(s.use.rows * s.executions for s in same)
 
-    last = covered[-1]
-    layer = owner[last.use.place]
-    share = rows(products[-1]) / max(rows(last), 1)
-    if layer.tied:  # count the head's rows, not the lookups'
-        own = [u for u in layer.uses if not u.transposed]
-        executions = {s.use.place: s.executions for s in products}
-        count = sum(u.rows * executions[u.place] for u in own)
-        share = last.use.rows * last.executions / max(count, 1) if last is products[-1] else share
-    return layer.name, share
+    if layer.tied and last is very_last:  # count the head's rows, not the lookups'
+        own = {u.place for u in layer.uses if not u.transposed}
+        count = sum(s.use.rows * s.executions for s in products if s.use.place in own)
+        return last.use.rows * last.executions / max(count, 1)
+    return rows(very_last) / max(rows(last), 1)
 
 
 def _route(

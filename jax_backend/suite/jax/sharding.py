@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from suite.jax.masks import unmasked, with_places
+from suite.jax.masks import is_masked
 
 T = Any
 
@@ -155,26 +155,38 @@ def constrain(tree: T, params_partition_specs: Any, layout: Layout) -> T:
     """A pytree like the parameters, with their sharding."""
     if params_partition_specs is None:
         return tree
-    specs = specs_like(tree, params_partition_specs)
-    return jax.tree.map(lambda spec, x: layout.constrain(x, spec), specs, tree, is_leaf=is_spec)
+    specs = specs_of(tree, params_partition_specs)
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, list(map(layout.constrain, leaves, specs)))
 
 
 def specs_like(tree: Any, params_partition_specs: Any) -> Any:
-    """The specs as a pytree of the structure of `tree`; None in it stands for PartitionSpec().
+    """The specs as a pytree of the structure of `tree`, see `specs_of`."""
+    return jax.tree.unflatten(jax.tree.structure(tree), specs_of(tree, params_partition_specs))
+
+
+def specs_of(tree: Any, params_partition_specs: Any) -> list[PartitionSpec]:
+    """The specs of the leaves of `tree`; None for one of them stands for PartitionSpec().
 
     Raises:
         ValueError: another number of specs than leaves.
     """
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves = jax.tree.leaves(tree)
     specs = jax.tree.leaves(params_partition_specs, is_leaf=is_spec)
-    if len(specs) == len(with_places(tree)[0]):
-        specs = unmasked(specs, tree)
+    places = jax.tree.leaves(tree, is_leaf=_is_absent)
+    if len(specs) == len(places):
+        specs = [spec for spec, place in zip(specs, places, strict=True) if not _is_absent(place)]
     if len(specs) != len(leaves):
         raise ValueError(
             f"params_partition_specs must have a spec for each of {len(leaves)} parameters, "
             f"got {len(specs)}"
         )
-    return jax.tree.unflatten(treedef, [PartitionSpec() if spec is None else spec for spec in specs])
+    return [PartitionSpec() if spec is None else spec for spec in specs]
+
+
+def _is_absent(x: Any) -> bool:
+    """Whether a node of a pytree of parameters stands where there is none: masked, or equinox's None."""
+    return x is None or is_masked(x)
 
 
 def _mesh_around() -> Any:

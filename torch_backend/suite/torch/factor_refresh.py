@@ -125,7 +125,7 @@ class FactorRefresh(FactorStore):
 
     def _may_start_warm(self, number: int, some: core_kfac.Factor) -> bool:
         """Whether eigenbases of some of a stack, or of all of it, can start from those before."""
-        if not (self.warm_start and self.rule.keeps_eigenbases):
+        if not self.warm_start:
             return False
         return bool(self._cache.get((number, "stack is ready")) or some.ready.all())
 

@@ -211,6 +211,8 @@ class KFAC(torch.optim.Optimizer):
         if isinstance(skip_layers, str):
             raise TypeError(f"skip_layers must be a list of patterns, got the string {skip_layers!r}")
         method = choice_of("compute_method", compute_method, ComputeMethod)
+        rule = core_kfac.KFAC(method)
+        rule.check_warm_start(warm_start)
         check_integer("max_factor_size", max_factor_size, at_least=1)
         check_choice("loss_reduction", loss_reduction, ("mean", "sum", "global_mean"))
         check_number("allreduce_bucket_cap_mb", allreduce_bucket_cap_mb, at_least=0)
@@ -229,7 +231,6 @@ class KFAC(torch.optim.Optimizer):
         for name, flag in (
             ("compute_eigenvalue_outer_product", compute_eigenvalue_outer_product),
             ("spread_inverses", spread_inverses),
-            ("warm_start", warm_start),
             ("colocate_factors", colocate_factors),
             ("symmetry_aware", symmetry_aware),
             ("packed_factors", packed_factors),
@@ -300,7 +301,7 @@ class KFAC(torch.optim.Optimizer):
         logging.getLogger("suite.torch").log(loglevel, "K-FAC:\n%s", found.routing)
         self._engine = KFACEngine(
             model,
-            rule=core_kfac.KFAC(method),
+            rule=rule,
             found=found,
             factor_dtype=factor_dtype,
             inv_dtype=inv_dtype,
