@@ -19,6 +19,12 @@ def test_tikhonov_without_damping_gives_null_directions_a_zero_step(xp):
     assert_close(got, np.array([0.0, 0.25, 1e300]))
 
 
+def test_tikhonov_does_not_divide_by_what_leaves_the_range():
+    tiny = np.array([1e-45, 1e-40, 1e-37], np.float32)
+    assert_identical(tikhonov(tiny, 0.0)[:2], np.zeros(2, np.float32))
+    assert_close(tikhonov(tiny, 0.0)[2:], [1e37], 1e-6)
+
+
 @pytest.mark.parametrize("zero", [0, 0.0])
 def test_zero_damping_is_honoured(zero):
     assert_identical(tikhonov(np.array([0.5]), zero), np.array([2.0]))

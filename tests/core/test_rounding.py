@@ -62,3 +62,16 @@ def test_uses_of_noise_are_independent(xp):
     np.testing.assert_array_equal(
         uses[0], to_numpy(noise.unit_noise(streams, 5, (500,), xp.dtype("float64")))
     )
+
+
+@pytest.mark.parametrize("size", [1e-45, 3.8e-44, 1e-40, 1e-36, 3e38])
+def test_the_mean_of_numbers_at_the_ends_of_the_range_is_the_value(xp, size):
+    if xp.half != "bfloat16":
+        pytest.skip("float16 has another range")
+    x = np.full(20000, size, np.float32)
+    noise = np.random.default_rng(0).uniform(-(3**0.5), 3**0.5, x.shape).astype(np.float32)
+    result = to_numpy(stochastic_round(xp.asarray(x), xp.asarray(noise), xp.dtype(xp.half))).astype(
+        float
+    )
+    assert np.isfinite(result).all()
+    assert abs(result.mean() - float(x[0])) < 0.05 * max(float(x[0]), 1.2e-38)

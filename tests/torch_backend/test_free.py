@@ -166,6 +166,13 @@ FREE = {
         SEQUENCE,
         (3, 2),
     ),
+    "x * (temperature p)": (
+        lambda x, p: x * (torch.tensor(1.5, dtype=torch.float64) * p),
+        lambda x, p: x * (1.5 * p),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
     "two in one": (
         lambda x, p, q: x * p + q,
         lambda x, p, q: x * p + q,
@@ -193,6 +200,39 @@ def test_a_free_parameter_has_the_diagonal_of_its_rows_gradients(name, reduction
         A, G = factors[f"own.{i}"]
         expected = p.grad.square().sum(tuple(range(len(rows)))).reshape(1, -1)
         assert_close(A * G[:, 0], terms * expected)
+
+
+class Masked(nn.Module):
+    """Matrices that are put together of parameters and buffers before they meet x."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.w = nn.Parameter(0.5 * numbers(4, 3, seed=1))
+        self.register_buffer("mask", (numbers(4, 3, seed=2) > 0).double() + 0.5)
+        self.u, self.v = (nn.Parameter(numbers(*s, seed=5)) for s in ((4, 2), (2, 3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "mask":
+            return x @ (self.w * (2 * self.mask))
+        if self.kind == "shift":
+            return x @ (self.w - self.mask.exp())
+        return x @ (self.w + self.u @ self.v)
+
+
+@pytest.mark.parametrize("kind", ["mask", "shift", "adapter"])
+@pytest.mark.filterwarnings("ignore:statistics miss some uses:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
+def test_what_has_no_rows_is_not_taken_for_rows(kind):
+    """The square of a sum over rows is not the sum of their squares."""
+    x = numbers(6, 4)
+    model = double(lambda: Masked(kind))
+    y = model(x).detach().requires_grad_()
+    loss_of(y, "sum").backward()
+    factor = 2 * model.mask if kind == "mask" else 1.0
+    per_row = x[:, :, None] * y.grad[:, None, :] * factor
+    A, G = held(stepped(model, x, reduction="sum"))["w"]
+    assert_close(A * G[:, 0], per_row.square().sum(0).reshape(1, -1))
 
 
 def test_free_parameters_are_followed_in_the_module_that_owns_them_and_under_gradient_accumulation():

@@ -153,3 +153,17 @@ def test_refusals():
         DenseNewton(layer.parameters()).step()
     with pytest.raises(RuntimeError, match="must return the loss"):
         DenseNewton(layer.parameters()).step(lambda: 1.0)
+
+
+@every_door
+def test_loading_calls_hooks_and_copies_a_tensor_learning_rate(make):
+    (_, _), (model, _) = problem(), problem()
+    one, other = make(model.parameters()), make(model.parameters())
+    one.param_groups[0]["lr"] = torch.tensor(0.1)
+    seen = []
+    other.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append("before"))
+    other.register_load_state_dict_post_hook(lambda optimizer: seen.append("after"))
+    other.load_state_dict(one.state_dict())
+    one.param_groups[0]["lr"].fill_(0.5)
+    assert seen == ["before", "after"]
+    assert float(other.param_groups[0]["lr"]) == pytest.approx(0.1)

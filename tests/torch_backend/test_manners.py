@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack as mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from conftest import same
-from suite.torch import KFAC
+from suite.torch import KFAC, LRA, Kron
 
 T64 = torch.float64
 
@@ -641,3 +641,97 @@ def test_ekfac_keeps_a_period_above_one():
     kfac = KFAC(nn.Linear(2, 2), compute_method="ekfac", inv_update_steps=2)
     with pytest.raises(ValueError, match="inv_update_steps must be > 1"):
         kfac.set_hyperparameter("inv_update_steps", 1)
+
+
+def test_gradients_that_were_unscaled_already_are_not_unscaled_again():
+    model = nn.Linear(4, 2)
+    scaler = torch.amp.GradScaler("cpu")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, sgd, grad_scaler=scaler)
+    for unscaled in (kfac, sgd):
+        kfac.zero_grad()
+        scaler.scale(model(torch.ones(3, 4)).square().sum()).backward()
+        scaler.unscale_(unscaled)
+        before = copy.deepcopy(model.state_dict())
+        if unscaled is sgd:
+            with pytest.raises(RuntimeError, match="must be unscaled once"):
+                scaler.step(kfac)
+            assert same(before, model.state_dict())
+        else:
+            scaler.step(kfac)
+        scaler.update()
+    assert kfac.steps == 1
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_parameters_that_replace_those_k_fac_knows_are_an_error(assign):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    kfac = KFAC(model)
+    if assign:
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    else:
+        model[1].weight = nn.Parameter(torch.ones(2, 3))
+    model(torch.ones(5, 4)).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"must be those that K-FAC was attached to.*'1'"):
+        kfac.step()
+    kfac.detach()
+    kfac = KFAC(model)
+    model.zero_grad()
+    model(torch.ones(5, 4)).square().sum().backward()
+    kfac.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", ["inverse", "eigen", "newton_schulz", "Kron", "LRA"])
+def test_a_step_inside_of_autocast_is_the_step_outside(method, dtype):
+    ends = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        kinds = {"Kron": Kron, "LRA": LRA}
+        if method in kinds:
+            optimizer = kinds[method](model.parameters(), lr=0.01)
+        else:
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = KFAC(model, sgd, compute_method=method)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (1e-3 * model(torch.randn(8, 6)).square().mean()).backward()
+            with torch.autocast("cpu", dtype, enabled=inside):
+                optimizer.step()
+        ends.append(model.state_dict())
+    assert same(*ends)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_copy_after_layers_were_frozen_or_thawed_covers_what_the_first_covered(before):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    model[0].requires_grad_(before)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(5, 4, dtype=torch.float64)
+    model(x).square().mean().backward()
+    kfac.step()
+    model[0].requires_grad_(not before)
+    other, copied = copy.deepcopy((model, kfac))
+    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
+    assert same(kfac.state_dict()["kfac"]["layers"], copied.state_dict()["kfac"]["layers"])
+
+
+@pytest.mark.parametrize("what", ["weight", "bias"])
+def test_of_a_layer_split_between_optimizers_the_others_part_is_left_alone(what):
+    layers = nn.Linear(4, 3), nn.LayerNorm(3), nn.ConvTranspose1d(3, 3, 1), nn.MultiheadAttention(3, 1)
+    model = nn.ModuleList(layers).double()
+    mine = [p for name, p in model.named_parameters() if what in name]
+    kfac = KFAC(model, torch.optim.SGD(mine, lr=0.0), damping=0.1)
+    x = model[1](model[0](torch.randn(6, 4, dtype=torch.float64)))
+    x = model[2](x[:, :, None])[:, :, 0]
+    model[3](x, x, x)[0].square().sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    kfac.step()
+    routing = kfac.routing()
+    for name, p in model.named_parameters():
+        changed = not torch.equal(p.grad, gradients[name])
+        assert changed == (routing[name].treatment == "kfac"), name
+        if what not in name:
+            assert not changed
+            assert "not in the optimizer" in routing[name].reason

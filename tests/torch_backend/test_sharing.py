@@ -100,6 +100,34 @@ def test_layers_that_turn_out_to_read_different_inputs_get_factors_of_their_own(
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 4, bias=False), nn.Linear(6, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.a(x), self.b(x)
+
+
+@pytest.mark.parametrize("first", ["b", "ab"])
+def test_a_head_does_not_wait_for_one_that_is_no_part_of_the_loss(first):
+    """The head that runs first sums A for both, but only if its output has a gradient."""
+    torch.manual_seed(0)
+    model = TwoHeads().to(T64)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.0), factor_decay=0.5)
+    inputs = [torch.randn(5, 6, dtype=T64) for _ in range(3)]
+    for step, x in enumerate(inputs):
+        kfac.zero_grad()
+        a, b = model(x)
+        loss = b.square().mean() + (a.square().mean() if step == 0 and "a" in first else 0.0)
+        loss.backward()
+        kfac.step()
+    weights = (0.125, 0.25, 0.5) if first == "b" else (0.25, 0.0, 0.5)
+    expected = sum(w * x.T @ x / 5 for w, x in zip(weights, inputs, strict=True))
+    torch.testing.assert_close(factors(kfac)["b"]["A"][0], expected, rtol=1e-12, atol=1e-12)
+    assert leader_of(kfac) == {}
+
+
 @pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
 def test_a_checkpoint_knows_who_shares(method):
     model, kfac = model_and_kfac(compute_method=method, inv_update_steps=3)

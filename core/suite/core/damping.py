@@ -7,7 +7,7 @@ from suite.core._namespace import Array, Scalar, array_namespace, as_scalar
 
 
 def tikhonov(values: Array, damping: Scalar) -> Array:
-    """1 / (`values` + `damping`), elementwise; 0 where that is 1 / 0.
+    """1 / (`values` + `damping`), elementwise; 0 where the sum is 0 or too small to be divided by.
 
     With eigenvalues of A ⊗ G this is the inverse of A ⊗ G + λ I in its eigenbasis.
     Source: Grosse & Martens 2016 (arXiv:1602.01407), appendix B.
@@ -18,7 +18,7 @@ def tikhonov(values: Array, damping: Scalar) -> Array:
     """
     xp = array_namespace(values)
     damped = values + as_scalar(damping, values)
-    null = damped <= 0  # not so for NaN, which stays visible
+    null = damped < float(xp.finfo(damped.dtype).smallest_normal)  # not so for NaN, which stays visible
     one = xp.zeros_like(damped) + 1
     return xp.where(null, xp.zeros_like(damped), one / xp.where(null, one, damped))
 

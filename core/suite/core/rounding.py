@@ -27,6 +27,9 @@ def stochastic_round(x: Array, noise: Array, dtype: Any) -> Array:
     size = xp.where(usable, xp.abs(x), xp.zeros_like(x) + 1)
     exponent = xp.floor(xp.log2(size))
     unit = xp.exp(exponent * math.log(2.0)) * float(xp.finfo(dtype).eps)
+    # Below the normal numbers units stay as long; one that is not normal for x may be taken for 0.
+    narrow = float(xp.finfo(dtype).smallest_normal) * float(xp.finfo(dtype).eps)
+    unit = xp.maximum(unit, max(narrow, float(xp.finfo(x.dtype).smallest_normal)))
     chance = xp.astype(noise, x.dtype) * (0.5 / math.sqrt(3.0)) + 0.5
     count = size / unit
     whole = xp.floor(count)

@@ -397,7 +397,10 @@ class FreeCapture(ModeAround):
         if not first.wanted(first.layer.sites[0]):
             return None
         pairs = zip(self.captures, self.names, strict=True)
-        return FreeParameters([self._watched(capture, name) for capture, name in pairs])
+        watched = [self._watched(capture, name) for capture, name in pairs]
+        module = self.owner()
+        own = [] if module is None else [*module._parameters.values(), *module._buffers.values()]
+        return FreeParameters(watched, [x for x in own if x is not None])
 
     def _watched(self, capture: LayerCapture, name: str | None) -> Watched:
         # While fully_shard's forward runs, the module has the whole parameter in place of its shard.

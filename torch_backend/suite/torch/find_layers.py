@@ -164,10 +164,11 @@ class FoundLayers:
             self._tensor_parallel(name, module, weight, bias, spec)
             return
         shared = bias is not None and len(self._owners[id(bias)]) > 1
-        with_bias = bias is not None and bias.requires_grad and not shared and not _why_not(bias)
+        own_bias = bias is not None and not shared and not _why_not(bias)
+        with_bias = bias is not None and own_bias and self._together(weight, bias)
         if isinstance(module, TRANSPOSED):
             self._add(name, Piece(weight), None, "transposed", Site(module, module, spec))
-            if with_bias:
+            if own_bias:
                 assert bias is not None
                 self._bias(name, module, bias)
             return
@@ -182,6 +183,10 @@ class FoundLayers:
         self._add(name, Piece(weight), piece, layout, Site(module, module, spec))
         if bias is not None and not with_bias and not shared and not _why_not(bias):
             self._bias(name, module, bias)
+
+    def _together(self, weight: nn.Parameter, bias: nn.Parameter) -> bool:
+        """Whether the optimizer moves both, or none: they can be one block."""
+        return self._moved is None or (id(weight) in self._moved) == (id(bias) in self._moved)
 
     def _tensor_parallel(
         self,
@@ -276,7 +281,7 @@ class FoundLayers:
                 continue
             piece = Piece(weight, start, stop)
             bias_piece = None
-            if bias is not None and bias.requires_grad:
+            if bias is not None and bias.requires_grad and self._together(weight, bias):
                 out = piece.shape[0]
                 at = {"q": 0, "k": out, "v": 2 * out}.get(key) if key != "out" else None
                 bias_piece = Piece(bias) if at is None else Piece(bias, at, at + out)
@@ -308,6 +313,7 @@ class FoundLayers:
             if _why_not(weight):
                 continue
             with_bias = isinstance(bias, nn.Parameter) and bias.requires_grad
+            with_bias = with_bias and self._together(weight, bias)  # type: ignore[arg-type]
             spec = LayerSpec("dense", bias=with_bias, max_rows=self._max_rows)
             piece = Piece(bias) if bias is not None and with_bias else None
             site = Site(product, module, spec)
@@ -481,7 +487,8 @@ class FoundLayers:
         for full, parameter in model.named_parameters():
             name, shape = self.name_of(full), tuple(parameter.shape)
             layers = used.get(id(parameter))
-            if layers and self._moved is not None and id(parameter) not in self._moved:
+            outside = self._moved is not None and id(parameter) not in self._moved
+            if outside and parameter.requires_grad:
                 reason = "not in the optimizer: its gradient is left alone"
                 routes.append(Route(name, shape, "plain", "", reason))
             elif layers:

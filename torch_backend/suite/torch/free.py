@@ -45,9 +45,10 @@ class Watched(NamedTuple):
 class FreeParameters(TorchFunctionMode):
     """Puts a probe behind every use of the watched parameters that is understood."""
 
-    def __init__(self, watched: list[Watched]) -> None:
+    def __init__(self, watched: list[Watched], constants: list[T]) -> None:
+        """`constants`: what else has no rows, such as buffers."""
         super().__init__()
-        self.watched = list(watched)
+        self.watched, self.constants = list(watched), list(constants)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,7 +56,12 @@ class FreeParameters(TorchFunctionMode):
         if not kwargs and function in (T.mul_, T.__imul__) and self._known(args[1]):
             before = (args[0].detach().clone(), args[1])  # the product takes its place
         output = function(*args, **kwargs)
-        if not isinstance(output, T) or not output.requires_grad:
+        if not isinstance(output, T):
+            return output
+        operands = [x for x in args if isinstance(x, T)]
+        if operands and not kwargs and all(map(self._without_rows, operands)):
+            self.constants.append(output)
+        if not output.requires_grad:
             return output
         if any(output is operand for operand in args[:1]) and function in _VIEW | _CAST:
             return output  # nothing to view or to cast
@@ -74,7 +80,9 @@ class FreeParameters(TorchFunctionMode):
                     self.watched.append(watched._replace(tensor=output, slot=slot))
                 else:
                     bare = output
-                    if not kwargs:
+                    others = operands[:1] if function is F.linear else operands
+                    others = [x for x in others if x is not operand]
+                    if not kwargs and not any(map(self._without_rows, others)):
                         output = _probed(function, output, before, place, watched)
                     if output is bare and watched.strays is not None:
                         watched.strays.add(watched.name)
@@ -84,8 +92,12 @@ class FreeParameters(TorchFunctionMode):
         return [watched for watched in self.watched if watched.tensor is operand]
 
     def _without_rows(self, operand: Any) -> bool:
-        """Whether an operand is a number, or a parameter's."""
-        return isinstance(operand, int | float) or bool(self._known(operand))
+        """Whether an operand is a number, or made of parameters and buffers alone."""
+        if isinstance(operand, int | float) or bool(self._known(operand)):
+            return True
+        return isinstance(operand, T) and (
+            operand.ndim == 0 or any(operand is x for x in self.constants)
+        )
 
 
 def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -> T:

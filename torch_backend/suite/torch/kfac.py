@@ -15,6 +15,7 @@ from torch import nn
 from suite.core import kfac as core_kfac
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.routing import Routing
+from suite.torch.autocast import without_autocast
 from suite.torch.checks import check_dtype, warn_user
 from suite.torch.collectives import SameGroup
 from suite.torch.find_layers import FoundLayers
@@ -330,6 +331,7 @@ class KFAC(torch.optim.Optimizer):
                 seed=(seed + RANK_STRIDE * ranks.rank) % 2**31,
                 loss_scale=functools.partial(_scale_of, grad_scaler),
             )
+        self._trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
         self._settings = {
             "compute_method": method,
             "compute_eigenvalue_outer_product": compute_eigenvalue_outer_product,
@@ -478,6 +480,11 @@ class KFAC(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with without_autocast(layer.weight.parameter for layer in self._engine.layers):
+            self._take_step()
+        return loss
+
+    def _take_step(self) -> None:
         factor_update_steps = self.hyperparameter("factor_update_steps")
         inv_update_steps = self.hyperparameter("inv_update_steps")
         damping = self.hyperparameter("damping")
@@ -523,7 +530,6 @@ class KFAC(torch.optim.Optimizer):
                 f"({self._skipped_steps} skipped so far)"
             )
         self._set_clock()
-        return loss
 
     def _can_be_stopped(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the device can keep the base optimizer from a step, and the host need not wait.
@@ -604,7 +610,15 @@ class KFAC(torch.optim.Optimizer):
         if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
             return
         states = getattr(scaler, "_per_optimizer_states", None)  # since 2.0; no public question exists
-        if states is not None and not any(s["found_inf_per_device"] for s in states.values()):
+        if states is None:
+            return
+        unscaled = {key for key, state in states.items() if state["found_inf_per_device"]}
+        if {id(self), id(self._base)} <= unscaled:
+            raise RuntimeError(
+                "gradients must be unscaled once, got unscale_ of the base optimizer and of KFAC: call "
+                "scaler.unscale_(kfac) before scaler.step(kfac)"
+            )
+        if not unscaled:
             raise RuntimeError(
                 "gradients must be unscaled before step(): call scaler.unscale_(optimizer), or "
                 "scaler.step(kfac)"
@@ -614,10 +628,14 @@ class KFAC(torch.optim.Optimizer):
         # A copy is a new KFAC on the copied model, whose hooks do not come along.
         # What this rank has: others need not copy theirs.
         state = self.state_dict(gather=not self._engine.factors.allocated)["kfac"]
-        return _rebuilt, (type(self), self._engine.model, self._base, self._settings, state)
+        given = self._engine.model, self._base, self._settings, state, self._trained
+        return _rebuilt, (type(self), *given)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, and statistics of backward passes that no step has used."""
+        """Clear gradients, and statistics of backward passes that no step has used.
+
+        Gradients of the optimizer's parameters; without an optimizer, of those that are preconditioned.
+        """
         super().zero_grad(set_to_none)
         self._engine.take_statistics()
         self._engine.forget_rows()
@@ -811,8 +829,19 @@ def _moved_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _rebuilt(kind: type[KFAC], model: Any, base: Any, settings: Any, state: Any) -> KFAC:
-    made = kind(model, base, **settings)
+def _rebuilt(
+    kind: type[KFAC], model: Any, base: Any, settings: Any, state: Any, trained: frozenset[str]
+) -> KFAC:
+    # Layers are those of the parameters that had gradients when K-FAC was attached.
+    now = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+    for name, p, flag in now:
+        if flag != (name in trained):
+            p.requires_grad_(name in trained)
+    try:
+        made = kind(model, base, **settings)
+    finally:
+        for _, p, flag in now:
+            p.requires_grad_(flag)
     made._engine.load_state_dict(
         state["layers"],
         dict(state["inputs"]),

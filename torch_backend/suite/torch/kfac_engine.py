@@ -268,6 +268,7 @@ class KFACEngine:
             layer.weight.parameter.grad is not None and moves(layer.weight.parameter)
             for layer in self.layers
         ]
+        self._require_parameters(taken)
         names, self.clock.strangers = self.clock.strangers, set()
         flags = [
             present,
@@ -320,6 +321,21 @@ class KFACEngine:
             terms=torch.where(total > 0, total, torch.ones_like(total)),
             share=self._share_of(terms, total),
         )
+
+    def _require_parameters(self, taken: Taken) -> None:
+        """RuntimeError if a layer ran whose weight is not the model's any more."""
+        pairs = zip(self.layers, taken, strict=True)
+        ran = [layer for layer, t in pairs if t is not None and layer.weight.parameter.grad is None]
+        if not ran:
+            return
+        present = {id(p) for p in self.model.parameters()}
+        replaced = [layer.name for layer in ran if id(layer.weight.parameter) not in present]
+        if replaced:
+            raise RuntimeError(
+                "the parameters of these layers must be those that K-FAC was attached to, got others: "
+                f"{', '.join(map(repr, replaced))}. After replacing parameters, as "
+                "load_state_dict(assign=True) does, detach() and attach again"
+            )
 
     def _share_of(self, terms: torch.Tensor, total: torch.Tensor) -> float | torch.Tensor:
         """Weight of this rank's loss in that of all: by its terms where it is their mean."""
@@ -476,25 +492,27 @@ class KFACEngine:
         if self.clock.discovering:
             self.clock.discovering = False
             self._report_strays()
-            found = self._find_sharing()
+            found = self._find_sharing(agreed.seen)
             for capture in self.captures:
                 capture.inputs = []
             self.clock.forget()
             self._share(found)
-        strangers = agreed.strangers & self.factors.input_of.keys()
+        # One that leads and was no part of the loss has summed nothing for those that follow.
+        alone = {i for i, j in self.factors.input_of.items() if agreed.seen[i] and not agreed.seen[j]}
+        strangers = (agreed.strangers | alone) & self.factors.input_of.keys()
         if strangers:
             self._share({i: j for i, j in self.factors.input_of.items() if i not in strangers})
         return strangers & agreed.incomplete
 
-    def _find_sharing(self) -> dict[int, int]:
-        """Layer -> the one whose A is its A, too, on every rank."""
+    def _find_sharing(self, seen: Sequence[bool]) -> dict[int, int]:
+        """Layer -> the one whose A is its A, too, on every rank; only layers that were `seen`."""
         first: dict[Any, int] = {}
         labels: dict[int, int] = {}  # layer -> the first that reads what it reads
         # The one that runs first leads: it has the input when the others come.
         for i in sorted(range(len(self.captures)), key=lambda i: self.captures[i].first_call):
             capture = self.captures[i]
             layer, spec = capture.layer, capture.layer.spec
-            if not capture.inputs or spec.kind not in ("dense", "convolution"):
+            if not seen[i] or not capture.inputs or spec.kind not in ("dense", "convolution"):
                 continue
             if len(layer.sites) > 1:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeAlias, get_args
@@ -14,6 +15,7 @@ from suite.core.checks import check_choice, check_flag, check_integer
 from suite.core.routing import Route, Routing
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip
+from suite.torch.autocast import without_autocast
 from suite.torch.checks import check_dtype, check_number, warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded, local, mesh_group, settled
@@ -293,19 +295,30 @@ class Kron(torch.optim.Optimizer):
             raise ValueError("Kron needs dense gradients: build the embedding with sparse=False")
         if self._skipped is None or (not gradients and self._ranks.alone):
             return loss
+        with without_autocast(parameters):
+            self._take_step(parameters, gradients, plans, pairs)
+        return loss
+
+    def _take_step(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        plans: list[tuple[core_kron.Kron, StepSettings, dict[str, Any]]],
+        pairs: list[Pairs | None],
+    ) -> None:
+        assert self._skipped is not None
         products = [h for pair in pairs if pair is not None for h in pair.products]
         finite, absent = self._agree(parameters, [local(g) for g in gradients] + products)
         self._skipped += (~finite).to(self._skipped.device)
         # Alone on an accelerator reading `finite` would make the host wait; there a skipped step ticks.
         known = not self._ranks.alone or finite.device.type in HOST_DEVICES
         if known and not finite:
-            return loss
+            return
         together = zip(self.param_groups, self._engines, plans, pairs, strict=True)
         for group, engine, (rule, settings, counts), pair in together:
             engine.rule = rule
             self._step_group(group, engine, None if known else finite, absent, settings, pair)
             group.update(counts)
-        return loss
 
     def _agree(
         self, parameters: list[torch.Tensor], tensors: list[torch.Tensor]
@@ -499,7 +512,7 @@ class Kron(torch.optim.Optimizer):
                     self._skipped.copy_(state_dict["state"][index]["skipped_steps"])
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             kept = ("params", "param_names", *_FIXED)
-            group.update({k: v for k, v in saved_group.items() if k not in kept})
+            group.update({k: copy.deepcopy(v) for k, v in saved_group.items() if k not in kept})
         for engine, group in zip(self._engines, self.param_groups, strict=True):
             engine.rule = _rule(group)  # the geometry may be another now
             engine.after_load()

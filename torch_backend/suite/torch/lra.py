@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from suite.core import moments, noise
 from suite.core.checks import check_choice, check_flag, check_integer
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip, clipped
+from suite.torch.autocast import without_autocast
 from suite.torch.checks import check_number
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
@@ -107,16 +109,28 @@ class _WholeVector(torch.optim.Optimizer):
             RuntimeError: no closure where `hvp` needs one.
         """
         group, parameters = self.param_groups[0], self._parameters
-        state = self.state[parameters[0]]
-        counts = {name: group[name] for name in _COUNTS}
         step = group["steps"] + 1
         probability = _at("preconditioner_update_probability", group, step)
         due, clock = advance_clock(group["update_clock"], probability)
         rate = _at("preconditioner_lr", group, group["updates"])
         loss, vector, product = self._evaluate(closure, bool(due), step)
+        if any(p.grad is not None for p in parameters):
+            with without_autocast(parameters):
+                self._take_step(step, clock, due, rate, vector, product)
+        return loss
+
+    def _take_step(
+        self,
+        step: int,
+        clock: float,
+        due: Any,
+        rate: Any,
+        vector: torch.Tensor | None,
+        product: torch.Tensor | None,
+    ) -> None:
+        group, parameters = self.param_groups[0], self._parameters
+        state, counts = self.state[parameters[0]], {name: group[name] for name in _COUNTS}
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        if all(p.grad is None for p in parameters):
-            return loss
         gradient = torch.cat([g.reshape(-1) for g in found]).to(state["momentum"].dtype)
         gradient = -gradient if group["maximize"] else gradient
         finite = gradient.isfinite().all()
@@ -146,7 +160,6 @@ class _WholeVector(torch.optim.Optimizer):
                 continue
             decayed = part.view_as(p) + group["weight_decay"] * p * finite
             p.sub_((group["lr"] * decayed).to(p.dtype))
-        return loss
 
     def _evaluate(
         self, closure: Callable[[], Any] | None, due: bool, step: int
@@ -187,6 +200,9 @@ class _WholeVector(torch.optim.Optimizer):
         Raises:
             ValueError: state of other shapes; nothing has changed then.
         """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         own = self.state[self._parameters[0]]
         saved: dict[str, torch.Tensor] = next(iter(state_dict["state"].values()), {})
         expected = {name: tuple(x.shape) for name, x in own.items()}
@@ -196,8 +212,10 @@ class _WholeVector(torch.optim.Optimizer):
         for name, tensor in own.items():
             tensor.copy_(saved[name])
         (group,) = state_dict["param_groups"]
-        kept = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        kept = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
         self.param_groups[0].update(kept)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
 
 class LRA(_WholeVector):
