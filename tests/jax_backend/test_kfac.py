@@ -280,6 +280,8 @@ def test_chains():
         ({"weight_decay": -0.1}, ValueError, "weight_decay"),
         ({"dampnig": 0.1}, TypeError, "dampnig"),
         ({"warm_start": 1}, TypeError, "warm_start must be True or False"),
+        ({"factor_dtype": jnp.float16}, ValueError, "factor_dtype must have the range"),
+        ({"inv_dtype": jnp.float16}, ValueError, "inv_dtype must have the range"),
         (
             {"warm_start": True, "compute_method": "newton_schulz"},
             ValueError,

@@ -99,6 +99,12 @@ def scale_by_kfac(
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must come from value_and_grad(...).plan(...), got {type(plan).__name__}")
     check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+    for name, dtype in {"factor_dtype": factor_dtype, "inv_dtype": inv_dtype}.items():
+        if dtype is not None and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp:
+            raise ValueError(
+                f"{name} must have the range of float32, got {jnp.dtype(dtype)}: inverses and second "
+                "moments leave that of float16, bfloat16 takes as little room"
+            )
     rule = core_kfac.KFAC(compute_method)
     rule.check_warm_start(warm_start)
     spread = spread_of(mesh, axis_name, gradient_worker_fraction, assignment_strategy)
