@@ -34,6 +34,7 @@ class Settings:
     dtype: torch.dtype = torch.float64
     kfac: dict[str, Any] = field(default_factory=dict)
     micro: int = 1  # batches a step
+    gated: bool = False  # whether layers share inputs
     held_back: bool = False  # whether fully_shard reduces gradients with the last of them only
     ddp: dict[str, Any] = field(default_factory=dict)
     fsdp: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +72,18 @@ def train_with_rows(settings: Settings) -> dict[str, Any]:
         return train(settings)
 
 
-def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+class Gated(nn.Module):
+    """Three layers that read the same input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * torch.sigmoid(self.b(x)) + self.c(x)
+
+
+def network(dtype: torch.dtype = torch.float64, gated: bool = False) -> nn.Module:
     """Convolution, linear and normalization layers whose sides no world divides."""
     torch.manual_seed(0)
     return nn.Sequential(
@@ -81,7 +93,7 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Module:
         nn.Linear(48, 10),
         nn.LayerNorm(10),
         nn.Tanh(),
-        nn.Linear(10, 10, bias=False),
+        Gated(10) if gated else nn.Linear(10, 10, bias=False),
         nn.Tanh(),
         nn.Linear(10, 3),
     ).to(device(), dtype)
@@ -134,7 +146,7 @@ def share_of(batch: tuple[torch.Tensor, torch.Tensor], settings: Settings) -> An
 def train(settings: Settings) -> dict[str, Any]:
     """Train; returns what every rank must agree on, and what it measured."""
     world, _ = world_and_rank()
-    model = network(settings.dtype)
+    model = network(settings.dtype, settings.gated)
     run = wrapped(model, settings)
     optimizer = torch.optim.SGD(run.parameters(), lr=0.1, momentum=0.9)
     kfac = KFAC(run, optimizer, **{"damping": 0.03, **settings.kfac})

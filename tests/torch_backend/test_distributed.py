@@ -167,6 +167,13 @@ VARIANTS: dict[str, tuple[int, Settings]] = {
         ),
     ),
     "stale, fsdp": (3, Settings("fsdp", kfac={"inv_update_steps": 3, "factor_update_steps": 2})),
+    "spread, more steps than layers": (
+        2,
+        Settings(
+            steps=12,
+            kfac={"spread_inverses": True, "compute_method": "inverse", "inv_update_steps": 10},
+        ),
+    ),
     "accumulation": (2, Settings(micro=3)),
     "accumulation, fsdp": (2, Settings("fsdp", micro=3)),
     "accumulation, fsdp, held back": (2, Settings("fsdp", micro=3, held_back=True)),

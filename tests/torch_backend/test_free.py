@@ -235,6 +235,36 @@ def test_what_has_no_rows_is_not_taken_for_rows(kind):
     assert_close(A * G[:, 0], per_row.square().sum(0).reshape(1, -1))
 
 
+class Features(nn.Module):
+    """Data that a module holds itself, by itself and in what is written into."""
+
+    def __init__(self, kind: str, x: torch.Tensor) -> None:
+        super().__init__()
+        self.kind, self.w = kind, nn.Parameter(0.5 * numbers(4, 3, seed=1))
+        self.register_buffer("x", x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "data":
+            return self.x @ self.w
+        out = torch.zeros_like(self.x)
+        if self.kind == "in place":
+            out += x
+        else:
+            out[:, :] = x
+        return out @ self.w
+
+
+@pytest.mark.parametrize("kind", ["data", "in place", "set"])
+def test_data_in_a_buffer_has_rows(kind):
+    x = numbers(6, 4)
+    model = double(lambda: Features(kind, x))
+    y = (x @ model.w).detach().requires_grad_()
+    loss_of(y, "sum").backward()
+    per_row = x[:, :, None] * y.grad[:, None, :]
+    A, G = held(stepped(model, x.clone().requires_grad_(), reduction="sum"))["w"]
+    assert_close(A * G[:, 0], per_row.square().sum(0).reshape(1, -1))
+
+
 def test_free_parameters_are_followed_in_the_module_that_owns_them_and_under_gradient_accumulation():
     x = numbers(*SEQUENCE)
     whole = double(lambda: Free(FREE["x * p"][0], [(4,)], x))

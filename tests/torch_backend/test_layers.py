@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from suite.torch import KFAC, LSTM
@@ -241,6 +242,15 @@ def test_a_weight_that_attention_or_a_recurrent_layer_computes_is_plain(make, pl
     kfac.step()
     changed = {name for name, p in model.named_parameters() if not torch.equal(p.grad, gradients[name])}
     assert changed == gradients.keys() - plain
+
+
+def test_a_pruned_layer_is_plain_and_says_why():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    prune.random_unstructured(model[0], "weight", 0.5)
+    for name in ("0.weight_orig", "0.bias"):
+        route = KFAC(model).routing()[name]
+        assert route.treatment == "plain"
+        assert "is computed" in route.reason
 
 
 def test_a_layer_without_outputs_is_no_obstacle():

@@ -735,3 +735,16 @@ def test_of_a_layer_split_between_optimizers_the_others_part_is_left_alone(what)
         if what not in name:
             assert not changed
             assert "not in the optimizer" in routing[name].reason
+
+
+def test_a_copy_after_the_optimizer_got_more_parameters_covers_what_the_first_covered():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    sgd = torch.optim.SGD([model[0].weight, *model[1].parameters()], lr=0.1)
+    kfac = KFAC(model, sgd)
+    kfac.add_param_group({"params": [model[0].bias], "lr": 0.05})
+    model(torch.randn(5, 4, dtype=torch.float64)).square().mean().backward()
+    kfac.step()
+    other, copied = copy.deepcopy((model, kfac))
+    assert same(kfac.state_dict(), copied.state_dict())
+    assert [len(group["params"]) for group in copied.param_groups] == [3, 1]
+    assert copied.param_groups[1]["params"][0] is other[0].bias

@@ -100,6 +100,29 @@ def test_layers_that_turn_out_to_read_different_inputs_get_factors_of_their_own(
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
+def test_a_backward_pass_that_is_thrown_away_ends_no_sharing():
+    ends = []
+    for thrown in (False, True):
+        model, kfac = model_and_kfac(inv_update_steps=2)
+        train(model, kfac, range(2))
+        model.zero_grad()
+        for seed in (2, 3):
+            if thrown:
+                model(torch.ones(5, 7, 6, dtype=T64)).square().mean().backward()
+                model.zero_grad()
+            train_without_clearing(model, kfac, seed)
+        assert leader_of(kfac) == {"q": "k", "v": "k"}
+        ends.append((model.state_dict(), kfac.state_dict()["kfac"]["layers"]))
+    assert same(*ends)
+
+
+def train_without_clearing(model, kfac, seed):
+    x = torch.randn(5, 7, 6, generator=torch.Generator().manual_seed(seed), dtype=T64)
+    F.cross_entropy(model(x), torch.arange(5) % 3).backward()
+    kfac.step()
+    model.zero_grad()
+
+
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

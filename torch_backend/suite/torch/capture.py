@@ -234,6 +234,8 @@ class LayerCapture:
             self.shape_of_places = math.prod(y.shape[-len(spec.kernel) :])
         if torch.compiler.is_compiling():
             return
+        if not again:
+            self._forget_what_was_discarded()
         if self.leads:
             self.seen.append(weakref.ref(x))
         if again:
@@ -243,7 +245,6 @@ class LayerCapture:
                 self.first_call = self.clock.calls
             self.clock.calls += 1
             self.inputs.append(self.clock.token(x))
-        self._forget_what_was_discarded()
 
     def _has_input_of(self, x: torch.Tensor) -> bool:
         """Whether this call's input is one that the layer whose A this layer shares has summed."""
@@ -278,6 +279,7 @@ class LayerCapture:
     def clear(self) -> None:
         self.sampled.clear()
         self.seen.clear()
+        self.left_out = False
         self.terms = 0.0
         for slot in self.slots():
             slot.grad = None

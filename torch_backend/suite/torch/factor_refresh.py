@@ -84,6 +84,8 @@ class FactorRefresh(FactorStore):
         groups = self._groups()
         turns = plan_turns([self._cost(*group) for group in groups], steps)
         groups = [group for group, own in zip(groups, turns, strict=True) if own == step]
+        if not groups:
+            return
         due = {i for _, members in groups for i in members}
         keys = [key for key in self.all_keys() if key[0] in due]
         dampings = self._dampings(damping, groups)

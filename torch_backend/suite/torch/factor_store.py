@@ -369,20 +369,35 @@ class FactorStore:
             self._require_fit(i, layers[name])
         at = {name: i for i, name in enumerate(names)}
         before = self.snapshot()
-        self._plan({at[a]: at[b] for a, b in sharing.items()})
-        if held:
-            self.allocate()
-            lacking = [key for key in self.places if key[1] not in layers[names[key[0]]]]
-            if lacking:
-                self.rewind(before)
-                raise ValueError(
-                    f"state_dict must have the factors that rank {self.ranks.rank} keeps, got none of "
-                    f"{', '.join(map(self._label, lacking))}. Another rank's share does not do; and a "
-                    "checkpoint library fills what is there, so give it state_dict(gather=False), which "
-                    "has room for factors before the first step, too"
-                )
-            self._restore(layers)
-            self.refreshed = refreshed
+        own, wanted = self.input_of, {at[a]: at[b] for a, b in sharing.items()}
+        self._plan(wanted)
+        if not held:
+            return
+        lacking = self._lacking(layers)
+        everyone = self.ranks.gather(bool(lacking), "K-FAC's agreement on a checkpoint")
+        if any(everyone) and own != wanted:
+            # What filled state_dict(gather=False) is as layers were placed when that was made.
+            self._plan(own)
+            lacking = self._lacking(layers)
+            everyone = self.ranks.gather(bool(lacking), "K-FAC's agreement on a checkpoint")
+        if any(everyone):
+            self.rewind(before)
+            whose = f"{', '.join(map(self._label, lacking))}" if lacking else "other ranks' share"
+            raise ValueError(
+                f"state_dict must have the factors that rank {self.ranks.rank} keeps, got none of "
+                f"{whose}. Another rank's share does not do; and a "
+                "checkpoint library fills what is there, so give it state_dict(gather=False), which "
+                "has room for factors before the first step, too"
+            )
+        self._restore(layers)
+        self.refreshed = refreshed
+        if self.input_of != wanted:
+            self.share(wanted)
+
+    def _lacking(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Key]:
+        """The factors that this rank keeps, as layers are placed now, and a checkpoint has not."""
+        self.allocate()
+        return [key for key in self.places if key[1] not in layers[self.layers[key[0]].name]]
 
     def snapshot(self) -> tuple[Any, ...]:
         """All state, for `rewind`."""

@@ -24,7 +24,7 @@ _KINDS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED, nn.Embedding, nn.EmbeddingBag, 
 _RECURRENT = (RNN, LSTM, GRU)
 _HIDDEN = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.SyncBatchNorm)
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
-_COMPUTED = "its weight is computed by a parametrization that K-FAC does not know"
+_COMPUTED = "its weight is computed, by a parametrization or a hook that K-FAC does not know"
 _WRAPPERS = re.compile(
     r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)"
 )
@@ -149,7 +149,8 @@ class FoundLayers:
             self._say(module, f"this {type(module).__name__} has a forward of its own")
             return
         weight, bias = own.get("weight"), own.get("bias")
-        if weight is None:
+        if weight is None:  # or another computes it, such as torch.nn.utils.prune
+            self._say(module, _COMPUTED)
             return
         reason = _why_not(weight)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -204,7 +205,7 @@ class FoundLayers:
         dim = split_dim(weight, axes)
         piece = Piece(weight, tensor_axes=axes)
         site = Site(module, module, spec)
-        if bias is None or _why_not(bias):
+        if bias is None or _why_not(bias) or not self._together(weight, bias):
             self._add(name, piece, None, "matrix", site)
         elif split_dim(bias, self.tensor_axes[id(bias)]) is None and dim is not None:
             # Of inputs: the bias belongs to all blocks, and gets a block of its own.

@@ -46,7 +46,7 @@ class FreeParameters(TorchFunctionMode):
     """Puts a probe behind every use of the watched parameters that is understood."""
 
     def __init__(self, watched: list[Watched], constants: list[T]) -> None:
-        """`constants`: what else has no rows, such as buffers."""
+        """`constants`: the module's own buffers, and parameters that are not watched."""
         super().__init__()
         self.watched, self.constants = list(watched), list(constants)
 
@@ -56,12 +56,13 @@ class FreeParameters(TorchFunctionMode):
         if not kwargs and function in (T.mul_, T.__imul__) and self._known(args[1]):
             before = (args[0].detach().clone(), args[1])  # the product takes its place
         output = function(*args, **kwargs)
-        if not isinstance(output, T):
-            return output
         operands = [x for x in args if isinstance(x, T)]
-        if operands and not kwargs and all(map(self._without_rows, operands)):
-            self.constants.append(output)
-        if not output.requires_grad:
+        written = args[0] if function is T.__setitem__ else output
+        if operands and not kwargs and all([self._without_rows(x) for x in operands]):  # noqa: C419
+            self.constants.append(written)
+        elif any([written is x for x in operands]):  # noqa: C419
+            self.constants = [x for x in self.constants if x is not written]
+        if not isinstance(output, T) or not output.requires_grad:
             return output
         if any(output is operand for operand in args[:1]) and function in _VIEW | _CAST:
             return output  # nothing to view or to cast
@@ -81,8 +82,13 @@ class FreeParameters(TorchFunctionMode):
                 else:
                     bare = output
                     others = operands[:1] if function is F.linear else operands
-                    others = [x for x in others if x is not operand]
-                    if not kwargs and not any(map(self._without_rows, others)):
+                    # A buffer may be data, and the rows of a matrix; what is made of parameters is not.
+                    bare_rows = [
+                        x
+                        for x in others
+                        if x is not operand and x.requires_grad and self._without_rows(x)
+                    ]
+                    if not kwargs and not bare_rows:
                         output = _probed(function, output, before, place, watched)
                     if output is bare and watched.strays is not None:
                         watched.strays.add(watched.name)
@@ -95,9 +101,9 @@ class FreeParameters(TorchFunctionMode):
         """Whether an operand is a number, or made of parameters and buffers alone."""
         if isinstance(operand, int | float) or bool(self._known(operand)):
             return True
-        return isinstance(operand, T) and (
-            operand.ndim == 0 or any(operand is x for x in self.constants)
-        )
+        if not isinstance(operand, T):
+            return False
+        return operand.ndim == 0 or any([operand is x for x in self.constants])  # noqa: C419
 
 
 def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -> T:

@@ -331,7 +331,10 @@ class KFAC(torch.optim.Optimizer):
                 seed=(seed + RANK_STRIDE * ranks.rank) % 2**31,
                 loss_scale=functools.partial(_scale_of, grad_scaler),
             )
-        self._trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+        named = list(model.named_parameters())
+        moved = {id(p) for _, p in named} if optimizer is None else _moved_by(optimizer)
+        self._trained = frozenset(name for name, p in named if p.requires_grad)
+        self._given = frozenset(name for name, p in named if id(p) in moved)
         self._settings = {
             "compute_method": method,
             "compute_eigenvalue_outer_product": compute_eigenvalue_outer_product,
@@ -628,7 +631,7 @@ class KFAC(torch.optim.Optimizer):
         # A copy is a new KFAC on the copied model, whose hooks do not come along.
         # What this rank has: others need not copy theirs.
         state = self.state_dict(gather=not self._engine.factors.allocated)["kfac"]
-        given = self._engine.model, self._base, self._settings, state, self._trained
+        given = self._engine.model, self._base, self._settings, state, self._trained, self._given
         return _rebuilt, (type(self), *given)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -830,18 +833,30 @@ def _moved_by(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _rebuilt(
-    kind: type[KFAC], model: Any, base: Any, settings: Any, state: Any, trained: frozenset[str]
+    kind: type[KFAC],
+    model: Any,
+    base: Any,
+    settings: Any,
+    state: Any,
+    trained: frozenset[str],
+    given: frozenset[str],
 ) -> KFAC:
-    # Layers are those of the parameters that had gradients when K-FAC was attached.
+    # Layers are those of the parameters that had gradients, and were the optimizer's, at that time.
     now = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+    later = {id(p) for name, p, _ in now if name not in given}
+    groups = [] if base is None else [(group, group["params"]) for group in base.param_groups]
     for name, p, flag in now:
         if flag != (name in trained):
             p.requires_grad_(name in trained)
+    for group, parameters in groups:
+        group["params"] = [p for p in parameters if id(p) not in later]
     try:
         made = kind(model, base, **settings)
     finally:
         for _, p, flag in now:
             p.requires_grad_(flag)
+        for group, parameters in groups:
+            group["params"] = parameters
     made._engine.load_state_dict(
         state["layers"],
         dict(state["inputs"]),

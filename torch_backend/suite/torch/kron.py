@@ -40,6 +40,8 @@ _STRUCTURE = (
 )
 
 
+# What users, and schedulers of torch and timm, keep in groups.
+_NOT_OURS = {"params", "param_names", "name", "initial_lr", "lr_scale"}
 _STEP = ("b1", "whiten", "update_first", "clip", "normalize_grads", "stochastic_rounding")
 _FIXED = (
     *_STRUCTURE,
@@ -220,7 +222,7 @@ class Kron(torch.optim.Optimizer):
         """Add a group, before or during training."""
         settings = {**self.defaults, **param_group}
         _check_group(settings)
-        unknown = settings.keys() - self.defaults.keys() - {"params", "param_names"}
+        unknown = settings.keys() - self.defaults.keys() - _NOT_OURS
         if unknown:
             raise TypeError(f"unknown settings in a parameter group: {sorted(unknown)}")
         super().add_param_group(param_group)
