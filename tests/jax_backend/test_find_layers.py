@@ -367,22 +367,24 @@ def test_an_inserted_axis_is_not_taken_for_the_batch():
     assert plan.routing["['shift']"].reason == "used by `sub`"
 
 
-def test_one_example_is_covered_like_many():
+@pytest.mark.parametrize("others", [(), (np.zeros(2, np.uint32), np.ones(3))])
+def test_one_example_is_covered_like_many(others):
+    """Whatever else comes along: keys, weights of classes."""
     params = {"position": normal(1, 5, 4), "scale": normal(4, seed=1), "token": normal(1, 1, 4, seed=2)}
     params |= {"w": normal(4, 3, seed=3), "shift": normal(3, seed=4)}
 
-    def loss(p, x):
+    def loss(p, x, *others):
         x = jnp.concatenate([jnp.broadcast_to(p["token"], (len(x), 1, 4)), x + p["position"]], 1)
         return jnp.sum(
             jnp.sin(jnp.cos(x[:, 0] * p["scale"] @ p["w"] + x[:, 2, :3]) + p["shift"]) + x.sum()
         )
 
     x = normal(3, 5, 4, seed=5)
-    many, _ = check(loss, params, x)
-    one, statistics = check(loss, params, x[:1])
+    many, _ = check(loss, params, x, *others)
+    one, statistics = check(loss, params, x[:1], *others)
     assert one.names == many.names
     assert [layer.sizes for layer in one.layers] == [layer.sizes for layer in many.layers]
-    gradients = jax.grad(loss)(params, x[:1])
+    gradients = jax.grad(loss)(params, x[:1], *others)
     for name in ("position", "scale", "token", "shift"):
         expected = gradients[name].reshape(-1) ** 2
         np.testing.assert_allclose(statistics[f"['{name}']"].main.G[0], expected, rtol=1e-9, atol=1e-12)

@@ -427,3 +427,41 @@ def test_blocks_keep_the_order_of_the_parameters():
     assert [bucket.lipschitz[0].shape for bucket in state.buckets] == [(4,)]
     assert_same(moved, {name: x[0] for name, x in expected.items()})
     assert_same(state.buckets, other.buckets)
+
+
+def test_a_pair_for_all_parameters_is_that_of_those_that_are_not_masked():
+    shapes = {"a": (3, 2), "b": (3, 2)}
+    tree = {k: jax.random.normal(jax.random.key(i), s) for i, (k, s) in enumerate(shapes.items())}
+    vector, product = (jax.tree.map(lambda x, n=n: jnp.sin(n * x), tree) for n in (3.0, 5.0))
+    masked = optax.masked(scale_by_kron(), {"a": False, "b": True})
+    found, _ = masked.update(tree, masked.init(tree), tree, vector=vector, hvp=product)
+    alone = scale_by_kron()
+    own = {"b": tree["b"]}
+    given = {"vector": {"b": vector["b"]}, "hvp": {"b": product["b"]}}
+    expected, _ = alone.update(own, alone.init(own), own, **given)
+    np.testing.assert_array_equal(found["b"], expected["b"])
+    with pytest.raises(ValueError, match="vector and hvp must have the shapes"):
+        alone.update(own, alone.init(own), own, vector=vector, hvp=product)
+
+
+def test_the_loss_of_pairs_is_computed_in_the_users_precision():
+    params = {"w": jnp.ones((4, 3))}
+    x = jnp.ones((5, 4))
+    tx = scale_by_kron(preconditioner_update_probability=1.0)
+
+    def step(params):
+        loss = lambda p: jnp.sum(jnp.tanh(x @ p["w"]))  # noqa: E731
+        return tx.update(params, tx.init(params), params, value_fn=loss)
+
+    with jax.default_matmul_precision("highest"):
+        text = str(jax.make_jaxpr(step)(params))
+    shapes = "[5,3] = dot_general["
+    dots = [part.split("]\n")[0] for part in text.split(shapes)[1:]]
+    assert dots
+    assert all("HIGHEST" in dot[:300] for dot in dots)
+
+
+def test_extra_arguments_that_are_no_arrays_are_ignored():
+    params = {"w": jnp.ones((4, 3))}
+    tx = kron()
+    tx.update(params, tx.init(params), params, phase="warmup", about={"f": len, "epoch": 3})

@@ -491,7 +491,7 @@ def _with_own_arguments(loss_fn: Callable[..., Any]) -> inspect.Signature:
         theirs = inspect.signature(loss_fn)
     except ValueError:  # a builtin
         theirs = inspect.signature(lambda params, *args, **kwargs: None)
-    both = {"capture": own["capture"], "bases": own["bases"], **theirs.parameters}
+    both = {n: p for n, p in own.items() if p.kind is p.KEYWORD_ONLY} | dict(theirs.parameters)
     return theirs.replace(parameters=sorted(both.values(), key=lambda p: p.kind))
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import numpy as np
 import optax
 
 from suite.jax.jaxprs import explicit_specs, on_automatic_axes
@@ -20,13 +22,19 @@ def across_explicit_axes(
     """`tx`, whose updates are like the gradients and whose state keeps its structure."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        functions = {name: value for name, value in extra.items() if callable(value)}
-        arrays = {name: value for name, value in extra.items() if name not in functions}
+        arrays = {name: value for name, value in extra.items() if _is_numeric(value)}
+        others = {name: value for name, value in extra.items() if name not in arrays}
 
         def compute(updates: Any, state: Any, params: Any, arrays: Any) -> tuple[Any, Any]:
-            return tx.update(updates, state, params, **arrays, **functions)
+            return tx.update(updates, state, params, **arrays, **others)
 
         out = explicit_specs((updates, state))
         return on_automatic_axes(compute, updates, state, params, arrays, out=out)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _is_numeric(tree: Any) -> bool:
+    """Whether the leaves are arrays or numbers: functions, strings and the like pass as they are."""
+    kinds = (jax.Array, np.ndarray, np.generic, int, float, complex)
+    return all(isinstance(x, kinds) for x in jax.tree.leaves(tree))

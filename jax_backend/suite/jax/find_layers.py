@@ -142,8 +142,9 @@ class _Finder:
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
             self.origins[value] = Origin(i, (), (), (), shape, ())
-        data = (program.avals[value].shape for value in program.inputs[leaves:])
-        self.one_example = {shape[0] for shape in data if shape} == {1}
+        data = (program.avals[value] for value in program.inputs[leaves:])
+        # Of one example is what has a batch axis of length 1; keys and statistics have none.
+        self.one_example = any(x.shape[0] == 1 for x in data if len(x.shape) > 1)
         self.joined: dict[int, tuple[Piece, ...]] = {}
         self.scaled: dict[int, _Scaled] = {}
         self.scalings: dict[int, _Scaling] = {}

@@ -25,6 +25,7 @@ from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.finite import zero_unless
 from suite.jax.jaxprs import explicit_specs, on_automatic_axes
 from suite.jax.kron_engine import ScaleByKronState, Schedule, Settings, at
+from suite.jax.masks import like
 from suite.jax.sharding import layout_of, specs_like
 
 # Defaults are numpy integers because optax.inject_hyperparams makes traced arrays of Python's, and block
@@ -202,8 +203,8 @@ def scale_by_kron(
             raise ValueError("vector and hvp must be given together")
         if value_fn is not None and params is None:
             raise ValueError("params must be given to update(...) with value_fn")
-        pair = None if vector is None else (unbox(vector), unbox(hvp))
         plain, loss = jax.tree.map(jnp.asarray, unbox(updates)), value_fn
+        pair = None if vector is None else (like(plain, unbox(vector)), like(plain, unbox(hvp)))
         if value_fn is not None:  # which may want its parameters in their boxes
 
             def loss(values: Any) -> jax.Array:

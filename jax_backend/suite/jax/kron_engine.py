@@ -141,6 +141,12 @@ def update(
 
     signals = stacked(mu)  # still to be divided by their weight
 
+    users_precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+    def made() -> tuple[Any, Any]:
+        with jax.default_matmul_precision(users_precision):  # it is of the user's loss
+            return _make_pair(settings, static, step, params, value_fn)
+
     def fit(olds: tuple[core_kron.KronState, ...]) -> Any:
         ok = jnp.asarray(True)
         if settings.whiten == "gradient":
@@ -150,7 +156,7 @@ def update(
         numbers = [jnp.asarray(bucket.streams, jnp.int32) for bucket in static.buckets]
         stacks: tuple[Any, ...] = (list(olds), evidence, list(map(layout.shared_out, numbers, rows)))
         if pair is not None or value_fn is not None:
-            vector, product = pair or _make_pair(settings, static, step, params, value_fn)
+            vector, product = pair or made()
             ok = all_finite(product)
             on_vector, on_product = (
                 stacked(static.join(jax.tree.leaves(tree))) for tree in (vector, product)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 
@@ -21,6 +22,24 @@ def unmasked(settings: list[Any], tree: Any) -> list[Any]:
     """`settings`, one for each of `with_places(tree)`, without those of masked parameters."""
     places = with_places(tree)[0]
     return [x for x, place in zip(settings, places, strict=True) if not is_masked(place)]
+
+
+def like(updates: Any, tree: Any) -> Any:
+    """A vector or product of all parameters as one of those that are not masked in `updates`.
+
+    optax masks updates and parameters, but not what else `update` is given.
+
+    Raises:
+        ValueError: it has other leaves.
+    """
+    leaves, treedef = jax.tree.flatten(updates)
+    own = jax.tree.leaves(tree)
+    if len(own) == len(with_places(updates)[0]):
+        own = unmasked(own, updates)
+    expected, found = ([jnp.shape(x) for x in some] for some in (leaves, own))
+    if expected != found:
+        raise ValueError(f"vector and hvp must have the shapes {expected} of the updates, got {found}")
+    return jax.tree.unflatten(treedef, own)
 
 
 def is_masked(x: Any) -> bool:

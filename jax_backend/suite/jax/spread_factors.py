@@ -141,7 +141,7 @@ class SpreadFactors(Factors):
                     state.averages[stack],
                     state.weight[own],
                     state.inverses[stack],
-                    ready[own],
+                    state.ready[own],  # only shared ones are in `ready`
                     failures[own],
                 )
                 factor = self._refreshed(factor, dampings[own].astype(factor.weight.dtype))
