@@ -82,13 +82,10 @@ class FreeParameters(TorchFunctionMode):
                 else:
                     bare = output
                     others = operands[:1] if function is F.linear else operands
-                    # A buffer may be data, and the rows of a matrix; what is made of parameters is not.
-                    bare_rows = [
-                        x
-                        for x in others
-                        if x is not operand and x.requires_grad and self._without_rows(x)
-                    ]
-                    if not kwargs and not bare_rows:
+                    others = [x for x in others if x is not operand and x.requires_grad]
+                    # A buffer may be data, and its rows those of a product; parameters are none.
+                    met = not any([self._without_rows(x) for x in others])  # noqa: C419
+                    if not kwargs and met:
                         output = _probed(function, output, before, place, watched)
                     if output is bare and watched.strays is not None:
                         watched.strays.add(watched.name)
