@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from suite.jax.devices import on_devices
 from suite.jax.masks import is_masked
 
 T = Any
@@ -113,12 +114,11 @@ class Layout:
             return jnp.where(place < blocks, taken, jnp.zeros_like(taken))
 
         whole = jax.tree.map(is_whole, args)
-        mapped = jax.shard_map(
+        mapped = on_devices(
             lambda *given: function(*jax.tree.map(lambda w, x: own(x) if w else x, whole, given)),
-            mesh=self.mesh,
+            self.mesh,
             in_specs=jax.tree.map(lambda w: PartitionSpec() if w else self.spec, whole),
             out_specs=out,
-            check_vma=False,
         )
         return mapped(*args)
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from suite.core.checks import check_choice
 from suite.core.placement import AssignmentStrategy, Placement, gradient_workers
+from suite.jax.devices import axis_size, on_devices
 from suite.jax.jaxprs import varying_alike, varying_axes
 
 _FRACTIONS = {"comm_opt": 1.0, "hybrid_opt": 0.5, "mem_opt": 0.0}
@@ -52,7 +53,7 @@ class Spread:
     @property
     def devices(self) -> int:
         if self.mesh is None:
-            return int(lax.axis_size(self.axes))
+            return axis_size(self.axes)
         return self.mesh.size if self.axis_name is None else self.mesh.shape[self.axis_name]
 
     @property
@@ -78,7 +79,7 @@ class Spread:
         """Rows of a divided array that the program sees: one inside the user's `shard_map`."""
         if self.axis_name is not None:
             try:
-                lax.axis_size(self.axis_name)
+                axis_size(self.axis_name)
             except NameError:  # state is made before, outside
                 return self.devices
             return 1
@@ -94,10 +95,7 @@ class Spread:
         if self.axis_name is not None:
             return function(own, common)
         specs = PartitionSpec(self.axes), PartitionSpec()
-        mapped = jax.shard_map(
-            function, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False
-        )
-        return mapped(own, common)
+        return on_devices(function, self.mesh, specs, specs)(own, common)
 
     # ---- inside of them ------------------------------------------------------------------------
 
