@@ -812,6 +812,24 @@ def test_reduced_rows():
     assert float(statistics["params"].main.rows[0]) == 5
 
 
+@pytest.mark.parametrize("rows", ["expand", "reduce"])
+def test_terms_of_a_loss_over_positions(rows):
+    """4 examples of 5 positions are 20 terms, also where the last layers are not covered."""
+    w, x = {"a": normal(3, 6), "b": normal(6, 2)}, normal(4, 5, 3, seed=1)
+
+    def loss(p, x):
+        return jnp.mean(jnp.sum((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2, -1))
+
+    for plain in ((), ("['b']",)):
+        assert float(value_and_grad(loss, rows=rows, plain=plain)(w, x)[2].terms) == 20
+    table = normal(7, 3)
+
+    def tied(p, ids):
+        return -jnp.mean(jax.nn.log_softmax(p[ids] @ p.T)[..., 0])
+
+    assert float(value_and_grad(tied, rows=rows)(table, jnp.arange(20).reshape(4, 5) % 7)[2].terms) == 20
+
+
 def test_capture_is_chosen_by_a_traced_flag():
     w, x = normal(4, 3), normal(5, 4, seed=1)
 

@@ -287,6 +287,8 @@ def test_chains():
             ValueError,
             "warm_start must be False without eigenbases",
         ),
+        ({"factor_dtype": "int32"}, TypeError, "factor_dtype must be a floating dtype"),
+        ({"inv_dtype": 4}, TypeError, "inv_dtype must be a floating dtype"),
         ({"mesh": 8}, TypeError, "mesh must be a jax.sharding.Mesh"),
         ({"mesh": MESH, "axis_name": "model"}, ValueError, "axis_name must be an axis of mesh"),
         ({"gradient_worker_fraction": 0.5}, ValueError, "below 1 needs mesh="),

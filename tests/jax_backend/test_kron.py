@@ -199,6 +199,9 @@ def test_momentum_and_factor_dtypes():
         ({"block_size": 0}, ValueError, "block_size must be >= 1"),
         ({"geometry": "E"}, ValueError, "geometry must be one of"),
         ({"seed": -1}, ValueError, "seed"),
+        ({"mu_dtype": jnp.int32}, TypeError, "mu_dtype must be a floating dtype"),
+        ({"precond_dtype": ""}, TypeError, "precond_dtype must be a floating dtype"),
+        ({"precond_update_precision": "hihg"}, ValueError, "precond_update_precision must be"),
         ({"learnign_rate": 0.1}, TypeError, "learnign_rate"),
     ],
 )

@@ -320,6 +320,7 @@ class value_and_grad:
             max_factor_size=self._max_factor_size,
             plain=self._plain,
             sampled=self._fisher is not None,
+            reduce=self._reduce,
             require=self._require,
         )
 

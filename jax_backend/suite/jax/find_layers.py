@@ -25,6 +25,7 @@ from suite.jax.layers import (
     Lookup,
     Product,
     Use,
+    example_count,
     feature_axes,
 )
 from suite.jax.views import Shape, Step, View, apply_steps, lift
@@ -365,7 +366,8 @@ class _Finder:
         rows = math.prod(y_shape) // max(inner * d_out, 1)
         path, out_index, x_operand = where
         use = Use(path, out_index, x_operand, product, False, origin.scans, origin.stack, inner, rows)
-        use = use._replace(x_window=reads, y_window=owns)
+        counted = rows if isinstance(product, Lookup) else example_count(product, self.shape(x))
+        use = use._replace(x_window=reads, y_window=owns, examples=min(counted, rows))
         hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
 

@@ -15,6 +15,7 @@ from suite.core import statistics as core_statistics
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.linalg import inner_product
 from suite.core.step_size import kl_clip_coefficient
+from suite.jax.dtypes import check_dtype
 from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.factors import Factors
 from suite.jax.finite import all_finite, select, zero_unless
@@ -100,6 +101,7 @@ def scale_by_kfac(
         raise TypeError(f"plan must come from value_and_grad(...).plan(...), got {type(plan).__name__}")
     check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
     for name, dtype in {"factor_dtype": factor_dtype, "inv_dtype": inv_dtype}.items():
+        check_dtype(name, dtype)
         if dtype is not None and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp:
             raise ValueError(
                 f"{name} must have the range of float32, got {jnp.dtype(dtype)}: inverses and second "

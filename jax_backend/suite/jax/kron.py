@@ -21,6 +21,7 @@ from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedu
 from suite.core.step_size import Clip, check_clip
 from suite.jax import kron_blocks, kron_engine
 from suite.jax.boxes import rebox, unbox
+from suite.jax.dtypes import check_dtype, check_precision
 from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.finite import zero_unless
 from suite.jax.jaxprs import explicit_specs, on_automatic_axes
@@ -155,6 +156,10 @@ def scale_by_kron(
         _static("max_skew", max_skew),
         shared_factors,
     )
+    for name, dtype in {"mu_dtype": mu_dtype, "precond_dtype": precond_dtype}.items():
+        check_dtype(name, dtype)
+    check_precision("precond_update_precision", precond_update_precision)
+    check_precision("precond_grads_precision", precond_grads_precision)
     batch_size = _integer("lax_map_batch_size", lax_map_batch_size, 1)
     settings = Settings(
         core_kron.Kron(geometry, betaL, damping, preconditioner_init_scale),

@@ -95,6 +95,7 @@ class Use(NamedTuple):
     x_window: Step | None = None  # what part of the input it reads
     y_window: Step | None = None  # what part of the output is its own, where leaves are concatenated
     factor: Factor | None = None  # of the input
+    examples: int = 0  # rows of one block with 'reduce'
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -193,7 +194,7 @@ def use_sums(
         rows = jnp.full(like.rows.shape, count, jnp.float32)
         return Sums(jnp.full((1, 1), count, dtype), diagonal.reshape(1, -1), rows, None)
     if reduce and use.rows:
-        rows = rows * (_examples(product, x) / use.rows)
+        rows = rows * (example_count(product, x.shape) / use.rows)
     diagonal_A, diagonal_G = layer.diagonal[::-1] if use.transposed else layer.diagonal
     bias = layer.bias is not None
     if isinstance(product, Lookup):
@@ -250,7 +251,7 @@ def input_rows(product: Dense | Convolution, x: jax.Array, reduce: bool) -> jax.
         )
         return _mean(rows, x.shape[0]) if reduce else rows
     rows = grouped(x, product.x_axes)
-    return _mean(rows, _examples(product, x)) if reduce else rows
+    return _mean(rows, example_count(product, x.shape)) if reduce else rows
 
 
 def gradient_rows(product: Product, gradient: jax.Array, groups: int, reduce: bool = False) -> jax.Array:
@@ -335,14 +336,14 @@ def _to_leaf(product: Elementwise, x: jax.Array) -> jax.Array:
     return summed
 
 
-def _examples(product: Product, x: jax.Array) -> int:
+def example_count(product: Product, x_shape: Shape) -> int:
     """How long the leading axis of a product's rows is."""
     if isinstance(product, Convolution):
-        return x.shape[product.x_spec[0]]
+        return x_shape[product.x_spec[0]]
     if isinstance(product, Dense):
         free = product.x_axes[1]
-        return x.shape[free[0]] if free else 1
-    return math.prod(x.shape[:-1])
+        return x_shape[free[0]] if free else 1
+    return math.prod(x_shape[:-1])
 
 
 def _mean(rows: jax.Array, examples: int) -> jax.Array:

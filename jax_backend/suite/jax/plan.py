@@ -81,6 +81,7 @@ def make_plan(
     max_factor_size: int,
     plain: Sequence[str],
     sampled: bool,
+    reduce: bool,
     require: Require,
 ) -> Plan:
     """Join uses to layers, and report."""
@@ -100,7 +101,7 @@ def make_plan(
     routing = Routing(routes)
     routing.require_preconditioned("K-FAC")
     _require(require, routing)
-    last = _last(uses, layers)
+    last = _last(uses, layers, reduce)
     return Plan(layers, last, sampled, names, shapes, dtypes, treedef, routing)
 
 
@@ -267,7 +268,7 @@ def _oriented(members: list[tuple[Site, bool]]) -> list[tuple[Site, bool]]:
     return [*((site, False) for site in main), *((site, True) for site in other)]
 
 
-def _last(uses: Uses, layers: tuple[Layer, ...]) -> tuple[Last, ...]:
+def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ...]:
     """The covered layers whose products come last: those in branches, back to one that always runs."""
     owner = {u.place: layer for layer in layers for u in layer.uses}
     products = [s for s in uses.sites if not isinstance(s.use.product, Elementwise)]
@@ -277,26 +278,32 @@ def _last(uses: Uses, layers: tuple[Layer, ...]) -> tuple[Last, ...]:
         if layer is None:
             continue
         if all(layer.name != last.layer for last in found):
-            found.append(Last(layer.name, _terms_per_row(site, layer, products)))
+            found.append(Last(layer.name, _terms_per_row(site, layer, products, reduce)))
         if all(length is not None for _, length in site.loops):
             break
     return tuple(found)
 
 
-def _terms_per_row(last: Site, layer: Layer, products: list[Site]) -> float:
-    """The loss's terms where this covered product is the last that ran, by its layer's rows."""
+def _terms_per_row(last: Site, layer: Layer, products: list[Site], reduce: bool) -> float:
+    """The loss's terms where this covered product is the last that ran, by its layer's rows.
+
+    The terms are positions, also where `reduce` makes one row of all of an example.
+    """
     products = [s for s in products if not s.excludes(last)]
     very_last = products[-1]
 
-    def rows(site: Site) -> int:
-        same = [s for s in products if s.leaf == site.leaf and not s.excludes(site)]
-        return sum(s.use.rows * s.executions for s in same)
+    def beside(site: Site) -> list[Site]:
+        return [s for s in products if s.leaf == site.leaf and not s.excludes(site)]
+
+    def rows(sites: list[Site]) -> int:
+        return sum((s.use.examples if reduce else s.use.rows) * s.executions for s in sites)
 
     if layer.tied and last is very_last:  # count the head's rows, not the lookups'
         own = {u.place for u in layer.uses if not u.transposed}
-        count = sum(s.use.rows * s.executions for s in products if s.use.place in own)
+        count = rows([s for s in products if s.use.place in own])
         return last.use.rows * last.executions / max(count, 1)
-    return rows(very_last) / max(rows(last), 1)
+    positions = sum(s.use.rows * s.executions for s in beside(very_last))
+    return positions / max(rows(beside(last)), 1)
 
 
 def _route(
