@@ -213,10 +213,12 @@ def test_groups_have_settings_of_their_own_and_can_join_later():
     run(model, kron, range(2))
     assert not torch.equal(model[4].weight, last)
     assert kron.routing()["2.0"].factors == "diag 3, diag 4"
-    other = Kron([{"params": [nn.Parameter(torch.ones(2))], "name": "last", "initial_lr": 0.1}])
-    assert other.param_groups[0]["name"] == "last"
-    with pytest.raises(TypeError, match="momentum"):
-        kron.add_param_group({"params": [nn.Parameter(torch.ones(2))], "momentum": 0.9})
+    theirs = {"name": "last", "initial_lr": 0.1, "lr_mult": 2.0, "layer_name": "head", "use_muon": False}
+    other = Kron([{"params": [nn.Parameter(torch.ones(2))], **theirs}])
+    assert other.param_groups[0].items() >= theirs.items()
+    for name in ("momentum", "betas", "blocksize", "weight_decays", "hvp"):  # would be ignored
+        with pytest.raises(TypeError, match=name):
+            kron.add_param_group({"params": [nn.Parameter(torch.ones(2))], name: 0.9})
     with pytest.raises(ValueError, match="b1 must be"):
         kron.add_param_group({"params": [nn.Parameter(torch.ones(2))], "b1": 2.0})
     assert len(kron.param_groups) == 3

@@ -244,6 +244,7 @@ def test_a_compiled_step_is_the_eager_step_and_compiles_no_more_after_warm_up(st
         settings = {"lr": 0.01, "preconditioner_update_probability": 0.4, **storage}
         optimizer = Kron(model.parameters(), **settings)
         step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        torch._dynamo.utils.counters.clear()
         graphs = []
         for _ in range(16):
             optimizer.zero_grad()
@@ -252,4 +253,7 @@ def test_a_compiled_step_is_the_eager_step_and_compiles_no_more_after_warm_up(st
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         results.append([p.detach().clone() for p in model.parameters()])
     assert graphs[-1] == graphs[8] > 0
+    # With and without an update, and once more for numbers that turned out to change; the arithmetic of
+    # a step is one graph: there is nothing to gain from many small ones.
+    assert graphs[-1] <= 16
     assert same(*results)

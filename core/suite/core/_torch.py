@@ -238,9 +238,9 @@ def root_mean_square(
     x: torch.Tensor, axis: tuple[int, ...], other: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
     """√(mean of x²) over axes, by `other()`, several times as long, where squares leave the range."""
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
         return other()
-    count = math.prod(x.shape[a] for a in axis)
+    count = math.prod([x.shape[a] for a in axis])
     found = torch.linalg.vector_norm(x, dim=axis, keepdim=True) / count**0.5
     return usually((found > 1e-10) & (found < torch.inf), found, other)
 

@@ -373,7 +373,7 @@ def root_mean_square(x: Array, axis: tuple[int, ...]) -> Array:
     def scaled() -> Array:
         largest = largest_entry(x, axis, keepdims=True)
         norm = xp.linalg.vector_norm(x / _or_one(largest), axis=axis, keepdims=True)
-        return largest * (norm / math.prod(x.shape[a] for a in axis) ** 0.5)
+        return largest * (norm / math.prod([x.shape[a] for a in axis]) ** 0.5)
 
     return factorizations(xp).root_mean_square(x, axis, scaled)
 

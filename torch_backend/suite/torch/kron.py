@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -40,8 +42,11 @@ _STRUCTURE = (
 )
 
 
-# What users, and schedulers of torch and timm, keep in groups.
+# What torch, and schedulers of torch and timm, keep in groups.
 _NOT_OURS = {"params", "param_names", "name", "initial_lr", "lr_scale"}
+# Settings of other optimizers, which would be ignored in silence. What else is in a group is the user's.
+_OTHERS = {"betas", "b2", "eps", "momentum", "nesterov", "dampening", "amsgrad", "capturable", "fused",
+           "foreach", "rho", "precondition_frequency"}  # fmt: skip
 _STEP = ("b1", "whiten", "update_first", "clip", "normalize_grads", "stochastic_rounding")
 _FIXED = (
     *_STRUCTURE,
@@ -222,9 +227,9 @@ class Kron(torch.optim.Optimizer):
         """Add a group, before or during training."""
         settings = {**self.defaults, **param_group}
         _check_group(settings)
-        unknown = settings.keys() - self.defaults.keys() - _NOT_OURS
+        unknown = sorted(key for key in settings.keys() - self.defaults.keys() if _is_misplaced(key))
         if unknown:
-            raise TypeError(f"unknown settings in a parameter group: {sorted(unknown)}")
+            raise TypeError(f"unknown settings in a parameter group: {unknown}")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if any(p.is_complex() for p in group["params"]):
@@ -560,6 +565,7 @@ def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
 
 
+@torch._disable_dynamo  # the host's arithmetic, of numbers that change in every step
 def _planned(group: dict[str, Any]) -> tuple[core_kron.Kron, StepSettings, dict[str, Any]]:
     """A group's rule and next step, checked, and the counts after it."""
     for name in _STEP:
@@ -626,6 +632,14 @@ _FLAGS = (
 def _rule(settings: dict[str, Any]) -> core_kron.Kron:
     names = ("geometry", "betaL", "damping", "preconditioner_init_scale")
     return core_kron.Kron(**{name: settings[name] for name in names})
+
+
+def _is_misplaced(key: str) -> bool:
+    """Whether a key of a group is another optimizer's setting, or a misspelt one of ours."""
+    ours = list(inspect.signature(Kron.__init__).parameters)
+    if key in _OTHERS or key in ours[2:]:  # those that are the same for all groups
+        return True
+    return key not in _NOT_OURS and bool(difflib.get_close_matches(key, ours, cutoff=0.8))
 
 
 def _check_group(settings: dict[str, Any]) -> None:
