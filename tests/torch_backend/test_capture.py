@@ -278,7 +278,7 @@ def test_layers_that_are_never_called_are_reported():
             self.called, self.read = nn.Linear(3, 3), nn.Linear(3, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(self.called(x), self.read.weight)
+            return self.called(x) @ self.read.weight.T
 
     model = Functional()
     kfac = KFAC(model, kl_clip=None)
@@ -288,6 +288,8 @@ def test_layers_that_are_never_called_are_reported():
         kfac.step()
     torch.testing.assert_close(model.read.weight.grad, before, rtol=0, atol=0)
     assert "no statistics yet" in kfac.routing()["read.weight"].reason
+    assert kfac.routing()["read.weight"].treatment == "waiting"
+    assert kfac.routing()["called.weight"].treatment == "kfac"
     assert "no statistics yet" not in kfac.routing()["called.weight"].reason
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once

@@ -160,3 +160,81 @@ def test_other_ways_to_the_inverse_train_like_the_plain_one(settings):
             kfac.step()
         ends.append(loss.item())
     assert ends[1] < 1.5 * ends[0] + 0.05
+
+
+def test_statistics_whose_factors_would_overflow_are_not_finite():
+    """Σ g gᵀ is below the largest float32, and N Σ g gᵀ above it."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(64, 3)
+    kfac = KFAC(model, kl_clip=None, damping=0.1)
+    model(x).square().sum(-1).mean().backward()
+    kfac.step()
+    before = kfac.state_dict()["kfac"]["layers"]
+    model.zero_grad()
+    (model(x).square().sum(-1).mean() * 1e19).backward()
+    assert model.weight.grad.isfinite().all()
+    with pytest.warns(RuntimeWarning, match="was skipped"):
+        kfac.step()
+    after = kfac.state_dict()["kfac"]["layers"]
+    assert kfac.skipped_steps == 1
+    assert all(torch.equal(before[""][name], after[""][name]) for name in before[""])
+
+
+@pytest.mark.parametrize("method", ["eigen", "ekfac"])
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (torch.float32, {"inv_dtype": torch.float64}),
+        (torch.float32, {"factor_dtype": torch.float64}),
+        (torch.float64, {"inv_dtype": torch.float32}),
+    ],
+)
+def test_warm_starts_of_factors_and_bases_in_other_dtypes(dtype, settings, method):
+    model = network().to(dtype)
+    kfac = KFAC(model, compute_method=method, warm_start=True, inv_update_steps=2, **settings)
+    for number in range(6):
+        model.zero_grad()
+        model(torch.ones(9, 4, dtype=dtype) * (number + 1)).square().mean().backward()
+        kfac.step()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert not kfac.skipped_steps
+
+
+def test_a_weight_that_was_resized_in_place_is_an_error_that_names_it():
+    model = network()
+    kfac = KFAC(model)
+    step(model, kfac)
+    weight, model[2] = model[2].weight, nn.Linear(4, 5)  # as transformers resizes a table
+    weight.data = torch.randn(5, 4)
+    model[2].weight = weight
+    model.zero_grad()
+    F.cross_entropy(model(torch.randn(9, 4)), torch.arange(9) % 3).backward()
+    with pytest.raises(
+        RuntimeError, match="shapes that they had when K-FAC was attached, got others: '2'"
+    ):
+        kfac.step()
+
+
+def test_gradients_that_were_asked_for_alone_are_an_error_that_says_so():
+    model = network()
+    kfac = KFAC(model)
+    loss = F.cross_entropy(model(torch.randn(9, 4)), torch.arange(9) % 3)
+    loss.backward(inputs=list(model.parameters()))
+    with pytest.raises(RuntimeError, match=r"Call loss.backward\(\)"):
+        kfac.step()
+
+
+def test_operations_that_are_not_known_are_an_error_that_names_their_parameters():
+    class Sine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.phase = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return torch.sin(self.phase) * x
+
+    model = Sine()
+    kfac = KFAC(model)
+    model(torch.randn(5, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="does not know the operations in which 'phase'"):
+        kfac.step()

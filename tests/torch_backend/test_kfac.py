@@ -714,6 +714,8 @@ def test_gradients_of_any_size_stay_finite():
         ),
         ({"compute_method": "egien"}, ValueError, "compute_method must be one of 'eigen'"),
         ({"skip_layers": "conv"}, TypeError, "skip_layers must be a list"),
+        ({"skip_layers": 2}, TypeError, "skip_layers must be a list"),
+        ({"max_rows": 4, "weight_sharing": "reduce"}, ValueError, "max_rows must be None"),
         ({"factor_dtype": torch.int32}, TypeError, "factor_dtype must be a floating"),
         ({"inv_dtype": "float32"}, TypeError, "inv_dtype must be a floating"),
         ({"factor_dtype": torch.float16}, ValueError, "factor_dtype must have the range"),

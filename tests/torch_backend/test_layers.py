@@ -111,12 +111,12 @@ def test_skip_layers_matches_names_and_class_names(pattern):
     assert routing["1.weight"].treatment == "plain"
 
 
-def test_a_subclass_with_its_own_forward_is_left_alone():
-    class Noisy(nn.Linear):
+def test_a_subclass_with_its_own_forward_is_left_alone_where_its_function_is_not_known():
+    class Noisy(nn.ConvTranspose1d):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) * 2
 
-    routing = KFAC(nn.Sequential(Noisy(2, 2), nn.Linear(2, 2))).routing()
+    routing = KFAC(nn.Sequential(Noisy(2, 2, 1), nn.Conv1d(2, 2, 1))).routing()
     assert "forward of its own" in routing["0.weight"].reason
 
 
@@ -281,3 +281,28 @@ def test_the_kind_of_weight_sharing_may_depend_on_the_kind_of_layer():
     for wrong in ("spread", {"Linear": "spread"}):
         with pytest.raises(ValueError, match=r"weight_sharing.*must be one of 'expand', 'reduce'"):
             KFAC(nn.Linear(2, 2), weight_sharing=wrong)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script.*deprecated:DeprecationWarning")
+def test_torchscript_children_are_plain_and_say_why():
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.Tanh())), nn.Linear(8, 3))
+    kfac = KFAC(model)
+    model(torch.randn(5, 4)).sum().backward()
+    kfac.step()
+    assert kfac.routing()["1.weight"].treatment == "kfac"
+    assert "TorchScript" in kfac.routing()["0.0.weight"].reason
+    with pytest.raises(TypeError, match="ScriptModule"):
+        KFAC(model[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", [weight_norm, nn.utils.weight_norm])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_norm_in_half_precision(kind, dtype):
+    layers = {"linear": (nn.Linear(3, 4), (5, 3)), "conv": (nn.Conv1d(3, 4, 2), (5, 3, 6))}
+    for layer, shape in layers.values():
+        model = kind(layer).to(dtype)
+        kfac = KFAC(model, kl_clip=None)
+        model(torch.randn(shape, dtype=dtype)).square().mean().backward()
+        kfac.step()
+        assert kfac.metrics()["layers"]["magnitude"]["ready"]

@@ -261,14 +261,18 @@ def test_an_earlier_hook_that_changes_the_output_is_not_part_of_the_layer():
 # Models with a will of their own
 
 
-def test_a_forward_of_ones_own_is_plain_with_a_reason():
+def test_a_forward_of_ones_own_that_calls_no_known_function_waits_with_a_reason():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     layer = model[0]
-    layer.forward = lambda x: 5 * F.linear(x, layer.weight, layer.bias)
-    routing = KFAC(model).routing()
-    assert routing["0.weight"].treatment == routing["0.bias"].treatment == "plain"
-    assert "forward of its own" in routing["0.weight"].reason
+    layer.forward = lambda x: 5 * (x @ layer.weight.T + layer.bias)
+    kfac = KFAC(model.double())
+    with pytest.warns(RuntimeWarning, match="'0'"):
+        step(kfac, model(randn(4, 3)).square().mean())
+    routing = kfac.routing()
+    assert routing["0.weight"].treatment == routing["0.bias"].treatment == "waiting"
+    assert "calls no function that K-FAC knows" in routing["0.weight"].reason
     assert routing["1.weight"].treatment == "kfac"
+    assert "8 of 20 parameters preconditioned" in str(routing)
 
 
 def test_the_output_projection_of_an_attention_with_its_own_forward_is_a_linear_layer():
@@ -748,3 +752,64 @@ def test_a_copy_after_the_optimizer_got_more_parameters_covers_what_the_first_co
     assert same(kfac.state_dict(), copied.state_dict())
     assert [len(group["params"]) for group in copied.param_groups] == [3, 1]
     assert copied.param_groups[1]["params"][0] is other[0].bias
+
+
+class Parts(nn.Module):
+    """One of each kind of layer, and a loss for every example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.conv, self.up = (
+            nn.Embedding(5, 4),
+            nn.Conv1d(4, 4, 3),
+            nn.ConvTranspose1d(4, 4, 2),
+        )
+        self.norm, self.attention = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.shift, self.head = nn.Parameter(torch.ones(4)), nn.Linear(4, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.up(torch.tanh(self.conv(self.table(ids).mT))).mT
+        x = self.attention(*(self.norm(x),) * 3)[0] + self.shift
+        return F.cross_entropy(self.head(x.mean(1)), ids[:, 0] % 3, reduction="none") / len(ids)
+
+
+class RowLosses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.body(randn(len(ids), 3)).square().sum(1) / len(ids)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (Parts, {}),
+        (Parts, {"compute_method": "inverse"}),
+        (RowLosses, {"compute_method": "ekfac", "inv_update_steps": 2}),
+    ],
+)
+def test_backward_passes_through_parts_of_one_forward_pass_are_one_pass(make, settings):
+    ids = torch.randint(0, 5, (8, 6), generator=torch.Generator().manual_seed(0))
+    found = []
+    for in_parts in (False, True):
+        model = seeded(make)
+        kfac = KFAC(model, sgd(model), kl_clip=None, **settings)
+        for number in range(3):
+            kfac.zero_grad()
+            losses = model(ids)
+            for part in losses.split([2, 5, 1]) if in_parts else [losses]:
+                part.sum().backward(retain_graph=True)
+            if number == 1:  # thrown away: what comes after it counts anew
+                kfac.zero_grad()
+                for part in losses.split([2, 5, 1]) if in_parts else [losses]:
+                    part.sum().backward(retain_graph=True)
+            kfac.step()
+        found.append((records(kfac), [p.detach().clone() for p in model.parameters()]))
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        close(a, b)
+    for layer, record in found[0][0].items():
+        for key in ("A", "G"):
+            if key in record:
+                close(record[key], found[1][0][layer][key])

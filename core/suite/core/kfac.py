@@ -470,7 +470,7 @@ def _eigen(average: Array, old: Any, batch: int, extra: Scalar, warm: bool) -> E
     if not isinstance(extra, float):
         average = linalg.add_diagonal(average, extra)
     if warm:
-        values, vectors = linalg.warm_eigh(average, lift(old.vectors))
+        values, vectors = linalg.warm_eigh(average, xp.astype(old.vectors, average.dtype))
     else:
         values, vectors = linalg.eigh(average)
     return Eigen(vectors, values)

@@ -12,7 +12,7 @@ class Route:
 
     parameter: str
     shape: tuple[int, ...]
-    treatment: str  # 'kfac', 'kron', 'plain', 'fallback', 'frozen'
+    treatment: str  # 'kfac', 'kron', 'plain', 'fallback', 'frozen', 'waiting' (for evidence)
     factors: str  # the factors' shapes, '' without any
     reason: str
 

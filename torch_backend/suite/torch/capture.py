@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from suite.core import linalg
 from suite.core.noise import unit_noise
 from suite.core.statistics import LayerStatistics
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.free import FreeParameters, Watched
+from suite.torch.free import FreeParameters, Turn, Watched, is_again
 from suite.torch.hooks import Hook, ModeAround, in_backward
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import (
@@ -56,11 +58,12 @@ class _Probe(torch.autograd.Function):
         G: torch.Tensor,
         counts: torch.Tensor,
         spec: LayerSpec,
-        clock: CaptureClock | None,
+        clock: CaptureClock | _UnlessBroadcast | None,
+        turn: Turn | None,
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
         """`rest`: the slot of products, scale, chosen rows, bases of A and G; empty if all are None."""
-        ctx.clock = clock
+        ctx.clock, ctx.turn, ctx.counted = clock, turn, 0
         ctx.save_for_backward(x, *rest[1:])
         ctx.spec = spec
         ctx.dtype = G.dtype
@@ -74,16 +77,19 @@ class _Probe(torch.autograd.Function):
             return (gradient, *(None,) * (len(wanted) - 1))
         x, *rest = ctx.saved_tensors
         scale, chosen, *vectors = rest or (None, None)
-        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[7] else None
+        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[8] else None
         given = ctx, gradient, x, scale, chosen, bases
         if _is_plain(gradient.device.type):
             A, G, counts, products = _Probe._sums(*given)
         else:
             with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                 A, G, counts, products = _Probe._sums(*given)
+        found: Any = A, G, counts
+        if is_again(ctx):  # what depends on the gradient adds up, rows were counted
+            found = (A, None, None) if ctx.spec.kind == "norm" else (None, G, None)
         if not rest:
-            return gradient, None, A, G, counts, None, None
-        return gradient, None, A, G, counts, None, None, products, *(None,) * 4
+            return gradient, None, *found, None, None, None
+        return gradient, None, *found, None, None, None, products, *(None,) * 4
 
     @staticmethod
     def _sums(
@@ -109,6 +115,24 @@ def _is_plain(device_type: str) -> bool:
     return not torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type)
 
 
+class _UnlessBroadcast:
+    """In place of a clock: a lookup takes statistics unless its output turns out to be broadcast."""
+
+    def __init__(self, clock: CaptureClock | None) -> None:
+        self.clock, self.was_broadcast = clock, False
+
+    @property
+    def sampling(self) -> bool:
+        return not self.was_broadcast and (self.clock is None or self.clock.sampling)
+
+
+class _LookedUp(NamedTuple):
+    output: weakref.ref[torch.Tensor]
+    x: torch.Tensor
+    unless: _UnlessBroadcast
+    site: Site
+
+
 class LayerCapture:
     """One layer's slots and hooks."""
 
@@ -123,6 +147,9 @@ class LayerCapture:
         self.left_out = False  # whether a call of this step was left to the layer that shares its A
         self.inputs: list[int] = []  # tokens of the inputs of this step's calls
         self.first_call = 0  # its number among all layers' calls
+        self.turn = Turn()
+        self.looked_up: _LookedUp | None = None  # the last call, of an embedding
+        self.running = 0  # calls of its modules that are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
@@ -142,6 +169,8 @@ class LayerCapture:
         self.held_back = False  # whether fully_shard may hold gradients back until it reduces them
         if layer.spec.kind != "free":
             for i, site in enumerate(layer.sites):
+                if site.functional:
+                    continue
                 hook = Hook(self, site.module, i)
                 # First, so that it sees what the layer computed and not what other hooks made of it.
                 handle = site.module.register_forward_hook(hook, with_kwargs=True, prepend=True)
@@ -200,6 +229,15 @@ class LayerCapture:
             return like(y, probed)
         return self._probed(site, x, y, args, kwargs)
 
+    def observe_function(self, index: int, x: Any, y: Any, spec: LayerSpec) -> Any:
+        """`observe` of a function that got the layer's weight; `spec`: what the call was like."""
+        site = replace(self.layer.sites[index], spec=spec)
+        if self.clock.discovering and not torch.compiler.is_compiling():
+            self.calls += 1
+        if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
+            return y
+        return self._probed(site, x, y, (), {})
+
     def _probed(self, site: Site, x: torch.Tensor, y: torch.Tensor, args: Any, kwargs: Any) -> Any:
         spec = site.spec
         again = in_backward()
@@ -212,19 +250,41 @@ class LayerCapture:
         shared = self.input_of is not None and not site.transposed and self._has_input_of(x)
         bases = None if site.transposed else self.bases
         chosen = self._chosen(spec, x, y)
+        clock: Any = self.clock if self.clock.sampled else None
+        if spec.kind == "embedding" and not torch.compiler.is_compiling():
+            clock = _UnlessBroadcast(clock)
         rest: tuple[torch.Tensor | None, ...] = ()
         if bases is not None or scale is not None or chosen is not None:
             rest = (None if bases is None else self.products, scale, chosen, *(bases or (None, None)))
-        return _Probe.apply(
+        probed = _Probe.apply(
             y,
             None if spec.kind == "bias" else x,  # what is saved must not be changed in place
             None if shared else slots[0],
             slots[1],
             slots[2],
             spec,
-            self.clock if self.clock.sampled else None,
+            clock,
+            None if torch.compiler.is_compiling() or self.clock.sampled else self.turn,
             *rest,
         )
+        if isinstance(clock, _UnlessBroadcast):
+            self.looked_up = _LookedUp(weakref.ref(probed), x, clock, site)
+        return probed
+
+    def observe_sum(self, operand: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """Probe what an embedding's output was added to, if that has more rows.
+
+        Positions are often looked up once for all examples. What reaches the lookup then is the sum of
+        the examples' gradients, whose square is not the sum of their squares.
+        """
+        last = self.looked_up
+        if last is None or last.output() is not operand or total.numel() <= operand.numel():
+            return total
+        if self.leads or self.input_of is not None or total.shape[-1:] != operand.shape[-1:]:
+            return total
+        last.unless.was_broadcast = True
+        self.looked_up = None
+        return self._probed(last.site, last.x.broadcast_to(total.shape[:-1]), total, (), {})
 
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
         spec = site.spec
@@ -279,6 +339,8 @@ class LayerCapture:
     def clear(self) -> None:
         self.sampled.clear()
         self.seen.clear()
+        self.looked_up = None
+        self.turn.number += 1
         self.left_out = False
         self.terms = 0.0
         for slot in self.slots():
@@ -331,9 +393,11 @@ def _prepared(
         direction = _weight_norm(module)[1]
         lengths = linalg.row_norms(direction)
         unit = direction / lengths.reshape(-1, *(1,) * (direction.ndim - 1))
-        if isinstance(module, nn.Linear):
-            return nn.functional.linear(x, unit), None
-        return module._conv_forward(x, unit, None), None
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.to(unit.dtype)  # at least single precision, as lengths are
+            if isinstance(module, nn.Linear):
+                return nn.functional.linear(x, unit), None
+            return module._conv_forward(x, unit, None), None
     if site.scaling == "spectral_norm":
         stack = module.parametrizations.weight
         return x, 1 / _spectral_norm(stack[0], stack.original)
@@ -415,14 +479,22 @@ class FreeCapture(ModeAround):
         clock = capture.clock if capture.clock.sampled else None
         strays = capture.clock.strays if capture.clock.discovering else None
         slots = capture.A, capture.G, capture.counts
-        return Watched(parameter, *slots, clock, strays, capture.layer.name)
+        turn = None if torch.compiler.is_compiling() or clock is not None else capture.turn
+        return Watched(parameter, *slots, clock, strays, capture.layer.name, turn)
 
 
 class OutputWatch:
     """Watches a layer that is not covered: it may be the model's last, whose positions are counted."""
 
-    def __init__(self, module: nn.Module, channels: int, clock: CaptureClock) -> None:
-        self.channels, self.clock = channels, clock
+    def __init__(
+        self,
+        module: nn.Module,
+        channels: int,
+        clock: CaptureClock,
+        is_covered: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_covered`: whether it turned out to be, though that was not certain."""
+        self.channels, self.clock, self.is_covered = channels, clock, is_covered
         self.owner = weakref.ref(module)
         hook = Hook(self, module)
         self.handles = [module.register_forward_hook(hook, with_kwargs=True)]
@@ -430,6 +502,8 @@ class OutputWatch:
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         module, clock = self.owner(), self.clock
         if module is None or not isinstance(output, torch.Tensor) or in_backward():
+            return
+        if self.is_covered():
             return
         if clock.wanted and module.training and output.requires_grad:
             clock.last, clock.last_positions = None, output.numel() // max(self.channels, 1)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from suite.core.routing import Route, Routing, describe_factors
@@ -15,12 +16,22 @@ from suite.torch.attention import Attention
 from suite.torch.dtensors import sharded_modules, split_dim, tensor_axes
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer, Layout, Piece, Site
 from suite.torch.recurrent import GRU, LSTM, RNN, Product
-from suite.torch.rows import LayerSpec
+from suite.torch.rows import LayerSpec, paddings
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_BATCH_NORMS, *_INSTANCE_NORMS)
 _KINDS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED, nn.Embedding, nn.EmbeddingBag, *_NORMS)
+# Whose functions `functional.py` knows, so that subclasses may have a forward of their own.
+_FUNCTIONS = (
+    nn.Linear,
+    *CONVOLUTIONS,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    *_BATCH_NORMS,
+)
 _RECURRENT = (RNN, LSTM, GRU)
 _HIDDEN = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.SyncBatchNorm)
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
@@ -57,6 +68,11 @@ class FoundLayers:
         only: tuple[type[nn.Module], ...] | None = None,
         moved: set[int] | None = None,
     ) -> None:
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError(
+                "model must be one that hooks can be put on, got a torch.jit.ScriptModule: attach to "
+                "the model that it was made of"
+            )
         self.layers: list[Layer] = []
         self.attentions: list[Attention] = []
         self.free: dict[nn.Module, list[Layer]] = {}  # by the module whose forward uses them
@@ -115,6 +131,10 @@ class FoundLayers:
                     f"layer {name!r} is lazy and has no shape yet: run one forward pass before "
                     "attaching K-FAC"
                 )
+            if isinstance(module, torch.jit.ScriptModule):
+                skipped.add(raw)
+                self._say(module, "TorchScript runs it: hooks see nothing of it", recurse=True)
+                continue
             own = dict(module.named_parameters(recurse=False))
             if self._only is not None and type(module) not in self._only:
                 kind = type(module).__name__
@@ -135,6 +155,8 @@ class FoundLayers:
                 self._module(name, module, own)
             elif isinstance(module, _HIDDEN):
                 self._say(module, _why_hidden(module))
+            elif _is_linear_by_another_name(module, own):
+                self._linear_by_another_name(name, module, own)
             elif own:
                 self._free_parameters(name, parents[raw], own)
 
@@ -145,7 +167,8 @@ class FoundLayers:
     def _module(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """One module of a known kind."""
         kind = next(k for k in _KINDS if isinstance(module, k))
-        if type(module).forward is not kind.forward or "forward" in vars(module):
+        own_forward = type(module).forward is not kind.forward or "forward" in vars(module)
+        if own_forward and kind not in _FUNCTIONS:
             self._say(module, f"this {type(module).__name__} has a forward of its own")
             return
         weight, bias = own.get("weight"), own.get("bias")
@@ -158,11 +181,14 @@ class FoundLayers:
         if reason:
             self._reasons.setdefault(id(weight), reason)
             if bias is not None and not _why_not(bias):
-                self._bias(name, module, bias)
+                self._bias(name, module, bias, own_forward)
             return
         spec = self._spec(module, weight, bias)
         if self.tensor_axes[id(weight)]:
-            self._tensor_parallel(name, module, weight, bias, spec)
+            if own_forward:
+                self._say(module, f"a tensor-parallel {type(module).__name__} with a forward of its own")
+            else:
+                self._tensor_parallel(name, module, weight, bias, spec)
             return
         shared = bias is not None and len(self._owners[id(bias)]) > 1
         own_bias = bias is not None and not shared and not _why_not(bias)
@@ -174,16 +200,18 @@ class FoundLayers:
                 self._bias(name, module, bias)
             return
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            self._add(name, Piece(weight), None, "table", Site(module, module, spec))
+            self._add(
+                name, Piece(weight), None, "table", Site(module, module, spec, functional=own_forward)
+            )
             return
         spec = spec._replace(bias=with_bias)
         layout: Layout = "matrix"
         if isinstance(module, _NORMS):
             layout = "unit" if with_bias else "vector"
         piece = Piece(bias) if with_bias and bias is not None else None
-        self._add(name, Piece(weight), piece, layout, Site(module, module, spec))
+        self._add(name, Piece(weight), piece, layout, Site(module, module, spec, functional=own_forward))
         if bias is not None and not with_bias and not shared and not _why_not(bias):
-            self._bias(name, module, bias)
+            self._bias(name, module, bias, own_forward)
 
     def _together(self, weight: nn.Parameter, bias: nn.Parameter) -> bool:
         """Whether the optimizer moves both, or none: they can be one block."""
@@ -231,7 +259,7 @@ class FoundLayers:
                 groups=module.groups,
                 kernel=tuple(module.kernel_size),
                 stride=tuple(module.stride),
-                padding=_padding(module),
+                padding=paddings(module.padding, tuple(module.kernel_size), tuple(module.dilation)),
                 dilation=tuple(module.dilation),
                 padding_mode=module.padding_mode,
                 reduce=reduce,
@@ -253,8 +281,12 @@ class FoundLayers:
             return self._weight_sharing == "reduce"
         return self._weight_sharing.get(type(module).__name__, "expand") == "reduce"
 
-    def _bias(self, name: str, module: nn.Module, bias: nn.Parameter) -> None:
-        """A bias by itself: a product with the input 1."""
+    def _bias(self, name: str, module: nn.Module, bias: nn.Parameter, own_forward: bool = False) -> None:
+        """A bias by itself: a product with the input 1; where nobody knows what follows it, nothing."""
+        if own_forward:
+            reason = f"this {type(module).__name__} has a forward of its own"
+            self._reasons.setdefault(id(bias), f"{reason}, and does not train the weight with it")
+            return
         axis = _channel_axis(module)
         spec = LayerSpec("bias", channel_axis=axis, reduce=self._reduces(module))
         if bias.ndim != 1:
@@ -338,6 +370,20 @@ class FoundLayers:
             self._add(_join(name, "magnitude"), Piece(magnitude), None, "vector", site)
         if bias is not None and not _why_not(bias):
             self._bias(name, module, bias)  # the scaling is not its
+
+    def _linear_by_another_name(
+        self, name: str, module: nn.Module, own: dict[str, nn.Parameter]
+    ) -> None:
+        """x W + b, whose weight lies (in, out)."""
+        spec = LayerSpec("dense", reduce=self._reduces(module), max_rows=self._max_rows)
+        weight, bias = own["weight"], own["bias"]
+        reason = _why_not(weight)
+        if reason:
+            self._reasons.setdefault(id(weight), reason)
+        else:
+            self._add(name, Piece(weight), None, "transposed", Site(module, module, spec))
+        if not _why_not(bias):
+            self._bias(name, module, bias)
 
     def _free_parameters(self, name: str, user: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """Parameters that a module's own forward uses: seen through `free.FreeParameters`."""
@@ -518,6 +564,8 @@ class FoundLayers:
             words.append(layer.tensor_split)
         if site.spec.reduce:
             words.append("one row an example (reduce)")
+        if site.functional:
+            words.append("by the function that its own forward calls")
         if site.scaling:
             words.append(site.scaling.replace("_", " "))
         large = max(layer.sizes) > self._max_factor_size and layer.layout in ("matrix", "transposed")
@@ -595,6 +643,14 @@ def _why_hidden(module: nn.Module) -> str:
     return f"{type(module).__name__} is not a kind of layer K-FAC covers"
 
 
+def _is_linear_by_another_name(module: nn.Module, own: Mapping[str, nn.Parameter]) -> bool:
+    """Whether it is transformers' `Conv1D`: GPT-2's linear layers, which are no subclass of torch's."""
+    if type(module).__name__ != "Conv1D" or own.keys() != {"weight", "bias"}:
+        return False
+    weight, bias = own["weight"], own["bias"]
+    return weight.ndim == 2 and bias.shape == weight.shape[1:] and getattr(module, "nf", 0) == len(bias)
+
+
 def _parametrization(
     module: nn.Module,
 ) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
@@ -633,17 +689,3 @@ def _factors(layers: list[Layer]) -> str:
     if len(described) > 1 and len(set(described)) == 1:
         return f"{len(described)} x ({described[0]})"
     return "; ".join(described)
-
-
-def _padding(module: nn.Module) -> tuple[tuple[int, int], ...]:
-    """(before, after) per axis; 'same' puts the odd one after, as torch does."""
-    given = module.padding
-    assert isinstance(module.kernel_size, tuple)
-    assert isinstance(module.dilation, tuple)
-    if given == "valid":
-        return ((0, 0),) * len(module.kernel_size)
-    if given == "same":
-        totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-        return tuple((total // 2, total - total // 2) for total in totals)
-    assert isinstance(given, tuple)
-    return tuple((side, side) for side in given)

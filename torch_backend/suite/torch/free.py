@@ -19,7 +19,7 @@ from suite.core.statistics import elementwise_second_moment_sum
 
 T: Any = torch.Tensor
 
-_SUM = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__, torch.sub, T.sub, T.__sub__,
+SUMS = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__, torch.sub, T.sub, T.__sub__,
         T.__rsub__, torch.rsub, T.sub_, T.__isub__}  # fmt: skip
 _PRODUCT = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
 _COPY = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
@@ -28,6 +28,29 @@ _CAST = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T
 _VIEW = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
+_QUOTIENT = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}  # by a number
+# Functions of each entry: their derivatives' squares, by their values.
+_ENTRYWISE: dict[Any, Any] = {
+    **dict.fromkeys((torch.neg, T.neg, T.__neg__), torch.ones_like),
+    **dict.fromkeys((torch.exp, T.exp), torch.square),
+    **dict.fromkeys((torch.sigmoid, T.sigmoid, F.sigmoid), lambda y: (y * (1 - y)).square()),
+    **dict.fromkeys((torch.tanh, T.tanh, F.tanh), lambda y: (1 - y * y).square()),
+}
+
+
+class Turn:
+    """Counts how often a layer's sums were cleared."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+
+def is_again(ctx: Any) -> bool:
+    """Whether a second backward pass goes through one forward pass: parts of a loss, one by one."""
+    if ctx.turn is None:
+        return False
+    before, ctx.counted = ctx.counted, ctx.turn.number
+    return bool(before == ctx.counted)
 
 
 class Watched(NamedTuple):
@@ -40,6 +63,7 @@ class Watched(NamedTuple):
     clock: Any = None  # says when statistics are taken, where not in every backward pass
     strays: Any = None  # a set, to put `name` into when a use is not understood
     name: str = ""
+    turn: Turn | None = None
 
 
 class FreeParameters(TorchFunctionMode):
@@ -52,6 +76,9 @@ class FreeParameters(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is F.linear and kwargs:
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+            args, kwargs = (given["input"], given["weight"], given.get("bias")), {}
         before = args
         if not kwargs and function in (T.mul_, T.__imul__) and self._known(args[1]):
             before = (args[0].detach().clone(), args[1])  # the product takes its place
@@ -73,7 +100,13 @@ class FreeParameters(TorchFunctionMode):
                     self.watched.append(watched._replace(tensor=output, slot=slot))
                 elif function in _CAST and place == 0:
                     self.watched.append(watched._replace(tensor=output))
-                elif not kwargs and function in _SUM | _PRODUCT and self._without_rows(args[1 - place]):
+                elif function in _ENTRYWISE and place == 0:
+                    square = _ENTRYWISE[function](output.detach()).to(watched.slot.dtype)
+                    self.watched.append(watched._replace(tensor=output, slot=watched.slot * square))
+                elif not kwargs and function in _QUOTIENT and place == 0 and _is_number(args[1]):
+                    slot = watched.slot * (1 / args[1] ** 2)
+                    self.watched.append(watched._replace(tensor=output, slot=slot))
+                elif not kwargs and function in SUMS | _PRODUCT and self._without_rows(args[1 - place]):
                     # 1 + p has no rows before it meets x. The square of a factor goes into squares.
                     factor = args[1 - place] if function in _PRODUCT else 1
                     square = factor.detach().square() if isinstance(factor, T) else factor**2
@@ -103,12 +136,16 @@ class FreeParameters(TorchFunctionMode):
         return operand.ndim == 0 or any([operand is x for x in self.constants])  # noqa: C419
 
 
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float)
+
+
 def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -> T:
     """`output`, with a probe behind it if this use is understood."""
     others = [x for i, x in enumerate(args[:2]) if i != place and isinstance(x, T)]
     shape = watched.slot.shape
     kind, other = "", None
-    if function in _SUM or (function in _COPY and place == 0 and _broadcasts(shape, output.shape)):
+    if function in SUMS or (function in _COPY and place == 0 and _broadcasts(shape, output.shape)):
         kind = "sum"
     elif function in _PRODUCT and len(others) == 1:
         kind, other = "product", others[0]
@@ -123,7 +160,7 @@ def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -
     if not kind:
         return output
     slots = watched.slot, watched.ones, watched.counts
-    return _FreeProbe.apply(output, other, *slots, kind, watched.clock)
+    return _FreeProbe.apply(output, other, *slots, kind, watched.clock, watched.turn)
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
@@ -135,21 +172,24 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
 class _FreeProbe(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: T, other: T | None, slot: T, ones: T, counts: T, kind: str, clock: Any
+        ctx: Any, y: T, other: T | None, slot: T, ones: T, counts: T, kind: str, clock: Any, turn: Any
     ) -> T:
         ctx.save_for_backward(other)
+        ctx.turn, ctx.counted = turn, 0
         ctx.kind, ctx.shape, ctx.dtype, ctx.clock = kind, slot.shape, slot.dtype, clock
         return y.detach()  # an alias, see capture._Probe
 
     @staticmethod
     def backward(ctx: Any, gradient: T) -> Any:
         if not ctx.needs_input_grad[2] or (ctx.clock is not None and not ctx.clock.sampling):
-            return gradient, *(None,) * 6
+            return gradient, *(None,) * 7
         (other,) = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             g = gradient.to(ctx.dtype)
             other = None if other is None else other.detach().to(ctx.dtype)
             squares = elementwise_second_moment_sum(g, other, ctx.kind, tuple(ctx.shape))
+        if is_again(ctx):
+            return gradient, None, squares, *(None,) * 5
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
         counts = torch.tensor([1.0, 0.0], dtype=ctx.dtype, device=gradient.device)
-        return gradient, None, squares, one, counts, None, None
+        return gradient, None, squares, one, counts, None, None, None

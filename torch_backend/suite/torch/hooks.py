@@ -47,7 +47,7 @@ class ModeAround:
     def __init__(self, module: nn.Module) -> None:
         self.modes: list[TorchFunctionMode | None] = []
         self.handles = [
-            module.register_forward_pre_hook(_Enter(self, module)),
+            module.register_forward_pre_hook(Enter(self, module)),
             module.register_forward_hook(Hook(self, module), with_kwargs=True, always_call=True),
         ]
 
@@ -78,7 +78,7 @@ class ModeAround:
         return True
 
 
-class _Enter(Hook):
+class Enter(Hook):
     def __call__(self, module: nn.Module, args: Any) -> None:  # type: ignore[override]
         owner = self.owner()
         if owner is not None and self.module() is module:

@@ -35,11 +35,18 @@ def _evidence(average: torch.Tensor, new: torch.Tensor, finite: torch.Tensor | N
     return new if finite is None else torch.where(finite.to(new.device), new, average)
 
 
-def all_finite(tensors: Sequence[torch.Tensor], moments: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+def all_finite(
+    tensors: Sequence[torch.Tensor],
+    moments: Sequence[torch.Tensor] = (),
+    scale: torch.Tensor | None = None,
+    kept_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """(): whether all numbers in tensors that are not empty are finite; the host does not wait.
 
     Args:
         moments: Σ x xᵀ or Σ x²: the largest of their numbers is not finite if another is not.
+        scale: (), which moments are to stay finite when multiplied with.
+        kept_dtype: in which they are to do so, where it is not theirs.
     """
     # Both pass a NaN on. Of torch's ways this is by far the fastest on a CPU, and the other on a GPU.
     found = []
@@ -50,7 +57,7 @@ def all_finite(tensors: Sequence[torch.Tensor], moments: Sequence[torch.Tensor] 
         found += _are_finite(extremes, [x for x in some if not x.is_cpu])
     for some in _by_dtype(moments).values():
         extremes = [x.max() for x in some if x.is_cpu]
-        found += _are_finite(extremes, [x for x in some if not x.is_cpu])
+        found += _are_finite(extremes, [x for x in some if not x.is_cpu], scale, kept_dtype)
     if not found:
         return torch.ones((), dtype=torch.bool)
     device = next((x.device for x in found if not x.is_cpu), found[0].device)
@@ -75,9 +82,16 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[torch.T
     return found
 
 
-def _are_finite(numbers: list[torch.Tensor], elsewhere: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _are_finite(
+    numbers: list[torch.Tensor],
+    elsewhere: Sequence[torch.Tensor],
+    scale: torch.Tensor | None = None,
+    kept_dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
     """(): whether these numbers are, and tensors elsewhere; of each kind if there are any."""
-    found = [torch.stack(numbers).isfinite().all()] if numbers else []
+    found = [torch.stack(numbers)] if numbers else []
     if elsewhere:
-        found.append(nn.utils.get_total_norm(elsewhere, norm_type=float("inf")).isfinite())
-    return found
+        found.append(nn.utils.get_total_norm(elsewhere, norm_type=float("inf")))
+    if scale is not None:
+        found = [x * scale.to(x) for x in found]
+    return [x.to(kept_dtype or x.dtype).isfinite().all() for x in found]

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -211,6 +211,8 @@ class KFAC(torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {kind}")
         if isinstance(skip_layers, str):
             raise TypeError(f"skip_layers must be a list of patterns, got the string {skip_layers!r}")
+        if skip_layers is not None and not isinstance(skip_layers, Iterable):
+            raise TypeError(f"skip_layers must be a list of patterns, got {skip_layers!r}")
         method = choice_of("compute_method", compute_method, ComputeMethod)
         rule = core_kfac.KFAC(method)
         rule.check_warm_start(warm_start)
@@ -224,6 +226,11 @@ class KFAC(torch.optim.Optimizer):
         check_integer("accumulation_steps", accumulation_steps, at_least=1)
         if max_rows is not None:
             check_integer("max_rows", max_rows, at_least=1)
+            if weight_sharing == "reduce":
+                raise ValueError(
+                    "max_rows must be None with weight_sharing='reduce', whose rows are those of whole "
+                    f"examples, got {max_rows}"
+                )
         if max_examples is not None:
             check_integer("max_examples", max_examples, at_least=1)
         kinds = weight_sharing if isinstance(weight_sharing, Mapping) else {"": weight_sharing}
@@ -299,7 +306,7 @@ class KFAC(torch.optim.Optimizer):
             raise ValueError(
                 "colocate_factors must be True with one gradient worker per layer (MEM_OPT), got False"
             )
-        logging.getLogger("suite.torch").log(loglevel, "K-FAC:\n%s", found.routing)
+        logging.getLogger("suite.torch").log(int(loglevel), "K-FAC:\n%s", found.routing)
         self._engine = KFACEngine(
             model,
             rule=rule,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from suite.torch.factor_refresh import Turn
 from suite.torch.factor_store import at_least_single
 from suite.torch.factors import LayerFactors
 from suite.torch.find_layers import FoundLayers
+from suite.torch.functional import FunctionCapture, RunningLayer, callers, has_functions
 from suite.torch.gradients import GradientExchange
 from suite.torch.hooks import Hook, ModeAround
 from suite.torch.inplace import all_finite
@@ -41,6 +43,10 @@ from suite.torch.thin import KeptRows, can_be_thin
 from suite.torch.uses import UseCounter
 
 Taken = list[Captured | None]
+_ATTACH_AGAIN = (
+    "After replacing parameters, as load_state_dict(assign=True) and transformers' "
+    "resize_token_embeddings do, detach() and attach again"
+)
 
 
 class Agreement(NamedTuple):
@@ -93,8 +99,10 @@ class KFACEngine:
         self.global_mean = loss_reduction == "global_mean"
         self.loss_reduction: statistics.LossReduction = "sum" if loss_reduction == "sum" else "mean"
         self.factor_scaling: statistics.FactorScaling = factor_scaling
+        self.factor_dtype = factor_dtype
         self.layers, self.routing = found.layers, found.routing
         self.routing.require_preconditioned("K-FAC")
+        self._shapes = [layer.weight.parameter.shape for layer in self.layers]
         self.clock = CaptureClock()
         own_seed = seed + RANK_STRIDE * ranks.rank
         (self.clock.stream,) = stream_numbers(-1, 1, own_seed)  # apart from that of every layer
@@ -195,13 +203,52 @@ class KFACEngine:
             captures = [capture_of[id(layer)] for layer in layers if id(layer) in capture_of]
             if captures:
                 self._attached.append(FreeCapture(module, captures))
-        covered = {id(site.module) for layer in self.layers for site in layer.sites}
+        self._functions = self._attach_functions(model)
+        sites = [site for layer in self.layers for site in layer.sites]
+        covered = {id(site.module) for site in sites if not site.functional}
         covered |= {id(attention.module.out_proj) for attention in found.attentions}
         for module in model.modules():
-            if isinstance(module, nn.Linear) and id(module) not in covered:
-                self._attached.append(OutputWatch(module, module.out_features, self.clock))
-            elif isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) and id(module) not in covered:
-                self._attached.append(OutputWatch(module, module.out_channels, self.clock))
+            if id(module) in covered:
+                continue
+            channels: Any = getattr(module, "out_features", None)
+            if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+                channels = module.out_channels
+            elif not isinstance(module, nn.Linear):
+                continue
+            own = self._functions.get(module)
+            seen = (lambda: False) if own is None else functools.partial(bool, own.found)
+            self._attached.append(OutputWatch(module, channels, self.clock, seen))
+
+    def _attach_functions(self, model: nn.Module) -> dict[nn.Module, FunctionCapture]:
+        """By module, what watches the functions that its forward calls with weights of layers."""
+        uses: dict[nn.Module, list[tuple[LayerCapture, int]]] = {}
+        around = callers(model)
+        for capture in self.captures:
+            for index, site in enumerate(capture.layer.sites):
+                if site.functional:
+                    uses.setdefault(site.module, []).append((capture, index))
+                elif site.module in around and has_functions(capture.layer, site):
+                    uses.setdefault(around[site.module], []).append((capture, index))
+        found = {module: FunctionCapture(module, own) for module, own in uses.items()}
+        watched = {id(capture): capture for own in uses.values() for capture, _ in own}
+        self._attached += [*found.values(), *map(RunningLayer, watched.values())]
+        return found
+
+    def _settle_functions(self) -> None:
+        """After a step: watch no longer where no function was found."""
+        idle = [own for own in self._functions.values() if own.ran and not own.found]
+        if not idle:
+            return
+        gone = {id(own) for own in idle}
+        self._functions = {m: own for m, own in self._functions.items() if id(own) not in gone}
+        left = {id(capture) for own in self._functions.values() for capture, _ in own.uses}
+        for attached in self._attached:
+            unused = isinstance(attached, RunningLayer) and id(attached.capture) not in left
+            if unused or id(attached) in gone:
+                for handle in attached.handles:
+                    handle.remove()
+                gone.add(id(attached))
+        self._attached[:] = [attached for attached in self._attached if id(attached) not in gone]
 
     def detach(self) -> None:
         """Take all hooks off the model."""
@@ -219,6 +266,8 @@ class KFACEngine:
         around = [attached for attached in self._attached if isinstance(attached, ModeAround)]
         while any([one.unwind() for one in around]):  # noqa: C419 (each must have its turn)
             pass
+        for capture in self.captures:
+            capture.running = 0
 
     # ---- statistics ----------------------------------------------------------------------------
 
@@ -278,7 +327,7 @@ class KFACEngine:
             [capture.incomplete for capture in self.captures],
         ]
         terms = self._terms(taken)
-        finite = self._all_finite(parameters, taken)
+        finite = self._all_finite(parameters, taken, terms)
         if self.is_alone:
             return Agreement(
                 unusable=(),
@@ -323,7 +372,14 @@ class KFACEngine:
         )
 
     def _require_parameters(self, taken: Taken) -> None:
-        """RuntimeError if a layer ran whose weight is not the model's any more."""
+        """RuntimeError if a layer ran whose weight is not the model's, or not as it was, any more."""
+        shapes = zip(self.layers, self._shapes, strict=True)
+        resized = [layer.name for layer, shape in shapes if layer.weight.parameter.shape != shape]
+        if resized:
+            raise RuntimeError(
+                "the parameters of these layers must have the shapes that they had when K-FAC was "
+                f"attached, got others: {', '.join(map(repr, resized))}. {_ATTACH_AGAIN}"
+            )
         pairs = zip(self.layers, taken, strict=True)
         ran = [layer for layer, t in pairs if t is not None and layer.weight.parameter.grad is None]
         if not ran:
@@ -333,8 +389,7 @@ class KFACEngine:
         if replaced:
             raise RuntimeError(
                 "the parameters of these layers must be those that K-FAC was attached to, got others: "
-                f"{', '.join(map(repr, replaced))}. After replacing parameters, as "
-                "load_state_dict(assign=True) does, detach() and attach again"
+                f"{', '.join(map(repr, replaced))}. {_ATTACH_AGAIN}"
             )
 
     def _share_of(self, terms: torch.Tensor, total: torch.Tensor) -> float | torch.Tensor:
@@ -346,12 +401,17 @@ class KFACEngine:
         equal = torch.full_like(total, 1.0 / self.ranks.world)
         return torch.where(total > 0, terms.to(total) / total.clamp_min(1), equal)
 
-    def _all_finite(self, parameters: Iterable[torch.Tensor], taken: Taken) -> torch.Tensor:
-        """(): whether all gradients and statistics here are."""
+    def _all_finite(
+        self, parameters: Iterable[torch.Tensor], taken: Taken, terms: torch.Tensor
+    ) -> torch.Tensor:
+        """(): whether all gradients and statistics here are, and factors made of them will be."""
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         tensors = [g._values() if g.is_sparse else g for g in gradients]
         moments = [x for t in taken if t is not None for x in _arrays(t)]
-        return all_finite([x for x in tensors if x.numel()], [x for x in moments if x.numel()])
+        # Of a mean of N terms, over ranks that share them, factors are at most N² times the sums.
+        scale = (terms * self.ranks.world).clamp_min(1).square()
+        given = [x for x in tensors if x.numel()], [x for x in moments if x.numel()]
+        return all_finite(*given, scale, self.factor_dtype)
 
     def update(self, taken: Taken, agreed: Agreement, factor_decay: float) -> bool:
         """Average statistics into the factors of the layers that some rank has seen.
@@ -364,6 +424,7 @@ class KFACEngine:
             return self._report_nothing()
         self._report_unseen(agreed.seen)
         self._report_thawed()
+        self._settle_functions()
         partial = self._settle_sharing(agreed)
         if not self.clock.sampled:  # gradients of the loss of all ranks, of which this is a share
             share = agreed.share
@@ -425,6 +486,14 @@ class KFACEngine:
             "A model that torch.compile has compiled before K-FAC was attached loses its hooks: attach "
             "first, or call torch._dynamo.reset()"
         )
+        if all(layer.spec.kind == "free" for layer in self.layers):
+            names = ", ".join(repr(layer.name) for layer in self.layers)
+            why = f"K-FAC does not know the operations in which {names} are used: see skip_layers"
+        elif self.clock.positions:
+            why = (
+                "Its hooks ran, so these gradients were made without them: torch.autograd.grad and "
+                "backward(inputs=...) compute what they are asked for alone. Call loss.backward()"
+            )
         if self.clock.sampled:
             said = "K-FAC saw no backward pass through the model's output since the last step"
             why = "With a sampled Fisher call the model itself, not its parts"
@@ -635,15 +704,22 @@ class KFACEngine:
     def current_routing(self, moves: Callable[[nn.Parameter], bool]) -> Routing:
         """The routing report; a layer without evidence yet says so, one that shares an A, too."""
         notes: dict[int, list[str]] = {}
+        ready: set[int] = set()  # parameters with a layer that is
         for i, layer in enumerate(self.layers):
             said = notes.setdefault(id(layer.weight.parameter), [])
             leader = self.factors.input_of.get(i)
             if leader is not None:
                 said.append(f"shares A with {self.layers[leader].name}")
-            if self._unseen_reported and not self.factors.is_ready(i):
-                said.append(
-                    "no statistics yet, its gradient passes through, times kl_clip's coefficient"
-                )
+            own = {id(parameter) for parameter in layer.parameters()}
+            if not self._unseen_reported or self.factors.is_ready(i):
+                ready |= own
+                continue
+            why = ["no statistics yet, its gradient passes through, times kl_clip's coefficient"]
+            if layer.sites[0].functional:
+                kind = type(layer.sites[0].module).__name__
+                why.append(f"the own forward of this {kind} calls no function that K-FAC knows with it")
+            for number in own:
+                notes.setdefault(number, []).extend(why)
         names = {self._name_of(n): p for n, p in self.model.named_parameters()}
         routes = []
         for route in self.routing:
@@ -657,7 +733,8 @@ class KFACEngine:
                 route = Route(route.parameter, route.shape, "plain", "", reason)
             if route.treatment == "kfac" and said:
                 reason = "; ".join([route.reason, *dict.fromkeys(said)])
-                route = Route(route.parameter, route.shape, "kfac", route.factors, reason)
+                treatment = "kfac" if id(parameter) in ready else "waiting"
+                route = Route(route.parameter, route.shape, treatment, route.factors, reason)
             routes.append(route)
         return Routing(tuple(routes))
 

@@ -59,6 +59,7 @@ class Site:
     spec: LayerSpec
     transposed: bool = False  # the weight is used as its transpose
     scaling: str = ""  # how a parametrized weight depends on the layer's: 'weight_norm', ...
+    functional: bool = False  # the module's own forward hands the weight to a function: functional.py
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +91,7 @@ class Layer:
     @property
     def is_product(self) -> bool:
         """Whether its module multiplies with a weight, so that it may be what a loss is made of."""
-        return isinstance(self.sites[0].module, PRODUCTS)
+        return isinstance(self.sites[0].module, PRODUCTS) or self.spec.kind == "dense"
 
     def parameters(self) -> list[nn.Parameter]:
         return [piece.parameter for piece in (self.weight, self.bias) if piece is not None]

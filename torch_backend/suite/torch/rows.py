@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -43,6 +43,18 @@ class LayerSpec(NamedTuple):
     reduce: bool = False  # one row an example (K-FAC-reduce), not one a position (K-FAC-expand)
     max_rows: int = 0  # statistics from a random subset of at most so many rows; 0: from all
     max_examples: int = 0  # likewise of examples
+
+
+def paddings(
+    given: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    """(before, after) per axis; 'same' puts the odd one after, as torch does."""
+    if given == "valid":
+        return ((0, 0),) * len(kernel)
+    if given == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    return tuple((side, side) for side in given)
 
 
 class Sums(NamedTuple):

@@ -130,6 +130,7 @@ def can_be_thin(layer: Layer) -> bool:
         and not layer.tensor_split
         and len(layer.sites) == 1
         and not layer.sites[0].scaling
+        and not layer.sites[0].functional
         and layer.weight.stop is None
         and (layer.bias is None or layer.bias.stop is None)
         and layer.sizes[0] == layer.weight.shape[1] + (layer.bias is not None)

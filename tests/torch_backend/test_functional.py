@@ -1,0 +1,408 @@
+"""Weights that reach torch.nn.functional by another way than their module's own forward.
+
+The oracle is the same mathematics in modules whose forward is torch's own, which hooks see.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from suite.torch import KFAC
+
+
+class LinearWithCast(nn.Linear):
+    def forward(self, input):
+        return F.linear(input.to(self.weight.dtype), self.weight, bias=self.bias)
+
+
+class SameConv(nn.Conv2d):
+    """Pads by itself, more at the end; strides as it was told."""
+
+    def forward(self, input):
+        x = F.pad(input, (0, 1, 1, 1))
+        return F.conv2d(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, input):
+        return super().forward(input) * math.sqrt(self.embedding_dim)
+
+
+class ChannelNorm(nn.LayerNorm):
+    """Over the channels of an image."""
+
+    def forward(self, x):
+        x = x.permute(0, 2, 3, 1)
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
+class NormAct(nn.BatchNorm2d):
+    def forward(self, x):
+        return torch.tanh(
+            F.batch_norm(x, None, None, self.weight, self.bias, True, self.momentum, self.eps)
+        )
+
+
+class RootNorm(nn.RMSNorm):
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class GroupAct(nn.GroupNorm):
+    def forward(self, x):
+        return torch.tanh(F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps))
+
+
+class Permuted(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Scaled(nn.Module):
+    def __init__(self, layer, factor):
+        super().__init__()
+        self.layer, self.factor = layer, factor
+
+    def forward(self, x):
+        return self.layer(x) * self.factor
+
+
+class Padded(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(F.pad(x, (0, 1, 1, 1)))
+
+
+class Pooled(nn.Module):
+    """(n, c, h, w) or (n, t, d) to (n, 2)."""
+
+    def __init__(self, body, width):
+        super().__init__()
+        self.body, self.head, self.checkpointed = body, nn.Linear(width, 2), False
+
+    def forward(self, x):
+        x = checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+        return self.head(x.mean((2, 3)) if x.ndim == 4 else x.mean(1) if x.ndim == 3 else x)
+
+
+def pictures(batch):
+    return torch.randn(batch, 3, 6, 5)
+
+
+def numbers(batch):
+    return torch.randn(batch, 4)
+
+
+def words(batch):
+    return torch.randint(0, 7, (batch, 5))
+
+
+# what has a forward of its own, the same of torch's own layers, what is fed to it
+CASES = {
+    "linear": (lambda: LinearWithCast(4, 3), lambda: nn.Linear(4, 3), 3, numbers),
+    "conv": (
+        lambda: SameConv(3, 4, 3, 2, bias=False),
+        lambda: Padded(nn.Conv2d(3, 4, 3, 2, bias=False)),
+        4,
+        pictures,
+    ),
+    "groups": (
+        lambda: SameConv(3, 6, 3, dilation=2, groups=3),
+        lambda: Padded(nn.Conv2d(3, 6, 3, dilation=2, groups=3)),
+        6,
+        pictures,
+    ),
+    "embedding": (
+        lambda: ScaledEmbedding(7, 4, padding_idx=1),
+        lambda: Scaled(nn.Embedding(7, 4, padding_idx=1), 2.0),
+        4,
+        words,
+    ),
+    "layer norm": (lambda: ChannelNorm(3), lambda: Permuted(nn.LayerNorm(3)), 3, pictures),
+    "batch norm": (
+        lambda: NormAct(3),
+        lambda: nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False), nn.Tanh()),
+        3,
+        pictures,
+    ),
+    "rms norm": (lambda: RootNorm(4, 1e-3), lambda: nn.RMSNorm(4, 1e-3), 4, numbers),
+    "group norm": (
+        lambda: GroupAct(3, 6),
+        lambda: nn.Sequential(nn.GroupNorm(3, 6), nn.Tanh()),
+        6,
+        lambda batch: torch.randn(batch, 6, 4, 3),
+    ),
+}
+
+
+def built(make, width, seed=0):
+    torch.manual_seed(seed)
+    return Pooled(make(), width).double()
+
+
+def trained(model, x, steps=3, **settings):
+    """Gradients after each of some steps, by parameter in the model's order."""
+    settings = {"kl_clip": None, "damping": 0.01} | settings
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    found = []
+    for _ in range(steps):
+        kfac.zero_grad()
+        model(x).square().mean().backward()
+        moved = [p for p in model.parameters() if p.grad is not None]
+        before = [p.grad.clone() for p in moved]
+        kfac.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+        assert not any(torch.equal(p.grad, g) for p, g in zip(moved, before, strict=True))
+    return found, kfac
+
+
+def inputs(make):
+    torch.manual_seed(1)
+    x = make(9)
+    return x.double() if x.is_floating_point() else x
+
+
+def assert_same(found, expected):
+    for own, others in zip(found, expected, strict=True):
+        for a, b in zip(own, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_subclass_with_a_forward_of_its_own_is_the_layer_it_is(case, method):
+    make, plain, width, feed = CASES[case]
+    x = inputs(feed)
+    found, kfac = trained(built(make, width), x, compute_method=method)
+    expected, _ = trained(built(plain, width), x, compute_method=method)
+    assert_same(found, expected)
+    assert all(route.treatment == "kfac" for route in kfac.routing())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("case", ["linear", "layer norm", "embedding"])
+def test_it_is_seen_under_checkpointing_and_compiled(case):
+    make, _, width, feed = CASES[case]
+    x = inputs(feed)
+    expected, _ = trained(built(make, width), x)
+    again = built(make, width)
+    again.checkpointed = True
+    assert_same(trained(again, x)[0], expected)
+    compiled = built(make, width)
+    optimizer = KFAC(
+        compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), kl_clip=None, damping=0.01
+    )
+    run = torch.compile(compiled, backend="aot_eager")
+    for number in range(3):
+        optimizer.zero_grad()
+        run(x).square().mean().backward()
+        optimizer.step()
+        assert_same([[p.detach() for p in compiled.parameters()]], expected[number : number + 1])
+
+
+class Taken(nn.Module):
+    """Hands its children's weights to functions, or calls them."""
+
+    def __init__(self, by_function):
+        super().__init__()
+        self.conv, self.qkv = nn.Conv1d(2, 4, 3), nn.Linear(4, 6)
+        self.heads = nn.ModuleList([nn.Linear(6, 6, bias=False), nn.Linear(6, 2)])
+        self.table, self.by_function = nn.Embedding(5, 4), by_function
+
+    def forward(self, x, ids):
+        if not self.by_function:
+            x = self.conv(x).mT + self.table(ids)
+            return self.heads[1](torch.tanh(self.heads[0](torch.tanh(self.qkv(x)))))
+        x = F.conv1d(x, self.conv.weight, bias=self.conv.bias).mT
+        x = x + F.embedding(ids, weight=self.table.weight)
+        x = torch.tanh(F.linear(input=x, weight=self.qkv.weight, bias=self.qkv.bias))
+        x = torch.tanh(F.linear(x, self.heads[0].weight))
+        return F.linear(x, self.heads[1].weight, self.heads[1].bias)
+
+
+class Outer(nn.Module):
+    def __init__(self, by_function, checkpointed=False):
+        super().__init__()
+        self.inner, self.checkpointed = Taken(by_function), checkpointed
+
+    def forward(self, x):
+        ids = torch.arange(2).repeat(len(x), 1)
+        if self.checkpointed:
+            return checkpoint(self.inner, x, ids, use_reentrant=False)
+        return self.inner(x, ids)
+
+
+def outer(*arguments):
+    torch.manual_seed(0)
+    return Outer(*arguments).double()
+
+
+@pytest.mark.parametrize("settings", [{}, {"compute_method": "inverse"}, {"factor_update_steps": 2}])
+def test_a_child_whose_weight_a_function_gets_is_as_if_it_were_called(settings):
+    x = inputs(lambda batch: torch.randn(batch, 2, 4))
+    expected, _ = trained(outer(False), x, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no use is missed
+        for model in (outer(True), outer(True, True)):
+            found, kfac = trained(model, x, **settings)
+            assert_same(found, expected)
+            assert all(route.treatment == "kfac" for route in kfac.routing())
+
+
+def test_both_ways_in_one_pass_are_two_uses():
+    class Both(nn.Module):
+        def __init__(self, twice):
+            super().__init__()
+            self.layer, self.twice = nn.Linear(3, 3), twice
+
+        def forward(self, x):
+            x = torch.tanh(self.layer(x))
+            return self.layer(x) if self.twice else F.linear(x, self.layer.weight, self.layer.bias)
+
+    found = []
+    for twice in (True, False):
+        torch.manual_seed(0)
+        model = Both(twice).double()
+        found.append(trained(model, inputs(lambda batch: torch.randn(batch, 3)))[0])
+    assert_same(*found)
+
+
+def test_resuming_copying_and_detaching():
+    x = inputs(lambda batch: torch.randn(batch, 2, 4))
+    expected, _ = trained(outer(True), x, steps=4)
+    model = outer(True)
+    _, kfac = trained(model, x, steps=2)
+    again = outer(True)
+    again.load_state_dict(model.state_dict())
+    fresh = KFAC(again, torch.optim.SGD(again.parameters(), lr=0.1), kl_clip=None, damping=0.01)
+    fresh.load_state_dict(kfac.state_dict())
+    copied = copy.deepcopy((model, kfac))
+    for a, optimizer in ((again, fresh), copied):
+        for _ in range(2):
+            optimizer.zero_grad()
+            a(x).square().mean().backward()
+            optimizer.step()
+        assert_same([[p.detach() for p in a.parameters()]], expected[-1:])
+    kfac.detach()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_after_a_step_only_those_that_found_a_function_go_on_watching():
+    x = inputs(lambda batch: torch.randn(batch, 2, 4))
+    model = outer(False)
+    _, plain = trained(model, x, steps=1)
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    model = outer(True)
+    _, kfac = trained(model, x, steps=1)
+    assert model.inner._forward_pre_hooks
+    assert not model._forward_pre_hooks
+    assert plain.routing()["inner.qkv.weight"] == kfac.routing()["inner.qkv.weight"]
+
+
+def test_a_last_layer_with_a_forward_of_its_own_tells_the_number_of_terms():
+    """Where its function is known, and where only its output is."""
+
+    class ByProduct(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.T + self.bias
+
+    found = []
+    for kind in (nn.Linear, LinearWithCast, ByProduct):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), kind(12, 2)).double()
+        kfac = KFAC(model, kl_clip=None)
+        x = inputs(lambda batch: torch.randn(batch, 3, 4))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if kind is ByProduct else "error")
+            model(x).square().mean().backward()
+            kfac.step()
+        found.append(kfac.state_dict()["kfac"]["layers"]["0"]["G"])
+    for G in found[1:]:
+        torch.testing.assert_close(G, found[0], rtol=1e-9, atol=1e-12)
+
+
+class Conv1D(nn.Module):
+    """x W + b with the weight as (in, out), as transformers has it in GPT-2."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) / 2), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        out = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return out.view(*x.size()[:-1], self.nf)
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_a_linear_layer_by_another_name_is_one(method):
+    torch.manual_seed(0)
+    model, plain = Conv1D(3, 4).double(), nn.Linear(4, 3, bias=False).double()
+    plain.weight.data = model.weight.data.T.clone()
+    model.bias.requires_grad_(False)
+    x = inputs(lambda batch: torch.randn(batch, 5, 4))
+    found = [trained(one, x, compute_method=method)[0] for one in (model, plain)]
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own[0].T, other[0], rtol=1e-9, atol=1e-12)
+    routing = KFAC(Conv1D(3, 4)).routing()
+    assert (routing["weight"].factors, routing["bias"].factors) == ("4x4, 3x3", "3x3")
+
+
+class Positions(nn.Module):
+    """Looked up once for all examples, or for each."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.tokens, self.body, self.how = nn.Embedding(7, 4), nn.Linear(4, 4), how
+        self.parts = nn.ModuleDict({"positions": nn.Embedding(6, 4)})
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, x):
+        ids = torch.arange(x.shape[1])
+        if self.how == "each":
+            ids = ids.expand(x.shape)
+        elif self.how == "one row":
+            ids = ids[None]
+        found = self.parts["positions"](ids)
+        y = self.tokens(x)
+        if self.how == "in place":
+            y += found
+        else:
+            y = found + y if self.how == "first" else y + found
+        return self.head(torch.tanh(self.body(y)))
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "type-2"])
+@pytest.mark.parametrize("how", ["one row", "no batch", "first", "in place"])
+def test_positions_looked_up_once_are_as_if_looked_up_for_each_example(how, fisher):
+    x, found = inputs(words), []
+    settings = {"fisher": fisher, "likelihood": "categorical"} if fisher != "empirical" else {}
+    for kind, parts in (("each", 1), (how, 1), (how, 3)):
+        torch.manual_seed(0)
+        model = Positions(kind).double()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), kl_clip=None, **settings)
+        for _ in range(3):
+            kfac.zero_grad()
+            for part in x.chunk(parts):
+                loss = F.cross_entropy(model(part).flatten(0, 1), part.flatten(), reduction="sum")
+                (loss / x.numel()).backward()
+            kfac.step()
+        found.append([p.detach() for p in model.parameters()])
+    assert_same(found[1:], [found[0]] * 2)

@@ -1,0 +1,211 @@
+"""Weights that reach `torch.nn.functional` by another way than their module's own forward.
+
+A subclass of a layer with a forward of its own (timm's norms, scaled embeddings), or a module that hands
+a child's weight to a function (`F.linear(x, self.qkv.weight)`), has no call that a module's hook could
+read. While such a module runs, a torch function mode watches for the functions below with one of these
+weights, and treats each call as one of the layer. It also watches for sums of what an embedding looked
+up once for all examples with what they have each (`tokens + self.positions(torch.arange(n))`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from suite.torch.capture import LayerCapture
+from suite.torch.free import SUMS
+from suite.torch.hooks import Enter, Hook, ModeAround
+from suite.torch.layers import Layer, Site
+from suite.torch.rows import LayerSpec, paddings
+
+_CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
+_CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+# By function: the names of its arguments, by which it may be called.
+_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    F.linear: ("input", "weight", "bias"),
+    torch.conv1d: _CONVOLVE,
+    torch.conv2d: _CONVOLVE,
+    torch.conv3d: _CONVOLVE,
+    F.embedding: ("input", "weight", "padding_idx"),
+    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
+    F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
+    F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
+    F.batch_norm: (
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "training",
+        "momentum",
+        "eps",
+    ),
+}
+_NORMS = {F.layer_norm: "layer", F.rms_norm: "rms", F.group_norm: "group", F.batch_norm: "batch"}
+
+
+def has_functions(layer: Layer, site: Site) -> bool:
+    """Whether a module around may call the function of a layer that runs by itself, too."""
+    return (
+        site.spec.kind in ("dense", "convolution", "embedding")
+        and site.module is site.owner
+        and not site.scaling
+        and not layer.tensor_split
+        and layer.weight.stop is None
+    )
+
+
+def callers(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """By module, the one around it whose forward may do more than to call its children."""
+    found: dict[nn.Module, nn.Module] = {}
+
+    def walk(module: nn.Module, around: nn.Module | None) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        own = around if type(module).forward in _CALLING else module
+        for child in module.children():
+            if child not in found and own is not None:
+                found[child] = own
+                walk(child, own)
+            elif own is None:
+                walk(child, None)
+
+    walk(model, None)
+    return found
+
+
+def call_of(function: Any, given: Mapping[str, Any], site: Site) -> LayerSpec | None:
+    """What a call of a function with a layer's weight is as one of the layer; None: not one.
+
+    Args:
+        given: the arguments by name.
+    """
+    spec, bias = site.spec, given.get("bias")
+    if spec.bias and bias is None:
+        return None  # what has a coordinate of A is not there
+    if function is F.linear:
+        return spec if spec.kind == "dense" else None
+    if function is F.embedding:
+        padding = given.get("padding_idx")
+        found = spec._replace(padding_index=-1 if padding is None else padding % spec.norm_size)
+        return found if spec.kind == "embedding" else None
+    if function in _NORMS:
+        return _norm(_NORMS[function], given, spec)
+    if spec.kind != "convolution" or given.get("groups", 1) != spec.groups:
+        return None
+    axes = len(spec.kernel)
+    dilation = _each(given.get("dilation", 1), axes)
+    return spec._replace(
+        stride=_each(given.get("stride", 1), axes),
+        padding=paddings(_each(given.get("padding", 0), axes), spec.kernel, dilation),
+        dilation=dilation,
+        padding_mode="zeros",
+    )
+
+
+def _norm(norm: str, given: Mapping[str, Any], spec: LayerSpec) -> LayerSpec | None:
+    if spec.norm != norm or (norm == "batch" and not given.get("training", False)):
+        return None
+    size = spec.norm_size
+    if norm in ("layer", "rms"):
+        size = len(given["normalized_shape"])
+    elif norm == "group":
+        size = given["num_groups"]
+    return spec._replace(norm_size=size, eps=given.get("eps", None if norm == "rms" else 1e-5))
+
+
+def _each(value: Any, axes: int) -> Any:
+    """What functions take for all axes, for each; words as they are."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return (value,) * axes
+    return tuple(value) * axes if len(value) == 1 else tuple(value)
+
+
+class RunningLayer:
+    """Knows when a layer's module runs, whose own use of its weight is none of a module around it."""
+
+    def __init__(self, capture: LayerCapture) -> None:
+        self.capture = capture
+        self.handles: list[Any] = []
+        for module in {site.module for site in capture.layer.sites}:
+            self.handles.append(module.register_forward_pre_hook(Enter(self, module)))
+            end = Hook(self, module)
+            self.handles.append(module.register_forward_hook(end, with_kwargs=True, always_call=True))
+
+    def enter(self) -> None:
+        self.capture.running += 1
+
+    def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
+        self.capture.running = max(self.capture.running - 1, 0)
+
+
+class FunctionCapture(ModeAround):
+    """Watches what a module's forward does with weights of its own, or of its children."""
+
+    def __init__(self, module: nn.Module, uses: Sequence[tuple[LayerCapture, int]]) -> None:
+        """`uses`: captures, and which of their sites they are."""
+        super().__init__(module)
+        self.uses = list(uses)
+        self.found: set[int] = set()  # places in `uses`
+        self.ran = False
+
+    def make_mode(self) -> _Watching | None:
+        capture, index = self.uses[0]
+        if not capture.wanted(capture.layer.sites[index]):
+            return None
+        self.ran = True
+        return _Watching(self)
+
+    def meet_sum(self, operands: Sequence[Any], output: torch.Tensor) -> torch.Tensor:
+        """A sum, with a probe behind it if it is of a lookup for fewer rows."""
+        for place, (capture, _) in enumerate(self.uses):
+            for operand in operands:
+                if capture.looked_up is None or not isinstance(operand, torch.Tensor):
+                    continue
+                probed = capture.observe_sum(operand, output)
+                if probed is not output:
+                    self.found.add(place)
+                    return probed
+        return output
+
+    def meet(self, places: list[int], function: Any, given: Mapping[str, Any], output: Any) -> Any:
+        """The output of a function that got a weight, with a probe behind it."""
+        for place in places:
+            capture, index = self.uses[place]
+            site = capture.layer.sites[index]
+            if capture.running > site.functional:
+                return output  # by its own module, whose hook, or mode, sees it
+            spec = call_of(function, given, site)
+            if spec is not None:
+                self.found.add(place)
+                return capture.observe_function(index, given["input"], output, spec)
+        return output
+
+
+class _Watching(TorchFunctionMode):
+    def __init__(self, around: FunctionCapture) -> None:
+        super().__init__()
+        self.around = around
+        # Of modules, and not of layers: while fully_shard's forward runs, they have whole parameters.
+        self.weights = [capture.layer.sites[index].module.weight for capture, index in around.uses]
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = function(*args, **kwargs)
+        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+            return output
+        if function in SUMS and not kwargs:
+            return self.around.meet_sum(args, output)
+        names = _ARGUMENTS.get(function)
+        if names is None:
+            return output
+        given = dict(zip(names, args, strict=False)) | kwargs
+        places = [i for i, weight in enumerate(self.weights) if weight is given.get("weight")]
+        return self.around.meet(places, function, given, output) if places else output
