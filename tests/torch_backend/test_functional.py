@@ -376,12 +376,17 @@ class Positions(nn.Module):
 
     def forward(self, x):
         ids = torch.arange(x.shape[1])
-        if self.how == "each":
+        if self.how.startswith("each"):
             ids = ids.expand(x.shape)
         elif self.how == "one row":
             ids = ids[None]
         found = self.parts["positions"](ids)
         y = self.tokens(x)
+        if self.how.endswith("twice"):
+            again = self.parts["positions"](ids) if self.how == "each, twice" else found
+            return self.head(torch.tanh(self.body(y + found)) + again)
+        if self.how == "after a sum that is only looked at":
+            self.norm = (y.detach() + found).norm()
         if self.how == "in place":
             y += found
         else:
@@ -390,11 +395,15 @@ class Positions(nn.Module):
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "type-2"])
-@pytest.mark.parametrize("how", ["one row", "no batch", "first", "in place"])
+@pytest.mark.parametrize(
+    "how",
+    ["one row", "no batch", "first", "in place", "twice", "after a sum that is only looked at"],
+)
 def test_positions_looked_up_once_are_as_if_looked_up_for_each_example(how, fisher):
     x, found = inputs(words), []
     settings = {"fisher": fisher, "likelihood": "categorical"} if fisher != "empirical" else {}
-    for kind, parts in (("each", 1), (how, 1), (how, 3)):
+    each = "each, twice" if how == "twice" else "each"
+    for kind, parts in ((each, 1), (how, 1), (how, 3)):
         torch.manual_seed(0)
         model = Positions(kind).double()
         kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), kl_clip=None, **settings)
@@ -406,3 +415,134 @@ def test_positions_looked_up_once_are_as_if_looked_up_for_each_example(how, fish
             kfac.step()
         found.append([p.detach() for p in model.parameters()])
     assert_same(found[1:], [found[0]] * 2)
+
+
+def test_a_class_looked_up_once_an_example_is_one_row_an_example():
+    class Classes(nn.Module):
+        def __init__(self, late):
+            super().__init__()
+            self.tokens, self.classes, self.late = nn.Embedding(7, 4), nn.Embedding(5, 4), late
+
+        def forward(self, x):
+            labels = x[:, 0] % 5
+            found = self.classes(labels)[:, None] if self.late else self.classes(labels[:, None])
+            return torch.tanh(self.tokens(x) + found)
+
+    x, found = inputs(words), []
+    for late in (True, False):
+        torch.manual_seed(0)
+        found.append(trained(Classes(late).double(), x)[0])
+    assert_same(*found)
+
+
+class Inside(nn.Module):
+    """Checkpoints a part of its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places, self.q = nn.Embedding(7, 4), nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def body(self, x):
+        x = self.tokens(x) + self.places(torch.arange(5))
+        return torch.tanh(F.linear(x, self.q.weight, self.q.bias))
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+@pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
+def test_a_checkpoint_inside_of_the_forward_trains_and_waits():
+    model, x = built(Inside, 4), inputs(words)
+    kfac = KFAC(model)
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        kfac.step()
+    assert kfac.routing()["body.q.weight"].treatment == "waiting"
+    assert kfac.routing()["head.weight"].treatment == "kfac"
+
+
+def test_gradients_taken_before_the_backward_pass_cost_no_statistics():
+    """As in gradient penalties and adaptive weights."""
+    found = []
+    for first in (False, True):
+        model = built(*CASES["linear"][::2])
+        kfac = KFAC(model, kl_clip=None, damping=0.01)
+        x = inputs(numbers).requires_grad_()
+        y = model(x)
+        if first:
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+            torch.autograd.grad(y.sum(), model.head.weight, retain_graph=True)
+        y.square().mean().backward()
+        kfac.step()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert_same([found[0]], [found[1]])
+
+
+def test_biases_of_tied_layers_with_forwards_of_their_own_are_left_alone():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 3 * F.linear(x, self.weight, self.bias)
+
+    model = nn.Sequential(Scaled(4, 4), nn.Tanh(), Scaled(4, 4))
+    model[2].weight = model[0].weight
+    routing = KFAC(model).routing()
+    assert [routing[f"{i}.bias"].treatment for i in (0, 2)] == ["plain", "plain"]
+    assert "forward of its own" in routing["0.bias"].reason
+
+
+class Dropped(nn.Module):
+    """A layer that is left out at times, behind one that may be in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.skip = nn.Linear(4, 4), LinearWithCast(4, 4), False
+
+    def forward(self, x):
+        x = torch.tanh(F.linear(x, self.first.weight, self.first.bias))
+        return x if self.skip else self.second(x)
+
+
+@pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
+def test_a_layer_left_out_in_the_first_step_is_seen_later():
+    model, x = built(Dropped, 4), inputs(numbers)
+    kfac = KFAC(model)
+    for model.body.skip in (True, False):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        kfac.step()
+    assert kfac.metrics()["layers"]["body.second"]["ready"]
+
+
+@pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
+def test_a_sibling_in_evaluation_mode_hides_nothing():
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return F.linear(torch.tanh(self.first(x)), self.second.weight, self.second.bias)
+
+    model = built(Beside, 4)
+    model.body.first.eval()
+    kfac = KFAC(model)
+    model(inputs(numbers)).square().mean().backward()
+    kfac.step()
+    assert kfac.metrics()["layers"]["body.second"]["ready"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_cast_to_the_inputs_dtype(dtype):
+    class Cast(nn.Linear):
+        def forward(self, x):
+            return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Cast(4, 4), nn.Tanh(), Cast(4, 2))
+    kfac = KFAC(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(9, 4, dtype=dtype)).float().square().mean().backward()
+        kfac.step()
+    assert all(record["ready"] for record in kfac.metrics()["layers"].values())

@@ -21,7 +21,7 @@ from suite.core import linalg
 from suite.core.noise import unit_noise
 from suite.core.statistics import LayerStatistics
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.free import FreeParameters, Turn, Watched, is_again
+from suite.torch.free import FreeParameters, Watched
 from suite.torch.hooks import Hook, ModeAround, in_backward
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import (
@@ -58,12 +58,11 @@ class _Probe(torch.autograd.Function):
         G: torch.Tensor,
         counts: torch.Tensor,
         spec: LayerSpec,
-        clock: CaptureClock | _UnlessBroadcast | None,
-        turn: Turn | None,
+        clock: CaptureClock | _UnlessBroadcast | _OfSum | None,
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
         """`rest`: the slot of products, scale, chosen rows, bases of A and G; empty if all are None."""
-        ctx.clock, ctx.turn, ctx.counted = clock, turn, 0
+        ctx.clock = clock
         ctx.save_for_backward(x, *rest[1:])
         ctx.spec = spec
         ctx.dtype = G.dtype
@@ -77,19 +76,16 @@ class _Probe(torch.autograd.Function):
             return (gradient, *(None,) * (len(wanted) - 1))
         x, *rest = ctx.saved_tensors
         scale, chosen, *vectors = rest or (None, None)
-        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[8] else None
+        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[7] else None
         given = ctx, gradient, x, scale, chosen, bases
         if _is_plain(gradient.device.type):
             A, G, counts, products = _Probe._sums(*given)
         else:
             with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                 A, G, counts, products = _Probe._sums(*given)
-        found: Any = A, G, counts
-        if is_again(ctx):  # what depends on the gradient adds up, rows were counted
-            found = (A, None, None) if ctx.spec.kind == "norm" else (None, G, None)
         if not rest:
-            return gradient, None, *found, None, None, None
-        return gradient, None, *found, None, None, None, products, *(None,) * 4
+            return gradient, None, A, G, counts, None, None
+        return gradient, None, A, G, counts, None, None, products, *(None,) * 4
 
     @staticmethod
     def _sums(
@@ -126,6 +122,18 @@ class _UnlessBroadcast:
         return not self.was_broadcast and (self.clock is None or self.clock.sampling)
 
 
+class _OfSum:
+    """In place of a clock: a sum that takes statistics takes them from the lookup, which comes after."""
+
+    def __init__(self, clock: CaptureClock | None, unless: _UnlessBroadcast) -> None:
+        self.clock, self.unless = clock, unless
+
+    @property
+    def sampling(self) -> bool:
+        self.unless.was_broadcast = True
+        return self.clock is None or self.clock.sampling
+
+
 class _LookedUp(NamedTuple):
     output: weakref.ref[torch.Tensor]
     x: torch.Tensor
@@ -147,7 +155,6 @@ class LayerCapture:
         self.left_out = False  # whether a call of this step was left to the layer that shares its A
         self.inputs: list[int] = []  # tokens of the inputs of this step's calls
         self.first_call = 0  # its number among all layers' calls
-        self.turn = Turn()
         self.looked_up: _LookedUp | None = None  # the last call, of an embedding
         self.running = 0  # calls of its modules that are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
@@ -238,7 +245,15 @@ class LayerCapture:
             return y
         return self._probed(site, x, y, (), {})
 
-    def _probed(self, site: Site, x: torch.Tensor, y: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    def _probed(
+        self,
+        site: Site,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        args: Any,
+        kwargs: Any,
+        unless: _UnlessBroadcast | None = None,
+    ) -> Any:
         spec = site.spec
         again = in_backward()
         scale = None
@@ -251,7 +266,9 @@ class LayerCapture:
         bases = None if site.transposed else self.bases
         chosen = self._chosen(spec, x, y)
         clock: Any = self.clock if self.clock.sampled else None
-        if spec.kind == "embedding" and not torch.compiler.is_compiling():
+        if unless is not None:
+            clock = _OfSum(clock, unless)
+        elif spec.kind == "embedding" and not torch.compiler.is_compiling():
             clock = _UnlessBroadcast(clock)
         rest: tuple[torch.Tensor | None, ...] = ()
         if bases is not None or scale is not None or chosen is not None:
@@ -264,7 +281,6 @@ class LayerCapture:
             slots[2],
             spec,
             clock,
-            None if torch.compiler.is_compiling() or self.clock.sampled else self.turn,
             *rest,
         )
         if isinstance(clock, _UnlessBroadcast):
@@ -282,9 +298,14 @@ class LayerCapture:
             return total
         if self.leads or self.input_of is not None or total.shape[-1:] != operand.shape[-1:]:
             return total
-        last.unless.was_broadcast = True
-        self.looked_up = None
-        return self._probed(last.site, last.x.broadcast_to(total.shape[:-1]), total, (), {})
+        if operand.ndim == total.ndim and len(operand) == len(
+            total
+        ):  # once an example, for all its rows
+            return total
+        if not self.wanted(last.site):
+            return total
+        x = last.x.broadcast_to(total.shape[:-1])
+        return self._probed(last.site, x, total, (), {}, last.unless)
 
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
         spec = site.spec
@@ -340,7 +361,6 @@ class LayerCapture:
         self.sampled.clear()
         self.seen.clear()
         self.looked_up = None
-        self.turn.number += 1
         self.left_out = False
         self.terms = 0.0
         for slot in self.slots():
@@ -479,8 +499,7 @@ class FreeCapture(ModeAround):
         clock = capture.clock if capture.clock.sampled else None
         strays = capture.clock.strays if capture.clock.discovering else None
         slots = capture.A, capture.G, capture.counts
-        turn = None if torch.compiler.is_compiling() or clock is not None else capture.turn
-        return Watched(parameter, *slots, clock, strays, capture.layer.name, turn)
+        return Watched(parameter, *slots, clock, strays, capture.layer.name)
 
 
 class OutputWatch:

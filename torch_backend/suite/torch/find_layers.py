@@ -450,16 +450,16 @@ class FoundLayers:
             layer = self.layers[place]
             site = replace(site, spec=site.spec._replace(bias=False))
             if bias is not None:
-                self._bias_apart(name, site.module, bias)
+                self._bias_apart(name, site, bias)
         if alike:
             site = replace(site, spec=layer.spec)
             self.layers[place] = replace(layer, sites=(*layer.sites, site))
         else:
             self._tie_table(place, layout, site)
 
-    def _bias_apart(self, name: str, module: nn.Module, bias: Piece) -> None:
+    def _bias_apart(self, name: str, site: Site, bias: Piece) -> None:
         if bias.stop is None:
-            self._bias(name, module, bias.parameter)
+            self._bias(name, site.module, bias.parameter, site.functional)
         else:
             reason = "a product that has its own part of this bias shares its weight with another"
             self._reasons.setdefault(id(bias.parameter), reason)
@@ -474,8 +474,7 @@ class FoundLayers:
             sizes=(layer.sizes[0] - 1, layer.sizes[1]),
             sites=tuple(replace(s, spec=s.spec._replace(bias=False)) for s in layer.sites),
         )
-        module = layer.sites[0].module
-        self._bias_apart(layer.name, module, layer.bias)
+        self._bias_apart(layer.name, layer.sites[0], layer.bias)
 
     def _tie_table(self, place: int, layout: Layout, site: Site) -> None:
         """An embedding whose table is a linear layer's weight: the block is the linear layer's."""

@@ -24,7 +24,7 @@ SUMS = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__, torch.sub, 
 _PRODUCT = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
 _COPY = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
 _MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
-_CAST = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T.clone}
+CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T.clone}
 _VIEW = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
@@ -38,21 +38,6 @@ _ENTRYWISE: dict[Any, Any] = {
 }
 
 
-class Turn:
-    """Counts how often a layer's sums were cleared."""
-
-    def __init__(self) -> None:
-        self.number = 1
-
-
-def is_again(ctx: Any) -> bool:
-    """Whether a second backward pass goes through one forward pass: parts of a loss, one by one."""
-    if ctx.turn is None:
-        return False
-    before, ctx.counted = ctx.counted, ctx.turn.number
-    return bool(before == ctx.counted)
-
-
 class Watched(NamedTuple):
     """A parameter, or a view of one, and where its sums go."""
 
@@ -63,7 +48,6 @@ class Watched(NamedTuple):
     clock: Any = None  # says when statistics are taken, where not in every backward pass
     strays: Any = None  # a set, to put `name` into when a use is not understood
     name: str = ""
-    turn: Turn | None = None
 
 
 class FreeParameters(TorchFunctionMode):
@@ -91,14 +75,14 @@ class FreeParameters(TorchFunctionMode):
             self.constants = [x for x in self.constants if x is not written]
         if not isinstance(output, T) or not output.requires_grad:
             return output
-        if any(output is operand for operand in args[:1]) and function in _VIEW | _CAST:
+        if any(output is operand for operand in args[:1]) and function in _VIEW | CASTS:
             return output  # nothing to view or to cast
         for place, operand in enumerate(args[:3]):
             for watched in self._known(operand):
                 if function in _VIEW and place == 0:
                     slot = function(watched.slot, *args[1:], **kwargs)
                     self.watched.append(watched._replace(tensor=output, slot=slot))
-                elif function in _CAST and place == 0:
+                elif function in CASTS and place == 0:
                     self.watched.append(watched._replace(tensor=output))
                 elif function in _ENTRYWISE and place == 0:
                     square = _ENTRYWISE[function](output.detach()).to(watched.slot.dtype)
@@ -160,7 +144,7 @@ def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -
     if not kind:
         return output
     slots = watched.slot, watched.ones, watched.counts
-    return _FreeProbe.apply(output, other, *slots, kind, watched.clock, watched.turn)
+    return _FreeProbe.apply(output, other, *slots, kind, watched.clock)
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
@@ -172,24 +156,21 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
 class _FreeProbe(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: T, other: T | None, slot: T, ones: T, counts: T, kind: str, clock: Any, turn: Any
+        ctx: Any, y: T, other: T | None, slot: T, ones: T, counts: T, kind: str, clock: Any
     ) -> T:
         ctx.save_for_backward(other)
-        ctx.turn, ctx.counted = turn, 0
         ctx.kind, ctx.shape, ctx.dtype, ctx.clock = kind, slot.shape, slot.dtype, clock
         return y.detach()  # an alias, see capture._Probe
 
     @staticmethod
     def backward(ctx: Any, gradient: T) -> Any:
         if not ctx.needs_input_grad[2] or (ctx.clock is not None and not ctx.clock.sampling):
-            return gradient, *(None,) * 7
+            return gradient, *(None,) * 6
         (other,) = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             g = gradient.to(ctx.dtype)
             other = None if other is None else other.detach().to(ctx.dtype)
             squares = elementwise_second_moment_sum(g, other, ctx.kind, tuple(ctx.shape))
-        if is_again(ctx):
-            return gradient, None, squares, *(None,) * 5
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
         counts = torch.tensor([1.0, 0.0], dtype=ctx.dtype, device=gradient.device)
-        return gradient, None, squares, one, counts, None, None, None
+        return gradient, None, squares, one, counts, None, None

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from suite.torch.capture import LayerCapture
-from suite.torch.free import SUMS
+from suite.torch.free import CASTS, SUMS
 from suite.torch.hooks import Enter, Hook, ModeAround
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import LayerSpec, paddings
@@ -157,8 +157,8 @@ class FunctionCapture(ModeAround):
         self.ran = False
 
     def make_mode(self) -> _Watching | None:
-        capture, index = self.uses[0]
-        if not capture.wanted(capture.layer.sites[index]):
+        sites = [(capture, capture.layer.sites[index]) for capture, index in self.uses]
+        if not any([capture.wanted(site) for capture, site in sites]):  # noqa: C419 (torch.compile)
             return None
         self.ran = True
         return _Watching(self)
@@ -189,17 +189,35 @@ class FunctionCapture(ModeAround):
         return output
 
 
+def _saving() -> Any:
+    """What autograd packs tensors with that it saves; None: it keeps them, or it is not known."""
+    if torch.compiler.is_compiling():
+        return None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
 class _Watching(TorchFunctionMode):
     def __init__(self, around: FunctionCapture) -> None:
         super().__init__()
         self.around = around
         # Of modules, and not of layers: while fully_shard's forward runs, they have whole parameters.
-        self.weights = [capture.layer.sites[index].module.weight for capture, index in around.uses]
+        weights = [capture.layer.sites[index].module.weight for capture, index in around.uses]
+        self.weights = list(zip(weights, range(len(weights)), strict=True))
+        self.saving = _saving()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
         if not isinstance(output, torch.Tensor) or not output.requires_grad:
+            return output
+        if _saving() is not self.saving:
+            return output  # a checkpoint inside of the forward runs its part again without this mode
+        if function in CASTS:
+            cast = [
+                place for weight, place in self.weights if weight is args[0] and output is not weight
+            ]
+            self.weights += [(output, place) for place in cast]
             return output
         if function in SUMS and not kwargs:
             return self.around.meet_sum(args, output)
@@ -207,5 +225,5 @@ class _Watching(TorchFunctionMode):
         if names is None:
             return output
         given = dict(zip(names, args, strict=False)) | kwargs
-        places = [i for i, weight in enumerate(self.weights) if weight is given.get("weight")]
+        places = [place for weight, place in self.weights if weight is given.get("weight")]
         return self.around.meet(places, function, given, output) if places else output

@@ -60,6 +60,7 @@ class Agreement(NamedTuple):
     measured: list[bool]  # by layer: whether any rank has second moments in the eigenbasis
     strangers: set[int]  # layers that read another input than the one whose A they share
     incomplete: set[int]  # layers that left out inputs of which another layer has the sum
+    functional: set[int]  # layers whose weights functions got around their modules
     terms: torch.Tensor  # (): N, of all ranks
     share: float | torch.Tensor  # of this rank's loss in the loss of all
 
@@ -234,12 +235,21 @@ class KFACEngine:
         self._attached += [*found.values(), *map(RunningLayer, watched.values())]
         return found
 
-    def _settle_functions(self) -> None:
-        """After a step: watch no longer where no function was found."""
-        idle = [own for own in self._functions.values() if own.ran and not own.found]
-        if not idle:
+    def _functional_layers(self) -> set[int]:
+        """The layers whose weights functions got, here and so far."""
+        found = {id(own.uses[k][0]) for own in self._functions.values() for k in own.found}
+        return {i for i, capture in enumerate(self.captures) if id(capture) in found}
+
+    def _settle_functions(self, functional: set[int]) -> None:
+        """After a step: watch no longer where no rank's module gave a child's weight to a function."""
+        given = {id(self.captures[i]) for i in functional}
+        gone = {
+            id(own)
+            for own in self._functions.values()
+            if own.ran and not any(c.layer.sites[i].functional or id(c) in given for c, i in own.uses)
+        }
+        if not gone:
             return
-        gone = {id(own) for own in idle}
         self._functions = {m: own for m, own in self._functions.items() if id(own) not in gone}
         left = {id(capture) for own in self._functions.values() for capture, _ in own.uses}
         for attached in self._attached:
@@ -319,12 +329,14 @@ class KFACEngine:
         ]
         self._require_parameters(taken)
         names, self.clock.strangers = self.clock.strangers, set()
+        functional = self._functional_layers()
         flags = [
             present,
             [t is not None for t in taken],
             [t is not None and t.products is not None for t in taken],
             [layer.name in names for layer in self.layers],
             [capture.incomplete for capture in self.captures],
+            [i in functional for i in range(count)],
         ]
         terms = self._terms(taken)
         finite = self._all_finite(parameters, taken, terms)
@@ -338,10 +350,11 @@ class KFACEngine:
                 measured=flags[2],
                 strangers={i for i, flag in enumerate(flags[3]) if flag},
                 incomplete={i for i, flag in enumerate(flags[4]) if flag},
+                functional=functional,
                 terms=torch.where(terms > 0, terms, torch.ones_like(terms)),
                 share=1.0,
             )
-        header = torch.zeros(world + 5 * count, dtype=torch.float64)
+        header = torch.zeros(world + len(flags) * count, dtype=torch.float64)
         header[world:] = torch.tensor([flag for row in flags for flag in row])
         if self.ranks.alone:
             header[0] = not bool(finite)
@@ -356,8 +369,8 @@ class KFACEngine:
             bad = torch.tensor([float(sum(counts[:world]))], dtype=torch.float64)
             bad = self.tensor_ranks.total(bad, "K-FAC's agreement on the step")
             counts[self.ranks.rank] += int(bad) if not any(counts[:world]) else 0
-        present_on, *others = (counts[world + i * count :][:count] for i in range(5))
-        seen, measured, strangers, incomplete = ([n > 0 for n in row] for row in others)
+        present_on, *others = (counts[world + i * count :][:count] for i in range(len(flags)))
+        seen, measured, strangers, incomplete, anywhere = ([n > 0 for n in row] for row in others)
         return Agreement(
             unusable=tuple(r for r in range(world) if counts[r]),
             finite=None,
@@ -367,6 +380,7 @@ class KFACEngine:
             measured=measured,
             strangers={i for i, flag in enumerate(strangers) if flag},
             incomplete={i for i, flag in enumerate(incomplete) if flag},
+            functional={i for i, flag in enumerate(anywhere) if flag},
             terms=torch.where(total > 0, total, torch.ones_like(total)),
             share=self._share_of(terms, total),
         )
@@ -424,7 +438,7 @@ class KFACEngine:
             return self._report_nothing()
         self._report_unseen(agreed.seen)
         self._report_thawed()
-        self._settle_functions()
+        self._settle_functions(agreed.functional)
         partial = self._settle_sharing(agreed)
         if not self.clock.sampled:  # gradients of the loss of all ranks, of which this is a share
             share = agreed.share

@@ -9,6 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from suite.torch.capture import LayerCapture
+from suite.torch.free import CASTS
 from suite.torch.hooks import ModeAround
 
 # Kinds whose module passes its weight to one function in every call.
@@ -66,7 +67,8 @@ class _Counting(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
-        if isinstance(output, torch.Tensor) and output.requires_grad:
+        taken = isinstance(output, torch.Tensor) and output.requires_grad
+        if taken and not (function in CASTS and output is args[0]):
             for operand in (*args, *kwargs.values()):
                 if id(operand) in self.watched:
                     self.counts[id(operand)] = self.counts.get(id(operand), 0) + 1
