@@ -441,9 +441,10 @@ class Inside(nn.Module):
     def __init__(self):
         super().__init__()
         self.tokens, self.places, self.q = nn.Embedding(7, 4), nn.Embedding(5, 4), nn.Linear(4, 4)
+        self.shift = nn.Parameter(torch.ones(4))
 
     def body(self, x):
-        x = self.tokens(x) + self.places(torch.arange(5))
+        x = self.tokens(x) + self.places(torch.arange(5)) + self.shift
         return torch.tanh(F.linear(x, self.q.weight, self.q.bias))
 
     def forward(self, x):
@@ -458,7 +459,8 @@ def test_a_checkpoint_inside_of_the_forward_trains_and_waits():
         model.zero_grad()
         model(x).square().mean().backward()
         kfac.step()
-    assert kfac.routing()["body.q.weight"].treatment == "waiting"
+    for name in ("q.weight", "shift"):
+        assert kfac.routing()[f"body.{name}"].treatment == "waiting"
     assert kfac.routing()["head.weight"].treatment == "kfac"
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from suite.core.statistics import elementwise_second_moment_sum
+from suite.torch.hooks import packs_with
 
 T: Any = torch.Tensor
 
@@ -57,9 +58,14 @@ class FreeParameters(TorchFunctionMode):
         """`constants`: the module's own buffers, and parameters that are not watched."""
         super().__init__()
         self.watched, self.constants = list(watched), list(constants)
+        self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (
+            packs_with() is not self.saving
+        ):  # a checkpoint inside of the forward runs it again without us
+            return function(*args, **kwargs)
         if function is F.linear and kwargs:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             args, kwargs = (given["input"], given["weight"], given.get("bias")), {}

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from suite.torch.capture import LayerCapture
 from suite.torch.free import CASTS, SUMS
-from suite.torch.hooks import Enter, Hook, ModeAround
+from suite.torch.hooks import Enter, Hook, ModeAround, packs_with
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import LayerSpec, paddings
 
@@ -189,14 +189,6 @@ class FunctionCapture(ModeAround):
         return output
 
 
-def _saving() -> Any:
-    """What autograd packs tensors with that it saves; None: it keeps them, or it is not known."""
-    if torch.compiler.is_compiling():
-        return None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if hooks is None else hooks[0]
-
-
 class _Watching(TorchFunctionMode):
     def __init__(self, around: FunctionCapture) -> None:
         super().__init__()
@@ -204,14 +196,14 @@ class _Watching(TorchFunctionMode):
         # Of modules, and not of layers: while fully_shard's forward runs, they have whole parameters.
         weights = [capture.layer.sites[index].module.weight for capture, index in around.uses]
         self.weights = list(zip(weights, range(len(weights)), strict=True))
-        self.saving = _saving()
+        self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
         if not isinstance(output, torch.Tensor) or not output.requires_grad:
             return output
-        if _saving() is not self.saving:
+        if packs_with() is not self.saving:
             return output  # a checkpoint inside of the forward runs its part again without this mode
         if function in CASTS:
             cast = [

@@ -90,3 +90,11 @@ def in_backward() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1
+
+
+def packs_with() -> Any:
+    """What autograd packs tensors with that it saves; None: it keeps them, or it is not known."""
+    if torch.compiler.is_compiling():
+        return None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
