@@ -365,13 +365,21 @@ def test_a_linear_layer_by_another_name_is_one(method):
     assert (routing["weight"].factors, routing["bias"].factors) == ("4x4, 3x3", "3x3")
 
 
+class OffsetEmbedding(nn.Embedding):
+    """BART's positions."""
+
+    def forward(self, input):
+        return super().forward(input + 1)
+
+
 class Positions(nn.Module):
     """Looked up once for all examples, or for each."""
 
     def __init__(self, how):
         super().__init__()
         self.tokens, self.body, self.how = nn.Embedding(7, 4), nn.Linear(4, 4), how
-        self.parts = nn.ModuleDict({"positions": nn.Embedding(6, 4)})
+        table = OffsetEmbedding if "offset" in how else nn.Embedding
+        self.parts = nn.ModuleDict({"positions": table(6, 4)})
         self.head = nn.Linear(4, 7)
 
     def forward(self, x):
@@ -397,12 +405,20 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("fisher", ["empirical", "type-2"])
 @pytest.mark.parametrize(
     "how",
-    ["one row", "no batch", "first", "in place", "twice", "after a sum that is only looked at"],
+    [
+        "one row",
+        "no batch",
+        "first",
+        "in place",
+        "twice",
+        "after a sum that is only looked at",
+        "scaled",
+    ],
 )
 def test_positions_looked_up_once_are_as_if_looked_up_for_each_example(how, fisher):
     x, found = inputs(words), []
     settings = {"fisher": fisher, "likelihood": "categorical"} if fisher != "empirical" else {}
-    each = "each, twice" if how == "twice" else "each"
+    each = f"each, {how}" if how in ("twice", "offset") else "each"
     for kind, parts in ((each, 1), (how, 1), (how, 3)):
         torch.manual_seed(0)
         model = Positions(kind).double()

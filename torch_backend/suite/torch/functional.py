@@ -52,7 +52,7 @@ _NORMS = {F.layer_norm: "layer", F.rms_norm: "rms", F.group_norm: "group", F.bat
 def has_functions(layer: Layer, site: Site) -> bool:
     """Whether a module around may call the function of a layer that runs by itself, too."""
     return (
-        site.spec.kind in ("dense", "convolution", "embedding")
+        site.spec.kind in (("embedding",) if site.functional else ("dense", "convolution", "embedding"))
         and site.module is site.owner
         and not site.scaling
         and not layer.tensor_split
@@ -153,6 +153,7 @@ class FunctionCapture(ModeAround):
         """`uses`: captures, and which of their sites they are."""
         super().__init__(module)
         self.uses = list(uses)
+        self.own = [capture.layer.sites[index].module is module for capture, index in uses]
         self.found: set[int] = set()  # places in `uses`
         self.ran = False
 
@@ -180,7 +181,7 @@ class FunctionCapture(ModeAround):
         for place in places:
             capture, index = self.uses[place]
             site = capture.layer.sites[index]
-            if capture.running > site.functional:
+            if capture.running > self.own[place]:
                 return output  # by its own module, whose hook, or mode, sees it
             spec = call_of(function, given, site)
             if spec is not None:

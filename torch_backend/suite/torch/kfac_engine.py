@@ -228,7 +228,7 @@ class KFACEngine:
             for index, site in enumerate(capture.layer.sites):
                 if site.functional:
                     uses.setdefault(site.module, []).append((capture, index))
-                elif site.module in around and has_functions(capture.layer, site):
+                if site.module in around and has_functions(capture.layer, site):
                     uses.setdefault(around[site.module], []).append((capture, index))
         found = {module: FunctionCapture(module, own) for module, own in uses.items()}
         watched = {id(capture): capture for own in uses.values() for capture, _ in own}
@@ -236,8 +236,9 @@ class KFACEngine:
         return found
 
     def _functional_layers(self) -> set[int]:
-        """The layers whose weights functions got, here and so far."""
-        found = {id(own.uses[k][0]) for own in self._functions.values() for k in own.found}
+        """The layers whose weights functions around their modules got, here and so far."""
+        modes = self._functions.values()
+        found = {id(own.uses[k][0]) for own in modes for k in own.found if not own.own[k]}
         return {i for i, capture in enumerate(self.captures) if id(capture) in found}
 
     def _settle_functions(self, functional: set[int]) -> None:
@@ -246,7 +247,7 @@ class KFACEngine:
         gone = {
             id(own)
             for own in self._functions.values()
-            if own.ran and not any(c.layer.sites[i].functional or id(c) in given for c, i in own.uses)
+            if own.ran and not any(own.own) and not any(id(c) in given for c, _ in own.uses)
         }
         if not gone:
             return
