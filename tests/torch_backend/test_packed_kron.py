@@ -68,7 +68,8 @@ def test_the_trajectory_is_the_one_from_whole_matrices(geometry, storage):
     usage, most = (sum(k.memory_usage().values()) for k in (kron, whole))
     assert usage < most  # a convolution of one channel has an axis whose P is cheap
     if not kron.param_groups[0]["packed_factors"]:  # P is computed from the same Q in the same way
-        assert same(model.state_dict(), expected.state_dict())
+        # To rounding: on some processors a product's last bit depends on where its factors lie.
+        assert_same_parameters(model, expected, rtol=1e-13)
     start = network()
     assert not torch.allclose(start[3].weight, model[3].weight, rtol=0.1)
 
