@@ -53,18 +53,6 @@ class OurKron(Torch):
         return sum(self.optimizer.memory_usage().values())
 
 
-class CompiledKron(OurKron):
-    """One that `torch.compile` has compiled: its first steps take long."""
-
-    def __init__(self, workload: Workload, make: Callable[[Any], Any], kinds: Any = ()) -> None:
-        super().__init__(workload, make, kinds)
-        self._compiled = torch.compile(self.optimizer.step)
-
-    def step(self) -> None:
-        self._compiled()
-        self.optimizer.zero_grad()
-
-
 class OurKFAC(Torch):
     def __init__(self, workload: Workload, **settings: Any) -> None:
         Contender.__init__(self, workload)
@@ -100,9 +88,9 @@ UPDATES = ("update", *["plain"] * (PERIOD - 1))
 MIXED = ("mixed",) * PERIOD  # a peer's own clock says which step is which: means, not medians
 
 
-def kron(kind: type[OurKron] = OurKron, **settings: Any) -> Callable[[Workload], Contender]:
+def kron(**settings: Any) -> Callable[[Workload], Contender]:
     settings = {"lr": 1e-4, "preconditioner_update_probability": 1 / PERIOD, **settings}
-    return lambda w: kind(w, lambda p: Kron(p, **settings), UPDATES)
+    return lambda w: OurKron(w, lambda p: Kron(p, **settings), UPDATES)
 
 
 def kron_torch_class() -> Any:
@@ -138,7 +126,6 @@ PACKED, UNCACHED = {"packed_factors": True}, {"cache_preconditioner": False}
 HALF = {"mu_dtype": torch.bfloat16, "precond_dtype": torch.bfloat16}
 VARIANTS: dict[str, Callable[[Workload], Contender]] = {  # when they are named
     "Kron, own factors": kron(shared_factors=False),
-    "Kron, compiled": kron(CompiledKron),
     "Kron, blocks of 256": kron(block_size=256),
     "Kron, packed": kron(**PACKED),
     "Kron, without P": kron(**UNCACHED),
