@@ -298,10 +298,8 @@ class LayerCapture:
             return total
         if self.leads or self.input_of is not None or total.shape[-1:] != operand.shape[-1:]:
             return total
-        if operand.ndim == total.ndim and len(operand) == len(
-            total
-        ):  # once an example, for all its rows
-            return total
+        if operand.ndim == total.ndim and len(operand) == len(total):
+            return total  # once an example, for all its rows
         if not self.wanted(last.site):
             return total
         x = last.x.broadcast_to(total.shape[:-1])

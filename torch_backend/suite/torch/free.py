@@ -62,9 +62,8 @@ class FreeParameters(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            packs_with() is not self.saving
-        ):  # a checkpoint inside of the forward runs it again without us
+        if packs_with() is not self.saving:
+            # A checkpoint inside of the forward runs its part again without this mode.
             return function(*args, **kwargs)
         if function is F.linear and kwargs:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
@@ -93,7 +92,7 @@ class FreeParameters(TorchFunctionMode):
                 elif function in _ENTRYWISE and place == 0:
                     square = _ENTRYWISE[function](output.detach()).to(watched.slot.dtype)
                     self.watched.append(watched._replace(tensor=output, slot=watched.slot * square))
-                elif not kwargs and function in _QUOTIENT and place == 0 and _is_number(args[1]):
+                elif not kwargs and function in _QUOTIENT and place == 0 and _divides(args[1]):
                     slot = watched.slot * (1 / args[1] ** 2)
                     self.watched.append(watched._replace(tensor=output, slot=slot))
                 elif not kwargs and function in SUMS | _PRODUCT and self._without_rows(args[1 - place]):
@@ -126,8 +125,9 @@ class FreeParameters(TorchFunctionMode):
         return operand.ndim == 0 or any([operand is x for x in self.constants])  # noqa: C419
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float)
+def _divides(x: Any) -> bool:
+    """Whether it is a number to divide by."""
+    return isinstance(x, int | float) and x != 0
 
 
 def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -> T:
