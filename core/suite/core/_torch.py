@@ -242,7 +242,12 @@ def root_mean_square(
         return other()
     count = math.prod([x.shape[a] for a in axis])
     found = torch.linalg.vector_norm(x, dim=axis, keepdim=True) / count**0.5
-    return usually((found > 1e-10) & (found < torch.inf), found, other)
+    # What squares below float32's range would add is below its precision, of a mean square above 1e-30.
+    if _is_at_hand(found):
+        least, greatest = torch.stack(torch.aminmax(found)).tolist()
+        if least > 1e-15 and greatest < torch.inf:
+            return found
+    return torch.where((found > 1e-15) & (found < torch.inf), found, other())
 
 
 def inner_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,11 @@ class BlockPlan:
         """How many blocks the parameter has."""
         return sum(self.tile_blocks(tile) for tile in self.tiles)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameter, as it is, is its one block."""
+        return len(self.tiles) == 1 and self.tiles[0].sizes == self.shape
+
     def tile_blocks(self, tile: Tile) -> int:
         return tile.blocks * math.prod(self.shape[: self.scanned])
 
@@ -229,7 +234,7 @@ def split(plan: BlockPlan, x: Array) -> list[Array]:
 
 
 def _is_one_block(plan: BlockPlan) -> bool:
-    return len(plan.tiles) == 1 and all(count == 1 for count in plan.tiles[0].counts)
+    return len(plan.tiles) == 1 and plan.tiles[0].blocks == 1
 
 
 def merge(plan: BlockPlan, stacks: Sequence[Array]) -> Array:

@@ -58,12 +58,10 @@ def rms_clip_scale(direction: Array, max_rms: Scalar, ndim: int, weight: Array |
     x = lift(direction)
     rms = root_mean_square(x, axes)
     bound = as_scalar(max_rms, x)
-    if weight is not None:
-        weight = xp.reshape(weight, (*weight.shape, *(1,) * (x.ndim - weight.ndim)))
-        bound = bound * xp.astype(weight, x.dtype)
-    large = rms > bound
-    scale = xp.where(large, bound / xp.where(large, rms, 1.0), 1.0)
-    return scale if weight is None else unbiased(scale, weight)
+    if weight is None:
+        return bound / xp.maximum(rms, bound)
+    weight = xp.reshape(xp.astype(weight, x.dtype), (*weight.shape, *(1,) * (x.ndim - weight.ndim)))
+    return bound / xp.maximum(rms, bound * xp.where(weight > 0, weight, float("inf")))
 
 
 Clip = Any  # None, a number or 0-d array, or a pair of these

@@ -396,27 +396,22 @@ class Kron(torch.optim.Optimizer):
             gradients = [None if g is None else -g for g in gradients]
         if not any(g is not None for g in gradients):
             return
-        dtype, decay = _widest(engine.parameters), group["weight_decay"]
-
-        def rate_on(device: torch.device) -> torch.Tensor:
-            # A product, not a branch on `finite`: the host does not wait. Directions are finite by now.
-            one = torch.ones((), dtype=dtype, device=device)
-            found: torch.Tensor = -group["lr"] * (one if finite is None else finite.to(one))
-            return found
-
-        rates = {device: rate_on(device) for device in {p.device for p in engine.parameters}}
+        lr, decay = group["lr"], group["weight_decay"]
+        rates = None if finite is None and not isinstance(lr, torch.Tensor) else _rates(engine, lr, finite)
 
         def move(directions: list[tuple[int, torch.Tensor]]) -> None:
+            parameters = [local(engine.parameters[i]) for i, _ in directions]
+            updates = [d.to(p.dtype) for p, (_, d) in zip(parameters, directions, strict=True)]
+            if not updates:
+                return
+            if decay != 0:
+                torch._foreach_add_(updates, parameters, alpha=decay)
+            if rates is None:
+                torch._foreach_add_(parameters, updates, alpha=-lr)
+                return
             for device, rate in rates.items():
-                own = [(engine.parameters[i], d) for i, d in directions if d.device == device]
-                if not own:
-                    continue
-                parameters = [local(p) for p, _ in own]
-                updates = [d.to(p.dtype) for p, d in own]
-                if decay != 0:
-                    torch._foreach_add_(updates, parameters, alpha=decay)
-                torch._foreach_mul_(updates, rate)
-                torch._foreach_add_(parameters, updates)
+                torch._foreach_mul_([u for u in updates if u.device == device], rate)
+            torch._foreach_add_(parameters, updates)
 
         engine.step(gradients, finite, settings, move, pairs)
 
@@ -561,8 +556,19 @@ def _require_fit(index: int, engine: KronEngine, number: int, record: dict[str, 
         raise ValueError(f"state of parameter {index} must have {expected}, got {found}")
 
 
-def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
-    return functools.reduce(torch.promote_types, (x.dtype for x in tensors))
+def _rates(
+    engine: KronEngine, lr: float | torch.Tensor, finite: torch.Tensor | None
+) -> dict[torch.device, torch.Tensor]:
+    """What directions are multiplied with, (), on each device: -lr, or 0 unless `finite`.
+
+    A product, not a branch on `finite`: the host does not wait. Directions are finite by then.
+    """
+    dtype = functools.reduce(torch.promote_types, {p.dtype for p in engine.parameters})
+    found = {}
+    for device in {p.device for p in engine.parameters}:
+        one = torch.ones((), dtype=dtype, device=device)
+        found[device] = -lr * (one if finite is None else finite.to(one))
+    return found
 
 
 @torch._disable_dynamo  # the host's arithmetic, of numbers that change in every step

@@ -21,7 +21,7 @@ from suite.core.rounding import stochastic_round
 from suite.core.step_size import Clip, clipped, normalized, rms_clip_scale
 from suite.torch.collectives import Ranks
 from suite.torch.inplace import average_in
-from suite.torch.kron_rounds import Piece, gathered, plan_rounds, which_may_change
+from suite.torch.kron_rounds import Piece, gathered, plan_rounds, spread, which_may_change
 from suite.torch.kron_shares import Share, ShareExchange, plan_shares
 from suite.torch.kron_storage import KronStorage
 
@@ -98,7 +98,12 @@ class KronEngine:
             buckets.Bucket(b.key, tuple(replace(m, index=own[m.index]) for m in b.members))
             for b in buckets.plan_buckets([self._stack(self.shares[i]) for i in own])
         )
-        self.rounds = plan_rounds(self.buckets)
+        whole = {
+            i for i in own if self.exchange.is_local and self.plans[self.shares[i].parameter].is_whole
+        }
+        self.rounds = plan_rounds(self.buckets, whole)
+        plain = (piece for pieces in self.rounds for piece in pieces if piece.plain)
+        self.plain = {i for piece in plain for i, _ in piece.parts}  # neither cut nor joined again
         self.complete = self._complete() if self.exchange.is_local else None
         self.places = {m.index: (i, m) for i, bucket in enumerate(self.buckets) for m in bucket.members}
         streams = [
@@ -174,17 +179,22 @@ class KronEngine:
                     _write(w.pack.kron, self.storage.keep(state), w.keep)
                 if w.keep is not None:
                     direction = torch.where(_of_blocks(w.keep, w.signal), direction, 0.0)
-                parts = direction.split([blocks.stop - blocks.start for _, blocks in piece.parts])
-                for (i, _), part in zip(piece.parts, parts, strict=True):
+                for (i, _), part in zip(piece.parts, spread(piece, direction), strict=True):
                     if filled[i]:
                         found[i].append(part)
             if self.complete is not None:  # memory of their directions is free for the next round
                 done = [i for i in self.complete[number] if present[i]]
-                of_each = [[_used_up(found[j]) for j in self.exchange.shares_of[i]] for i in done]
-                move([(i, self.exchange.merged(i, own)) for i, own in zip(done, of_each, strict=True)])
+                move([(i, self._merged(i, found)) for i in done])
         if self.complete is None:
             directions = self.exchange.directions(present, list(map(_used_up, found)))
             move([(i, d) for i, d in enumerate(directions) if d is not None])
+
+    def _merged(self, parameter: int, found: list[list[torch.Tensor]]) -> torch.Tensor:
+        """A parameter's direction out of what was found of its shares, which is used up."""
+        shares = self.exchange.shares_of[parameter]
+        if shares[0] in self.plain:
+            return found[shares[0]].pop()
+        return self.exchange.merged(parameter, [_used_up(found[i]) for i in shares])
 
     def _prepared(
         self,
@@ -216,18 +226,20 @@ class KronEngine:
         return Pack(pack.momentum[part], pack.weight[part], kron, pack.streams[part])
 
     def _split(self, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-        """By share; None for those of others and of parameters without a tensor."""
+        """By share, as `gathered` takes them; None for those of others and where there is no tensor."""
         stacks: list[Any] = [None] * len(self.shares)
         cut: dict[int, list[torch.Tensor]] = {}
         for i in self.places:
             share = self.shares[i]
             tensor = tensors[share.parameter]
-            if tensor is not None:
-                if share.parameter not in cut:
-                    cut[share.parameter] = blocks.split(self.plans[share.parameter], tensor)
-                stack = cut[share.parameter][share.tile]
-                whole = share.stop - share.start == stack.shape[0]
-                stacks[i] = stack if whole else stack[share.start : share.stop]
+            if tensor is None or i in self.plain:
+                stacks[i] = tensor
+                continue
+            if share.parameter not in cut:
+                cut[share.parameter] = blocks.split(self.plans[share.parameter], tensor)
+            stack = cut[share.parameter][share.tile]
+            whole = share.stop - share.start == stack.shape[0]
+            stacks[i] = stack if whole else stack[share.start : share.stop]
         return stacks
 
     def _absorb(

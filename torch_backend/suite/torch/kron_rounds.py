@@ -7,7 +7,7 @@ a round by itself. What is in one round is fitted together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -25,14 +25,19 @@ class Piece(NamedTuple):
     start: int
     stop: int
     parts: tuple[tuple[int, slice], ...]  # numbers of shares, and which of their blocks these are
+    plain: bool  # whether each share is a whole parameter of the block's shape
 
 
 def _at_once(device: torch.device) -> int:
     return _CACHED if device.type == "cpu" else _JOINED
 
 
-def plan_rounds(found: Sequence[Bucket]) -> list[list[Piece]]:
-    """All blocks of buckets whose keys are (sizes, ..., device)."""
+def plan_rounds(found: Sequence[Bucket], plain: Set[int]) -> list[list[Piece]]:
+    """All blocks of buckets whose keys are (sizes, ..., device).
+
+    Args:
+        plain: the shares that are whole parameters of their block's shape.
+    """
     rounds: list[list[Piece]] = []
     numbers, last = 0, None
     for i, bucket in enumerate(found):
@@ -50,7 +55,7 @@ def plan_rounds(found: Sequence[Bucket]) -> list[list[Piece]]:
             if not rounds or device != last or numbers + own > limit:
                 rounds.append([])
                 numbers = 0
-            rounds[-1].append(Piece(i, start, stop, parts))
+            rounds[-1].append(Piece(i, start, stop, parts, all(share in plain for share, _ in parts)))
             numbers, last = numbers + own, device
     return rounds
 
@@ -68,11 +73,24 @@ def which_may_change(
 
 
 def gathered(piece: Piece, stacks: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
-    """The piece's part of `stacks`, zeros for what is missing."""
+    """The piece's part of `stacks`, zeros for what is missing.
+
+    Args:
+        stacks: by share; of plain pieces not stacks of one block but tensors like the block.
+    """
+    shape = like.shape[1:]
+    if piece.plain:
+        tensors = [like.new_zeros(shape) if stacks[i] is None else stacks[i] for i, _ in piece.parts]
+        return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
     found = [
-        like.new_zeros((part.stop - part.start, *like.shape[1:]))
-        if stacks[i] is None
-        else stacks[i][part]
+        like.new_zeros((part.stop - part.start, *shape)) if stacks[i] is None else stacks[i][part]
         for i, part in piece.parts
     ]
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def spread(piece: Piece, joined: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Undo `gathered`: what belongs to each of the piece's parts."""
+    if piece.plain:
+        return joined.unbind()
+    return joined.split([blocks.stop - blocks.start for _, blocks in piece.parts])
