@@ -64,7 +64,8 @@ def test_rows_reproduce_the_gradient_and_the_sums(name):
     if spec.bias:
         a = torch.cat([a, torch.ones_like(a[..., :1])], dim=-1)
     # autograd's own gradient is Σ g aᵀ: rows in the wrong order or place would not give it
-    gradient = kfac._engine.layers[0].gradient_matrix()
+    own = kfac._engine.layers[0]
+    gradient = own.gradient_matrix(*(p.grad for p in own.parameters()))
     torch.testing.assert_close(torch.einsum("bri,brj->bij", g, a), gradient, rtol=1e-12, atol=1e-12)
     (sums,) = taken(kfac)
     torch.testing.assert_close(sums.A, torch.einsum("bri,brj->bij", a, a), rtol=1e-12, atol=1e-12)

@@ -19,8 +19,9 @@ from torch.nn import grad
 # Sides from which half a product is faster than a whole one; with rows twice as many. Measured.
 _SMALLEST_HALVED, _SMALLEST_HALVED_TALL = 384, 128
 _ONEDNN = torch.backends.mkldnn.is_available()  # asked here, for torch.compile cannot
-_STRIP = 128  # rows that are mirrored at a time, to stay in the cache
-_LARGEST_SMALL, _SMALLEST_LAPACK = 128, 32  # sides of matrices that are inverted by halves
+_STRIP = 128  # rows to handle at a time, to stay in the cache
+# Sides of matrices that are inverted by halves, up to and from; of halves that no more are.
+_LARGEST_SMALL, _SMALLEST_LARGE, _SMALLEST_LAPACK = 128, 768, 32
 _CACHE = 131072  # numbers
 _POSITIONS_AT_ONCE = 16384  # that a convolution sums in one float32 accumulator
 
@@ -113,10 +114,8 @@ def take_along_axis(x: torch.Tensor, indices: torch.Tensor, *, axis: int) -> tor
 
 def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
     """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
-    if _is_at_hand(x) and not x.requires_grad and x.shape[-1] <= _LARGEST_SMALL:
-        inverse, factored = _small_inverses(x)
-    else:
-        inverse, factored = _inverses(x)
+    slow = not _LARGEST_SMALL < x.shape[-1] < _SMALLEST_LARGE
+    inverse, factored = (_by_halves if slow and _is_at_hand(x) and not x.requires_grad else _inverses)(x)
     # Of positive definite matrices the diagonal bounds all entries; other infinities fail to factorize.
     finite = torch.isfinite(trace(x)) & torch.isfinite(trace(inverse))
     fine = (factored & finite)[..., None, None]
@@ -125,7 +124,7 @@ def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
 
 def _inverses(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(..., n, n) -> inverses, and whether (...) could be factorized."""
-    factor, info = _cholesky(x)
+    factor, info = torch.linalg.cholesky_ex(x)
     factored = info == 0
 
     def eye() -> torch.Tensor:
@@ -136,17 +135,27 @@ def _inverses(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return inverse.mT.contiguous(), factored  # it is symmetric
 
 
-def _small_inverses(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_inverses`, of matrices for whose size LAPACK is slow, a cache of them at a time."""
+def _by_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_inverses`, of matrices for whose size LAPACK is slow: small ones a cache of them at a time."""
     n = x.shape[-1]
     inverses = torch.empty_like(x, memory_format=torch.contiguous_format).reshape(-1, n, n)
-    count = builtins.max(1, _CACHE // (n * n))
     infos = []
-    for part, inverse in zip(x.reshape(-1, n, n).split(count), inverses.split(count), strict=True):
-        root, info = _inverse_root(part)
-        product = torch.matmul(root.mT, root)
-        torch.add(product, product.mT, out=inverse).mul_(0.5)
-        infos.append(info)
+    if n > _LARGEST_SMALL:
+        for matrix, inverse in zip(x.reshape(-1, n, n), inverses, strict=True):
+            root = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
+            infos.append(_large_inverse_root(matrix, root).reshape(1))
+            for start, stop in _strips(n):  # of rootᵀ root, what is left of the diagonal and on it
+                own = inverse[start:stop, :stop]
+                torch.mm(root[start:, start:stop].mT, root[start:, :stop], out=own)
+                own[:, start:] = (own[:, start:] + own[:, start:].mT) * 0.5
+                inverse[:start, start:stop] = own[:, :start].mT
+    else:
+        count = builtins.max(1, _CACHE // (n * n))
+        for part, inverse in zip(x.reshape(-1, n, n).split(count), inverses.split(count), strict=True):
+            root, info = _inverse_root(part)
+            product = torch.matmul(root.mT, root)
+            torch.add(product, product.mT, out=inverse).mul_(0.5)
+            infos.append(info)
     return inverses.reshape(x.shape), (torch.cat(infos) == 0).reshape(x.shape[:-2])
 
 
@@ -167,24 +176,34 @@ def _inverse_root(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return root, first_info + second_info
 
 
-def _cholesky(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`torch.linalg.cholesky_ex`, of large matrices on a CPU by halves.
+def _large_inverse_root(x: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    """`_inverse_root` of one matrix, into the zeros of `root`; returns info.
 
-    It goes through a triangle across the order of memory before it starts, which takes longer than to
-    factorize where rows lie powers of two apart: sides of 1024 and 2048 take half the time by halves.
+    Strip by strip, so that products with triangles leave out most of the zeros. Of x it reads what is
+    on the diagonal and below it.
     """
     n = x.shape[-1]
-    if n < 768 or x.device.type != "cpu":
-        return torch.linalg.cholesky_ex(x)
+    if n <= _LARGEST_SMALL:
+        found, info = _inverse_root(x)
+        root.copy_(found)
+        return info
     k = n // 2
-    first, first_info = _cholesky(x[..., :k, :k])
-    beside = torch.linalg.solve_triangular(first, x[..., k:, :k].mT, upper=False)
-    second, second_info = _cholesky(x[..., k:, k:] - torch.matmul(beside.mT, beside))
-    factor = torch.zeros_like(x).mT  # in LAPACK's order
-    factor[..., :k, :k] = first
-    factor[..., k:, :k] = beside.mT
-    factor[..., k:, k:] = second
-    return factor, first_info + second_info
+    above, below = _strips(k), _strips(n - k)
+    first, second = root[:k, :k], root[k:, k:]
+    first_info = _large_inverse_root(x[:k, :k], first)
+    beside, product = x.new_empty(n - k, k), x.new_empty(n - k, k)
+    for start, stop in above:
+        torch.mm(x[k:, :stop], first[start:stop, :stop].mT, out=beside[:, start:stop])
+    rest = x[k:, k:].clone()
+    for start, stop in below:
+        rest[start:stop, :stop].addmm_(beside[start:stop], beside[:stop].mT, alpha=-1)
+    second_info = _large_inverse_root(rest, second)
+    for start, stop in above:
+        torch.mm(beside[:, start:], first[start:, start:stop], out=product[:, start:stop])
+    for start, stop in below:
+        torch.mm(second[start:stop, :stop], product[:stop], out=root[k + start : k + stop, :k])
+    root[k:, :k].neg_()
+    return first_info + second_info
 
 
 def eigh(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

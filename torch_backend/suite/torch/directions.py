@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from suite.core import buckets
 from suite.core.linalg import inner_product
 from suite.torch.factors import LayerFactors
+from suite.torch.layers import joined_gradients, split_directions
 
 
 class Directions:
@@ -19,29 +19,26 @@ class Directions:
     def __init__(
         self,
         factors: LayerFactors,
-        gradients: Mapping[int, torch.Tensor],
+        gradients: Mapping[int, Sequence[torch.Tensor]],
         known: Mapping[int, list[torch.Tensor]],
         damping: float,
         rates: Mapping[int, Any],
     ) -> None:
+        """`gradients`: of layers whose directions are not `known`, the weight's and perhaps the bias's."""
         self._factors, self._gradients, self._damping = factors, gradients, damping
         self._rates = rates
         self._product: dict[int, torch.Tensor] = {}  # by bucket of layers with one rate
         self._number_of = {m.index: n for n, b in enumerate(factors.buckets) for m in b.members}
         self._known = known
-        self._found: list[Any] = [None] * len(factors.layers)
+        self._found: dict[int, list[torch.Tensor]] = {}
 
     def parts(self, index: int) -> list[torch.Tensor]:
         """The direction of a layer with a gradient: the weight's, and the bias's if there is one."""
-        known = self._known.get(index)
-        return self._factors.layers[index].split(self.of(index)) if known is None else known
-
-    def of(self, index: int) -> torch.Tensor:
-        """(blocks, d_out, d_in) of a layer with a gradient, which is not known from rows."""
-        if self._found[index] is None:
+        if index in self._known:
+            return self._known[index]
+        if index not in self._found:
             self._compute(self._number_of[index])
-        direction: torch.Tensor = self._found[index]
-        return direction
+        return self._found[index]
 
     def products(self, chosen: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
         """⟨direction, gradient⟩: (layer, its product, or that of all layers of one bucket and rate)."""
@@ -50,33 +47,31 @@ class Directions:
             by_bucket.setdefault(self._number_of[i], []).append(i)
         found = []
         for number, layers in by_bucket.items():
-            self.of(layers[0])
+            self.parts(layers[0])
             count = sum(m.index in self._gradients for m in self._factors.buckets[number].members)
             if number in self._product and len(layers) == count:
                 found.append((layers[0], self._product[number]))
-            else:
-                found += [(i, inner_product(self.of(i), self._gradients[i])) for i in layers]
+                continue
+            for i in layers:
+                pairs = zip(self.parts(i), self._gradients[i], strict=False)  # a bias may have none
+                found += [(i, inner_product(d, g.to(d.dtype))) for d, g in pairs]
         return found
 
     def _compute(self, number: int) -> None:
-        bucket, gradients = self._factors.buckets[number], self._gradients
-        like = next(gradients[m.index] for m in bucket.members if m.index in gradients)
-        parts = [
-            gradients[m.index]
-            if m.index in gradients
-            else torch.zeros_like(like[:1]).expand(m.stop - m.start, -1, -1)
-            for m in bucket.members
-        ]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        found: list[Any] = [None] * len(self._found)
+        indices = [m.index for m in self._factors.buckets[number].members]
+        layers = [self._factors.layers[i] for i in indices]
+        like = next(self._gradients[i][0] for i in indices if i in self._gradients)
+        pairs = zip(indices, layers, strict=True)
+        joined = joined_gradients(
+            layers, [self._gradients.get(i) or layer.zeros(like) for i, layer in pairs]
+        )
         direction = self._factors.directions(number, joined, self._damping)
-        buckets.scatter(bucket, direction, found)
-        rates = [self._rates[m.index] for m in bucket.members if m.index in self._rates]
+        rates = [self._rates[i] for i in indices if i in self._rates]
         if rates and all(_is_same(rate, rates[0]) for rate in rates):
             self._product[number] = inner_product(direction, joined)
-        for member in bucket.members:
-            if member.index in gradients:
-                self._found[member.index] = found[member.index]
+        for i, parts in zip(indices, split_directions(layers, direction), strict=True):
+            if i in self._gradients:
+                self._found[i] = parts
 
 
 def _is_same(rate: Any, other: Any) -> bool:

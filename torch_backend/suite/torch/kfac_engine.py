@@ -649,7 +649,7 @@ class KFACEngine:
             return
         whole = self.gradients.whole(agreed.present)
         known = self._directions_of_rows(whole)
-        gradients = {i: self.layers[i].gradient_matrix(*p) for i, p in whole.items() if i not in known}
+        gradients = {i: parts for i, parts in whole.items() if i not in known}
         rates = {i: lr_of(self.layers[i].weight.parameter) for i in whole} if kl_clip is not None else {}
         directions = Directions(self.factors, gradients, known, damping, rates)
 

@@ -397,7 +397,9 @@ class Kron(torch.optim.Optimizer):
         if not any(g is not None for g in gradients):
             return
         lr, decay = group["lr"], group["weight_decay"]
-        rates = None if finite is None and not isinstance(lr, torch.Tensor) else _rates(engine, lr, finite)
+        rates = (
+            None if finite is None and not isinstance(lr, torch.Tensor) else _rates(engine, lr, finite)
+        )
 
         def move(directions: list[tuple[int, torch.Tensor]]) -> None:
             parameters = [local(engine.parameters[i]) for i, _ in directions]

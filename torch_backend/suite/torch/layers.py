@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,20 +95,23 @@ class Layer:
         """Whether its module multiplies with a weight, so that it may be what a loss is made of."""
         return isinstance(self.sites[0].module, PRODUCTS) or self.spec.kind == "dense"
 
+    @functools.cached_property
+    def plain_shape(self) -> tuple[int, ...] | None:
+        """The shape of a weight whose rows are the matrix's, but for a bias; None: they are not."""
+        shape = self.weight.shape
+        width = self.sizes[0] - (self.bias is not None)
+        plain = self.layout == "matrix" and self.blocks == 1 and math.prod(shape[1:]) == width
+        return shape if plain else None
+
     def parameters(self) -> list[nn.Parameter]:
         return [piece.parameter for piece in (self.weight, self.bias) if piece is not None]
 
-    def gradient_matrix(
-        self, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """(blocks, d_out, d_in): the weight's gradient, the bias's as its last column.
+    def zeros(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """What its gradients would be that are zero."""
+        return [like.new_zeros(p.shape) for p in (self.weight, self.bias) if p is not None]
 
-        Args:
-            weight, bias: the gradients; default: those that the parameters have.
-        """
-        if weight is None:
-            weight, bias = self.weight.grad(), self.bias.grad() if self.bias is not None else None
-        assert weight is not None
+    def gradient_matrix(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """(blocks, d_out, d_in) from gradients: the weight's, the bias's as its last column."""
         if self.layout == "unit":
             second = torch.zeros_like(weight) if bias is None else bias.to(weight.dtype)
             return torch.stack([weight.reshape(-1), second.reshape(-1)], dim=-1)[:, None, :]
@@ -140,3 +145,45 @@ class Layer:
             own = matrix[..., :width] if self.layout == "matrix" else matrix
             columns = [own.reshape(shape), matrix[..., -1]]
         return columns[:1] if self.bias is None else [columns[0], columns[1].reshape(self.bias.shape)]
+
+
+def joined_gradients(
+    layers: Sequence[Layer], gradients: Sequence[Sequence[torch.Tensor]]
+) -> torch.Tensor:
+    """(blocks, d_out, d_in): the gradient matrices of layers of one size, one behind the other.
+
+    Args:
+        gradients: of each layer, the weight's, and the bias's if it has one.
+    """
+    if not _are_alike(layers) or len({len(own) for own in gradients}) > 1:
+        matrices = [layer.gradient_matrix(*own) for layer, own in zip(layers, gradients, strict=True)]
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+    weights, *biases = map(torch.stack, zip(*gradients, strict=True))
+    if layers[0].bias is None:
+        return weights.flatten(2)
+    columns = biases[0] if biases else torch.zeros_like(weights[..., 0])
+    return torch.cat([weights.flatten(2), columns[..., None].to(weights.dtype)], dim=-1)
+
+
+def split_directions(layers: Sequence[Layer], joined: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Undo `joined_gradients`: what is each layer's weight's, and its bias's if there is one."""
+    if not _are_alike(layers):
+        matrices = joined.split([layer.blocks for layer in layers])
+        return [layer.split(matrix) for layer, matrix in zip(layers, matrices, strict=True)]
+    shape, bias = layers[0].plain_shape, layers[0].bias is not None
+    assert shape is not None
+    weights = (joined[..., :-1] if bias else joined).unflatten(-1, shape[1:]).unbind()
+    return [
+        list(own) for own in zip(weights, *([joined[..., -1].unbind()] if bias else []), strict=True)
+    ]
+
+
+def _are_alike(layers: Sequence[Layer]) -> bool:
+    """Whether they are several whose gradients can be stacked before they become matrices."""
+    first = layers[0]
+    return (
+        len(layers) > 1
+        and first.plain_shape is not None
+        and all(layer.plain_shape == first.plain_shape for layer in layers)
+        and len({layer.bias is None for layer in layers}) == 1
+    )
