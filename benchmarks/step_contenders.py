@@ -130,6 +130,10 @@ VARIANTS: dict[str, Callable[[Workload], Contender]] = {  # when they are named
     "Kron, blocks of 256": kron(block_size=256),
     "Kron, packed": kron(**PACKED),
     "Kron, without P": kron(**UNCACHED),
+    "K-FAC, inverse, bf16": lambda w: OurKFAC(w, compute_method="inverse", inv_dtype=torch.bfloat16),
+    "K-FAC, inverse, bf16, statistics every 10": lambda w: OurKFAC(
+        w, compute_method="inverse", inv_dtype=torch.bfloat16, factor_update_steps=PERIOD
+    ),
     "K-FAC, inverse, packed": lambda w: OurKFAC(w, compute_method="inverse", **PACKED),
     "K-FAC, inverse, packed, bf16": lambda w: OurKFAC(
         w,

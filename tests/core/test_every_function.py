@@ -121,10 +121,6 @@ def kfac_step(compute_method):
     return step
 
 
-def parts(x):
-    return x[..., :-1], x[..., -1]
-
-
 def five(like):
     """A count as an array of its own, which no block of `like` can harm."""
     return array_namespace(like).zeros((), dtype=like.dtype) + 5
@@ -196,9 +192,9 @@ CASES = {
         lambda g, x: statistics.elementwise_second_moment_sum(g, x, "right", (g.shape[0], 4, 2)),
         (normal(B, 5, 2), normal(B, 5, 4)),
     ),
-    "kfac.direction_fits": (
-        lambda A, G, g: kfac.direction_fits(parts(g), parts(G @ g @ A), kfac.probes_for(A, G)),
-        (positive_definite(B, 4), positive_definite(B, 3), normal(B, 3, 4)),
+    "kfac.rows_fit": (
+        lambda A, G, a, g: kfac.rows_fit((g.mT @ a, None), a, g, kfac.probes_for(A, G)),
+        (positive_definite(B, 4), positive_definite(B, 3), normal(B, 6, 4), normal(B, 6, 3)),
     ),
     "kfac.usable": (
         lambda x: kfac.usable(kfac.KFAC("inverse").invert(x, x[:, 0, 0] * 0 + 1, -2.0), 1),

@@ -16,7 +16,7 @@ from conftest import (
     to_numpy,
 )
 from oracles import kfac_direction, kfac_direction_factored
-from suite.core.kfac import KFAC, direction_fits, probes_for
+from suite.core.kfac import KFAC, probes_for, rows_fit
 
 METHODS = ("eigen", "inverse", "newton_schulz", "ekfac")
 ORACLES = {
@@ -473,16 +473,22 @@ def test_directions_from_rows_are_those_of_the_gradient_they_make(xp, bias):
         assert own is None
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_direction_off_by_a_matrix_of_rank_one_does_not_fit(xp, seed):
-    A, G, gradient = positive_definite(1, 40), positive_definite(1, 30), normal(1, 30, 40)
-    direction = G @ gradient @ A
-    off = np.linalg.norm(direction) * 1e-5 * np.outer(normal(30, seed=seed), np.eye(40)[seed]) / 30**0.5
+def test_rows_do_not_fit_a_gradient_whose_direction_is_off_by_a_matrix_of_rank_one(xp, seed, bias):
+    A, G = positive_definite(1, 40), positive_definite(1, 30)
+    a, g = normal(1, 20, 40), normal(1, 20, 30, seed=1)
+    if bias:
+        a[..., -1] = 1.0
+    gradient = np.swapaxes(g, 1, 2) @ a
+    off = np.linalg.norm(G @ gradient @ A) * 1e-5 * np.outer(normal(30, seed=seed), np.eye(40)[seed])
+    off = np.linalg.solve(G, off / 30**0.5) @ np.linalg.inv(A)  # the gradient's, for that direction's
 
-    def fits(direction):
-        parts = [[xp.asarray(m) for m in (x[..., :-1], x[..., -1])] for x in (gradient, direction)]
-        inverses = xp.asarray(A), xp.asarray(G)
-        return to_numpy(direction_fits(*map(tuple, parts), probes_for(*inverses)))
+    def fits(gradient):
+        weight, own = (gradient[..., :-1], gradient[..., -1]) if bias else (gradient, None)
+        parts = xp.asarray(weight), None if own is None else xp.asarray(own)
+        rows = xp.asarray(a[..., :-1] if bias else a), xp.asarray(g)
+        return to_numpy(rows_fit(parts, *rows, probes_for(xp.asarray(A), xp.asarray(G))))
 
-    assert fits(direction).all()
-    assert not fits(direction + off).any()
+    assert fits(gradient).all()
+    assert not fits(gradient + off).any()

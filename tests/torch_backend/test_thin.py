@@ -71,10 +71,9 @@ class Run:
         self.inputs = torch.Generator().manual_seed(1)
         original = LayerFactors.direction_of_rows
 
-        def counted(factors: Any, *args: Any) -> Any:
-            found = original(factors, *args)
-            self.uses += bool(found[1].all())
-            return found
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.uses += 1
+            return original(*args, **kwargs)
 
         monkeypatch.setattr(LayerFactors, "direction_of_rows", counted)
         if not thin:

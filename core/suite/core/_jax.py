@@ -131,6 +131,11 @@ def add_diagonal(x: jax.Array, value: Any) -> jax.Array:
     return x + value * jnp.eye(x.shape[-1], dtype=x.dtype)
 
 
+def multiplies_as_it_is(x: jax.Array) -> bool:
+    """Whether products of this dtype are a device's fastest: of bfloat16 not on CPUs."""
+    return x.dtype == jnp.bfloat16 and jax.default_backend() != "cpu"
+
+
 def usually(condition: jax.Array, x: jax.Array, other: Callable[[], Any]) -> jax.Array:
     """`x` where the condition holds and it is a number, else `other()`.
 

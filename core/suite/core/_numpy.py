@@ -137,6 +137,11 @@ def _is_lower(x: Array) -> Array:
     return rows[:, None] >= columns[None, :]
 
 
+def multiplies_as_it_is(x: Array) -> bool:
+    """Whether products of this dtype are a device's fastest, short of single precision."""
+    return False
+
+
 def usually(condition: Array, x: Array, other: Callable[[], Array]) -> Array:
     """`x` where the condition holds, else `other()`."""
     return array_namespace(x).where(condition, x, other())

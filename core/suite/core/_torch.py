@@ -18,7 +18,12 @@ from torch.nn import grad
 
 # Sides from which half a product is faster than a whole one; with rows twice as many. Measured.
 _SMALLEST_HALVED, _SMALLEST_HALVED_TALL = 384, 128
-_ONEDNN = torch.backends.mkldnn.is_available()  # asked here, for torch.compile cannot
+# Asked here, for torch.compile cannot.
+_ONEDNN = torch.backends.mkldnn.is_available()
+_CPU_MULTIPLIES_BFLOAT16 = _ONEDNN and builtins.any(  # no public question exists
+    getattr(torch.cpu, name, lambda: False)()
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+)
 _STRIP = 128  # rows to handle at a time, to stay in the cache
 # Sides of matrices that are inverted by halves, up to and from; of halves that no more are.
 _LARGEST_SMALL, _SMALLEST_LARGE, _SMALLEST_LAPACK = 128, 768, 32
@@ -322,6 +327,11 @@ def _strips(n: int) -> list[tuple[int, int]]:
 def _is_lower(x: torch.Tensor, diagonal: int = 0) -> torch.Tensor:
     """(n, n): whether an entry of (..., n, n) is on or below a diagonal."""
     return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(diagonal)
+
+
+def multiplies_as_it_is(x: torch.Tensor) -> Any:
+    """Whether products of this dtype are a device's fastest: of bfloat16 where the hardware has them."""
+    return x.dtype == torch.bfloat16 and (x.device.type != "cpu" or _CPU_MULTIPLIES_BFLOAT16)
 
 
 def usually(condition: torch.Tensor, x: torch.Tensor, other: Callable[[], Any]) -> torch.Tensor:

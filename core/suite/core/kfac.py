@@ -313,7 +313,7 @@ class KFAC:
                 products = eigenvalue_products(A, G)
             x = _rotate(G.vectors, x * tikhonov(lift(products), damping), A.vectors, back=True)
         else:
-            A, G = lift(A), lift(G)
+            A, G = linalg.for_products(A, G)
             x = xp.astype(gradient, A.dtype)
             batch = gradient.ndim - 2
             x = G[..., :, None] * x if G.ndim == batch + 1 else xp.matmul(G, x)
@@ -337,15 +337,16 @@ class KFAC:
             as parts of one are no contiguous memory.
         """
         xp = array_namespace(inputs)
-        A, G = lift(A), lift(G)
+        A, G = linalg.for_products(A, G)
         a, g = xp.astype(inputs, A.dtype), xp.astype(outputs, G.dtype)
         width = a.shape[-1]
         a, g = xp.matmul(a, A[..., :width, :]), xp.matmul(g, G)
-        if not bias:
-            return linalg.transposed_times(g, a), None
-        a += A[..., width:, :]
-        own = linalg.transposed_times(g, a[..., width:])[..., 0]
-        return linalg.transposed_times(g, a[..., :width]), own
+        own = None
+        if bias:
+            a += A[..., width:, :]
+            own = linalg.transposed_times(g, a[..., width:])[..., 0]
+            own = xp.astype(own, inputs.dtype)
+        return xp.astype(linalg.transposed_times(g, a[..., :width]), inputs.dtype), own
 
     def _inverse(self, average: Array, old: Any, batch: int, damping: Scalar) -> Array:
         if average.ndim == batch + 1:
@@ -365,16 +366,14 @@ def is_cheaper_by_rows(rows: int, d_in: int, d_out: int) -> bool:
 
 
 class Probes(NamedTuple):
-    """Random vectors on both sides of a direction, and the inverses' products with them."""
+    """Products of random vectors with the inverses on both sides of a direction."""
 
-    right: Array  # (..., 2, d_in)
-    left: Array  # (..., 8, d_out)
-    right_A: Array  # right A⁻¹
-    left_G: Array  # left G⁻¹
+    right: Array  # (..., 2, d_in), r A⁻¹
+    left: Array  # (..., 8, d_out), l G⁻¹
 
 
 def probes_for(A: Array, G: Array) -> Probes:
-    """Vectors for `direction_fits`, always the same.
+    """Vectors for `rows_fit`, always the same.
 
     A difference of rank one, the least visible, escapes one vector on the right with a chance of about
     the tolerance, and two with the square of it. Those on the left cost nothing, and make many numbers
@@ -390,16 +389,15 @@ def probes_for(A: Array, G: Array) -> Probes:
 
     def drawn(streams: Array, like: Array) -> Array:
         unit = unit_noise(streams, 0, (like.shape[-1],), like.dtype)
-        return xp.broadcast_to(unit, (*like.shape[:-2], *unit.shape))
+        return linalg.times_transposed(xp.broadcast_to(unit, (*like.shape[:-2], *unit.shape)), like)
 
-    right, left = drawn(streams[:2], A), drawn(streams[2:], G)
-    return Probes(right, left, linalg.times_transposed(right, A), linalg.times_transposed(left, G))
+    return Probes(drawn(streams[:2], A), drawn(streams[2:], G))
 
 
-def direction_fits(
-    gradient: tuple[Array, Array | None], direction: tuple[Array, Array | None], probes: Probes
+def rows_fit(
+    gradient: tuple[Array, Array | None], inputs: Array, outputs: Array, probes: Probes
 ) -> Array:
-    """(...): whether a direction D is G⁻¹ ∇ A⁻¹ up to rounding: l D r and (l G⁻¹) ∇ (A⁻¹ r) are alike.
+    """(...): whether G⁻¹ ∇ A⁻¹ is Σ (G⁻¹ g) (A⁻¹ a)ᵀ up to rounding: l · r of both are alike.
 
     Asked of the direction and not of the gradient: what is small in ∇ may be all of G⁻¹ ∇ A⁻¹. Matrices
     that differ by a share ε of their norm differ by about that on random vectors. Source: Freivalds 1979
@@ -407,23 +405,21 @@ def direction_fits(
 
     Args:
         gradient: ∇, the weight's part (..., d_out, d_in) without the column of a bias, and that column
-            (..., d_out) or None.
-        direction: the same of the direction.
+            (..., d_out) or None: then every a has the coordinate 1 besides.
+        inputs, outputs: rows a (..., n, d_in without bias) and g (..., n, d_out).
         probes: `probes_for` the inverses.
     """
     xp = array_namespace(probes.right)
     dtype = probes.right.dtype
-
-    def applied(left: Array, parts: tuple[Array, Array | None], right: Array) -> Array:
-        weight, bias = parts
-        width = weight.shape[-1]
-        found = linalg.times_transposed(right[..., :width], xp.astype(weight, dtype))
-        if bias is not None:
-            found = found + right[..., width:] * xp.astype(bias, dtype)[..., None, :]
-        return linalg.times_transposed(left, found)
-
-    expected = applied(probes.left_G, gradient, probes.right_A)
-    difference = applied(probes.left, direction, probes.right) - expected
+    weight, a, g = (xp.astype(x, dtype) for x in (gradient[0], inputs, outputs))
+    bias, width = gradient[1], a.shape[-1]
+    right, rest = probes.right[..., :width], probes.right[..., width:]
+    of_gradient, of_rows = (linalg.times_transposed(right, x) for x in (weight, a))
+    if bias is not None:
+        of_gradient = of_gradient + rest * xp.astype(bias, dtype)[..., None, :]
+        of_rows = of_rows + rest
+    expected = linalg.times_transposed(probes.left, of_gradient)
+    difference = linalg.times_transposed(linalg.times_transposed(probes.left, g), of_rows) - expected
     return _root_of_squares(difference) <= float(xp.finfo(dtype).eps) ** 0.5 * _root_of_squares(expected)
 
 

@@ -53,6 +53,16 @@ def summed_gram(x: Array) -> Array:
     return total
 
 
+def for_products(*factors: Array) -> tuple[Array, ...]:
+    """Factors as they are multiplied with: in bfloat16 if all are and the device does that faster.
+
+    That is about twice as fast and more; what they multiply is rounded to bfloat16 then, by as much as
+    they were themselves. Elsewhere, and in float16, whose range is short, in at least single precision.
+    """
+    fast = all(factorizations(array_namespace(x)).multiplies_as_it_is(x) for x in factors)
+    return factors if fast else tuple(map(lift, factors))
+
+
 def symmetrize(x: Array) -> Array:
     """(x + xᵀ) / 2."""
     return (x + transpose(x)) * 0.5

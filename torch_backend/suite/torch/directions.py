@@ -24,7 +24,7 @@ class Directions:
         damping: float,
         rates: Mapping[int, Any],
     ) -> None:
-        """`gradients`: of layers whose directions are not `known`, the weight's and perhaps the bias's."""
+        """`gradients`: the weight's, and perhaps the bias's, of layers whose directions are not known."""
         self._factors, self._gradients, self._damping = factors, gradients, damping
         self._rates = rates
         self._product: dict[int, torch.Tensor] = {}  # by bucket of layers with one rate

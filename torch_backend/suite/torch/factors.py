@@ -103,22 +103,31 @@ class LayerFactors(FactorRefresh):
         found: torch.Tensor | None = self._cache[number, "ready"]
         return found
 
-    def direction_of_rows(
+    def rows_fit(
         self, index: int, rows: tuple[torch.Tensor, torch.Tensor], gradient: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """A direction like `gradient`, from rows, and (1,) whether they make the gradient.
+    ) -> torch.Tensor:
+        """(1,): whether a layer's direction can be made of rows.
 
         Args:
             rows: (1, n, d_in without bias) inputs and (1, n, d_out) gradients of outputs.
             gradient: the weight's, and the bias's if there is one.
         """
-        A, G = (self.storage.full(self._inverse_of(index, side)[0]) for side in ("A", "G"))
-        weight, bias = gradient[0][None], gradient[1][None] if len(gradient) > 1 else None
-        direction = self.rule.apply_to_rows(A, G, *rows, bias=bias is not None)
         if (index, "probes") not in self._cache:
-            self._cache[index, "probes"] = core_kfac.probes_for(A, G)
-        fits = core_kfac.direction_fits((weight, bias), direction, self._cache[index, "probes"])
-        return [x[0] for x in direction if x is not None], fits
+            self._cache[index, "probes"] = core_kfac.probes_for(*self._inverses_of(index))
+        weight, bias = gradient[0][None], gradient[1][None] if len(gradient) > 1 else None
+        fits: torch.Tensor = core_kfac.rows_fit((weight, bias), *rows, self._cache[index, "probes"])
+        return fits
+
+    def direction_of_rows(
+        self, index: int, rows: tuple[torch.Tensor, torch.Tensor], *, bias: bool
+    ) -> list[torch.Tensor]:
+        """A layer's direction, the weight's part and perhaps the bias's; rows as in `rows_fit`."""
+        direction = self.rule.apply_to_rows(*self._inverses_of(index), *rows, bias=bias)
+        return [x[0] for x in direction if x is not None]
+
+    def _inverses_of(self, index: int) -> tuple[Any, Any]:
+        A, G = (self.storage.full(self._inverse_of(index, side)[0]) for side in ("A", "G"))
+        return A, G
 
     def report(self, index: int) -> dict[str, Any]:
         """Plain numbers about a layer's factors, as far as this rank has them."""

@@ -689,19 +689,17 @@ class KFACEngine:
         self, whole: Mapping[int, Sequence[torch.Tensor]]
     ) -> dict[int, list[torch.Tensor]]:
         """Of layers whose gradients are those of the few rows that were kept."""
+        given = {i: rows for i, kept in self.kept.items() if (rows := kept.take()) is not None}
+        given = {i: rows for i, rows in given.items() if i in whole and self.factors.is_ready(i)}
+        if not given:
+            return {}
+        fits = torch.cat([self.factors.rows_fit(i, rows, whole[i]) for i, rows in given.items()])
         found: dict[int, list[torch.Tensor]] = {}
-        fits = []
-        for i, kept in self.kept.items():
-            rows = kept.take()
-            if rows is not None and i in whole and self.factors.is_ready(i):
-                found[i], fit = self.factors.direction_of_rows(i, rows, whole[i])
-                fits.append(fit)
-        if not fits:
-            return found
-        for i, fit in zip(list(found), torch.cat(fits).tolist(), strict=True):  # one wait for all
-            if not fit:
+        for (i, rows), fit in zip(given.items(), fits.tolist(), strict=True):  # one wait for all
+            if fit:
+                found[i] = self.factors.direction_of_rows(i, rows, bias=len(whole[i]) > 1)
+            else:
                 self.kept[i].refuse()
-                del found[i]
         return found
 
     def _report_torn(self, torn: Sequence[int]) -> None:

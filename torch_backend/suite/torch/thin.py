@@ -2,8 +2,8 @@
 
 Of a linear layer ∇ = Σ g aᵀ, so that G⁻¹ ∇ A⁻¹ = Σ (G⁻¹ g) (A⁻¹ a)ᵀ: for n rows n (d_out² + d_in² +
 d_out d_in) multiplications in place of d_out d_in (d_out + d_in). The rows stand for the gradient only
-while it is what one backward pass made, and the direction must be that of the gradient on random vectors
-(`suite.core.kfac.direction_fits`); else the gradient itself is used.
+while it is what one backward pass made, and both must have one direction on random vectors
+(`suite.core.kfac.rows_fit`); else the gradient itself is used.
 """
 
 from __future__ import annotations
