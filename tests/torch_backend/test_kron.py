@@ -138,6 +138,34 @@ def test_blocks_handled_in_rounds_that_a_cache_holds_take_the_same_steps(monkeyp
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("missing", [None, 0, 1])
+def test_whole_parameters_and_blocks_of_one_size_take_their_own_steps_together(missing):
+    """4 x 4 parameters in one bucket with the two blocks of an 8 x 4 one, or by themselves."""
+    shapes = [(4, 4), (8, 4), (4, 4), (4,), (4,)]
+
+    def trajectory(groups: list[list[int]]) -> list[torch.Tensor]:
+        draws = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in shapes]
+        kron = Kron(
+            [{"params": [parameters[i] for i in own]} for own in groups],
+            lr=0.01,
+            block_size=4,
+            shared_factors=False,
+            weight_decay=0.1,
+        )
+        for _ in range(5):
+            for i, p in enumerate(parameters):
+                gradient = torch.randn(p.shape, generator=draws, dtype=torch.float64)
+                p.grad = None if i == missing else gradient
+            kron.step()
+        return [p.detach() for p in parameters]
+
+    together, apart = trajectory([[0, 1, 2, 3, 4]]), trajectory([[0], [1], [2], [3], [4]])
+    for i, (a, b) in enumerate(zip(together, apart, strict=True)):
+        assert a.abs().min() > 0 or i == missing
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
 def test_a_closure_runs_once_first_and_under_grad():
     model = network()
     kron = Kron(model.parameters())

@@ -123,6 +123,18 @@ def test_the_trajectory_is_the_same(monkeypatch, name):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def test_directions_from_rows_and_from_the_gradient_agree_to_bfloat16s_precision(monkeypatch):
+    monkeypatch.setattr("suite.core._torch._CPU_MULTIPLIES_BFLOAT16", True)
+    ends = []
+    for thin in (True, False):
+        run = Run(monkeypatch, thin)
+        ends.append(run.train({"inv_dtype": torch.bfloat16, "kl_clip": None}))
+        assert run.uses == (18 if thin else 0)
+    moved = [p.detach() for p in Run(monkeypatch, True).model.parameters()]
+    for a, b, start in zip(*ends, moved, strict=True):
+        assert (a - b).norm() < 0.03 * (b - start).norm()
+
+
 @pytest.mark.parametrize("change", [clip, decay, replace])
 def test_a_gradient_that_was_changed_is_used_itself(monkeypatch, change):
     thin = Run(monkeypatch, True)

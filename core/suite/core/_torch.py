@@ -144,7 +144,7 @@ def _by_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`_inverses`, of matrices for whose size LAPACK is slow: small ones a cache of them at a time."""
     n = x.shape[-1]
     inverses = torch.empty_like(x, memory_format=torch.contiguous_format).reshape(-1, n, n)
-    infos = []
+    infos = [torch.zeros(0, dtype=torch.int32)]
     if n > _LARGEST_SMALL:
         for matrix, inverse in zip(x.reshape(-1, n, n), inverses, strict=True):
             root = torch.zeros_like(matrix, memory_format=torch.contiguous_format)

@@ -24,7 +24,7 @@ class Directions:
         damping: float,
         rates: Mapping[int, Any],
     ) -> None:
-        """`gradients`: the weight's, and perhaps the bias's, of layers whose directions are not known."""
+        """`gradients`: the weight's and perhaps the bias's, of layers that are not `known`."""
         self._factors, self._gradients, self._damping = factors, gradients, damping
         self._rates = rates
         self._product: dict[int, torch.Tensor] = {}  # by bucket of layers with one rate
