@@ -53,7 +53,12 @@ def directions(
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("without", [(), ("branches.1.weight", "branches.1.bias"), ("branches.2.bias",)])
+BIASES = tuple(f"branches.{i}.bias" for i in range(4))
+
+
+@pytest.mark.parametrize(
+    "without", [(), ("branches.1.weight", "branches.1.bias"), ("branches.2.bias",), BIASES]
+)
 @pytest.mark.parametrize("kind", MAKES)
 def test_layers_alike_have_the_directions_of_each_alone(kind, without):
     make, shape = MAKES[kind]

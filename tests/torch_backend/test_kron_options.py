@@ -246,7 +246,8 @@ def test_a_compiled_step_is_the_eager_step_and_compiles_no_more_after_warm_up(st
         step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
         torch._dynamo.utils.counters.clear()
         graphs = []
-        for _ in range(16):
+        for number in range(16):
+            optimizer.param_groups[0]["lr"] = 0.01 * 0.9**number
             optimizer.zero_grad()
             loss_fn().backward()
             step()
@@ -255,5 +256,6 @@ def test_a_compiled_step_is_the_eager_step_and_compiles_no_more_after_warm_up(st
     assert graphs[-1] == graphs[8] > 0
     # With and without an update, and once more for numbers that turned out to change; the arithmetic of
     # a step is one graph: there is nothing to gain from many small ones.
-    assert graphs[-1] <= 16
-    assert same(*results)
+    assert graphs[-1] <= 6
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-14)

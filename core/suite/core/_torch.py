@@ -267,7 +267,7 @@ def root_mean_square(
     count = math.prod([x.shape[a] for a in axis])
     found = torch.linalg.vector_norm(x, dim=axis, keepdim=True) / count**0.5
     # What squares below float32's range would add is below its precision, of a mean square above 1e-30.
-    if _is_at_hand(found):
+    if found.numel() and _is_at_hand(found):
         least, greatest = torch.stack(torch.aminmax(found)).tolist()
         if least > 1e-15 and greatest < torch.inf:
             return found

@@ -397,9 +397,11 @@ class Kron(torch.optim.Optimizer):
         if not any(g is not None for g in gradients):
             return
         lr, decay = group["lr"], group["weight_decay"]
-        rates = (
-            None if finite is None and not isinstance(lr, torch.Tensor) else _rates(engine, lr, finite)
+        # A number that changes would be compiled anew each time.
+        as_number = (
+            finite is None and not isinstance(lr, torch.Tensor) and not torch.compiler.is_compiling()
         )
+        rates = None if as_number else _rates(engine, lr, finite)
 
         def move(directions: list[tuple[int, torch.Tensor]]) -> None:
             parameters = [local(engine.parameters[i]) for i, _ in directions]

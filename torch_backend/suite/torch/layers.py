@@ -159,10 +159,11 @@ def joined_gradients(
         matrices = [layer.gradient_matrix(*own) for layer, own in zip(layers, gradients, strict=True)]
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
     weights, *biases = map(torch.stack, zip(*gradients, strict=True))
+    rows = weights.flatten(2)
     if layers[0].bias is None:
-        return weights.flatten(2)
-    columns = biases[0] if biases else torch.zeros_like(weights[..., 0])
-    return torch.cat([weights.flatten(2), columns[..., None].to(weights.dtype)], dim=-1)
+        return rows
+    column = biases[0][..., None].to(rows.dtype) if biases else torch.zeros_like(rows[..., :1])
+    return torch.cat([rows, column], dim=-1)
 
 
 def split_directions(layers: Sequence[Layer], joined: torch.Tensor) -> list[list[torch.Tensor]]:
