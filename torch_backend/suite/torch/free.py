@@ -20,8 +20,8 @@ from suite.torch.hooks import packs_with
 
 T: Any = torch.Tensor
 
-SUMS = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__, torch.sub, T.sub, T.__sub__,
-        T.__rsub__, torch.rsub, T.sub_, T.__isub__}  # fmt: skip
+ADDITIONS = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__}
+SUMS = ADDITIONS | {torch.sub, T.sub, T.__sub__, T.__rsub__, torch.rsub, T.sub_, T.__isub__}
 _PRODUCT = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
 _COPY = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
 _MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
