@@ -242,6 +242,7 @@ CASES = {
     ),
     "linalg.transpose": (linalg.transpose, (normal(B, 4, 3),)),
     "linalg.symmetrize": (linalg.symmetrize, (normal(B, 4, 4),)),
+    "linalg.for_products": (linalg.for_products, (normal(B, 4, 4), normal(B, 3))),
     "linalg.diagonal": (linalg.diagonal, (normal(B, 4, 4),)),
     "linalg.trace": (linalg.trace, (normal(B, 4, 4),)),
     "linalg.row_norms": (linalg.row_norms, (normal(B, 4, 2),)),
@@ -498,6 +499,7 @@ OTHERS = {
     "padding.size_classes",
     *("linalg.eye_like", "linalg.finite_marks", "linalg.inner_product", "step_size.kl_clip_coefficient"),
     *("step_size.check_clip", "linalg.summed_gram", "statistics.normalized_over_batch"),
+    "linalg.grouped_products",
 }
 
 

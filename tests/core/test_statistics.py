@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from conftest import (
+    also_eager_jax,
     assert_close,
     assert_identical,
     dtype_name,
@@ -16,6 +17,7 @@ from conftest import (
     random,
     to_numpy,
 )
+from suite.core import _numpy
 from suite.core.statistics import (
     LayerStatistics,
     add_transposed,
@@ -229,6 +231,34 @@ def test_elementwise_second_moments_are_the_squares_of_every_rows_gradient(xp, k
     got = xp.run(elementwise_second_moment_sum, xp.asarray(g), other, kind=kind, shape=shape)
     assert got.shape == shape
     assert_close(got, expected)
+
+
+# How many rows each group has, and how many there are behind the last one's.
+GROUPS = [((2, 1, 3), 0), ((0, 4, 0, 1), 2), ((0, 0, 7, 0), 0), ((5,), 1), ((0, 0), 3), ((0, 0), 0),
+          ((1,) * 9, 0), ((9, 1, 1, 1, 1, 1), 0)]  # fmt: skip
+
+
+@also_eager_jax
+@pytest.mark.parametrize(("sizes", "behind"), GROUPS, ids=str)
+def test_a_grouped_product_has_the_squares_of_its_rows(xp, sizes, behind):
+    """A row's gradient by its group's matrix is x gᵀ. What lies behind the last group is no number."""
+    rows, groups = sum(sizes) + behind, len(sizes)
+    x, g, ends = normal(rows, 3, seed=1), normal(rows, 2, seed=2), np.cumsum(sizes)
+    expected = np.zeros((groups, 3, 2))
+    for row in range(sum(sizes)):
+        group = next(i for i in range(groups) if row < ends[i])
+        expected[group] += np.outer(x[row], g[row]) ** 2
+    x[sum(sizes) :] = g[sum(sizes) :] = np.nan
+    g, x, ends = xp.asarray(g), xp.asarray(x), xp.asarray(ends, "int32")
+
+    def squares(g, x, ends):
+        return elementwise_second_moment_sum(g, x, "grouped", expected.shape, ends)
+
+    got = xp.run(squares, g, x, ends)
+    assert got.shape == expected.shape
+    assert_close(got, expected)
+    if xp.name == "torch":  # elsewhere than on a CPU
+        assert_close(_numpy.grouped_products(x * x, g * g, ends), expected)
 
 
 def test_kfac_pytorch_scaling_is_that_of_its_covariances(xp):

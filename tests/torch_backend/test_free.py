@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from conftest import assert_close
 from suite.torch import KFAC
@@ -21,6 +22,38 @@ from torch_backend.rows_by_loops import (
     numbers,
     stepped,
 )
+
+
+def members(x, ends):
+    """(rows, groups): 1 where a row of x is in a group."""
+    rows, starts = torch.arange(len(x))[:, None], torch.cat([ends.new_zeros(1), ends[:-1]])
+    return ((rows >= starts) & (rows < ends)).to(x.dtype)
+
+
+def grouped(x, W, ends):
+    return torch.einsum("rk,ri,kio->ro", members(x, ends), x, W).clone()
+
+
+def grouped_backward(context, g):
+    x, W, ends = context.saved_tensors
+    by_x = torch.einsum("rk,ro,kio->ri", members(x, ends), g, W)
+    return by_x, torch.einsum("rk,ri,ro->kio", members(x, ends), x, g), None
+
+
+def save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+# transformers' own takes every dtype, too: torch's does not take float64.
+if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+    OWN, SCHEMA = (
+        "transformers::grouped_mm_fallback",
+        "(Tensor input, Tensor weight, Tensor offs) -> Tensor",
+    )
+    torch.library.custom_op(OWN, grouped, mutates_args=(), schema=SCHEMA)
+    torch.library.register_fake(OWN, grouped)
+    torch.library.register_autograd(OWN, grouped_backward, setup_context=save)
+OPERATOR = torch.ops.transformers.grouped_mm_fallback
 
 
 class Free(nn.Module):
@@ -44,6 +77,33 @@ class Free(nn.Module):
 # operation(x, *parameters), the same with parameters (*rows, *shape), shapes, and the axes of the rows
 SEQUENCE, IMAGE = (3, 2, 4), (3, 4, 2, 2)
 PLACES = torch.tensor([[2, 2], [0, 2], [1, 4]])
+ENDS = torch.tensor([1, 1, 5], dtype=torch.int32)
+
+
+def looked_up(p):
+    """A row of a table for every row of x, by tables of their own."""
+    return torch.stack([torch.stack([p[n, t, PLACES[n, t]] for t in (0, 1)]) for n in range(3)])
+
+
+def product_by_group(x, W):
+    """A matrix of a stack for every row of x but the last, by stacks of their own."""
+    groups = [0, 2, 2, 2, 2]
+    y = torch.stack([x[i // 2, i % 2] @ W[i // 2, i % 2, k] for i, k in enumerate(groups)])
+    return torch.cat([y, torch.zeros_like(y[:1])]).unflatten(0, (3, 2))
+
+
+def change(y, p, q):
+    y.add_(p)
+    y.mul_(q)
+    return y
+
+
+def change_parameters(x, p, q):
+    p.mul_(q)
+    p.add_(x)
+    return p * x
+
+
 FREE = {
     "x + p": (lambda x, p: x + p, lambda x, p: x + p, [(4,)], SEQUENCE, (3, 2)),
     "p + x": (lambda x, p: torch.add(p, x), lambda x, p: x + p, [(4,)], SEQUENCE, (3, 2)),
@@ -133,9 +193,7 @@ FREE = {
     ),
     "looked-up positions": (
         lambda x, p: x + p[PLACES],
-        lambda x, p: (
-            x + torch.stack([torch.stack([p[n, t, PLACES[n, t]] for t in (0, 1)]) for n in range(3)])
-        ),
+        lambda x, p: x + looked_up(p),
         [(5, 4)],
         SEQUENCE,
         (3, 2),
@@ -195,6 +253,34 @@ FREE = {
         [(4,)],
         SEQUENCE,
         (3, 2),
+    ),
+    "grouped": (
+        lambda x, W: OPERATOR(x.flatten(0, 1), W, ENDS).unflatten(0, (3, 2)),
+        product_by_group,
+        [(3, 4, 5)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "grouped, transposed": (
+        lambda x, W: OPERATOR(x.flatten(0, 1), W.transpose(1, 2), offs=ENDS).unflatten(0, (3, 2)),
+        lambda x, W: product_by_group(x, W.mT),
+        [(3, 5, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x changes": (
+        lambda x, p, q: change(x.clone(), p[PLACES], q),
+        lambda x, p, q: (x + looked_up(p)) * q,
+        [(5, 4), (4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "p changes": (
+        lambda x, p, q: change_parameters(x, p.clone(), q),
+        lambda x, p, q: (p[0] * q[0] + x) * x,
+        [SEQUENCE, SEQUENCE],
+        SEQUENCE,
+        (1,),
     ),
     "two in one": (
         lambda x, p, q: x * p + q,
@@ -299,3 +385,87 @@ def test_free_parameters_are_followed_in_the_module_that_owns_them_and_under_gra
     kfac.step()
     for name, (A, G) in held(kfac).items():
         assert_close(blocks_of((A, G))[0], blocks_of(expected[name])[0])
+
+
+class Experts(nn.Module):
+    """One of three for each example, with all their weights in stacks."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(numbers(3, 8, 4, seed=i)) for i in (1, 2))
+        self.shift, self.function = nn.Parameter(numbers(3, 8, seed=3)), function
+
+    def forward(self, x):
+        chosen, order = x[:, :3].argmax(1).sort()
+        ends = (chosen[:, None] == torch.arange(3)).sum(0).cumsum(0, dtype=torch.int32)
+        y = self.function(x[order], self.up.transpose(1, 2), offs=ends)
+        y.add_(self.shift[chosen])
+        return self.function(torch.tanh(y), self.down, offs=ends)[order.argsort()]
+
+
+def assert_squares_of_each_examples_gradient(model, kfac, x, tolerance):
+    factors = held(kfac)
+    for name in ("up", "down", "shift"):
+        weight = model[0].get_parameter(name)
+        gradients = [torch.autograd.grad(loss_of(model(one), "sum"), weight)[0] for one in x.split(1)]
+        expected = torch.stack(gradients).square().sum(0).reshape(1, -1)
+        A, G = factors[f"0.{name}"]
+        torch.testing.assert_close(A * G[:, 0], expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("how", ["whole", "in parts", "checkpointed", "compiled"])
+def test_experts_have_the_squares_of_each_examples_gradient(how):
+    model = double(lambda: nn.Sequential(Experts(OPERATOR), nn.Tanh(), nn.Linear(4, 3)))
+    kfac, x = KFAC(model, kl_clip=None, loss_reduction="sum"), numbers(13, 4)
+    run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    for part in x.split([2, 10, 1]) if how == "in parts" else [x]:
+        if how == "checkpointed":
+            y = model[1:](checkpoint(model[0], part, use_reentrant=False))
+        else:
+            y = run(part)
+        loss_of(y, "sum").backward()
+    kfac.step()
+    assert all(route.treatment == "kfac" for route in kfac.routing())
+    kfac.detach()
+    assert_squares_of_each_examples_gradient(model, kfac, x, 1e-12)
+
+
+@pytest.mark.parametrize("place", [torch, F], ids=["_grouped_mm", "grouped_mm"])
+def test_torchs_own_grouped_product_is_one(place):
+    function = getattr(place, "grouped_mm" if place is F else "_grouped_mm", None)
+    model, x = (
+        nn.Sequential(Experts(function), nn.Tanh(), nn.Linear(4, 3)).float(),
+        numbers(13, 4).float(),
+    )
+    try:
+        model(x)
+    except (TypeError, RuntimeError):
+        pytest.skip("torch has none for this device")
+    kfac = stepped(model, x, reduction="sum")
+    kfac.detach()
+    assert_squares_of_each_examples_gradient(model, kfac, x, 1e-4)
+
+
+def test_a_grouped_product_that_is_not_understood_is_reported():
+    """Rows that are a parameter."""
+
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Parameter(numbers(6, 4))
+            self.register_buffer("experts", numbers(3, 4, 2))
+
+        def forward(self, x):
+            return x + OPERATOR(self.rows, self.experts, ENDS)
+
+    model = nn.Sequential(nn.Linear(2, 2), Rows()).double()
+    kfac = KFAC(model)
+    loss_of(model(numbers(6, 2))).backward()
+    with (
+        pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'1.rows'"),
+        pytest.warns(RuntimeWarning, match="not seen running.*'1.rows'"),
+    ):
+        kfac.step()
+    assert kfac.routing()["1.rows"].treatment == "waiting"

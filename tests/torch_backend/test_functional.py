@@ -16,11 +16,32 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from suite.torch import KFAC
+from torch_backend.rows_by_loops import both_reductions, held, loss_of, with_one
 
 
 class LinearWithCast(nn.Linear):
     def forward(self, input):
         return F.linear(input.to(self.weight.dtype), self.weight, bias=self.bias)
+
+
+class ByProduct(nn.Linear):
+    """Falcon's linear layers."""
+
+    def forward(self, input):
+        y = input @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class ByCastProduct(nn.Linear):
+    def forward(self, input):
+        y = torch.matmul(input, self.weight.clone().transpose(-2, -1).contiguous())
+        y += self.bias.to(y.dtype)
+        return y
+
+
+class ByParts(nn.Linear):
+    def forward(self, input):
+        return torch.add(self.bias, F.linear(input, self.weight))
 
 
 class SameConv(nn.Conv2d):
@@ -109,6 +130,10 @@ def numbers(batch):
     return torch.randn(batch, 4)
 
 
+def sequences(batch):
+    return torch.randn(batch, 3, 4)
+
+
 def words(batch):
     return torch.randint(0, 7, (batch, 5))
 
@@ -116,6 +141,10 @@ def words(batch):
 # what has a forward of its own, the same of torch's own layers, what is fed to it
 CASES = {
     "linear": (lambda: LinearWithCast(4, 3), lambda: nn.Linear(4, 3), 3, numbers),
+    "product": (lambda: ByProduct(4, 4, bias=False), lambda: nn.Linear(4, 4, bias=False), 4, numbers),
+    "product and bias": (lambda: ByProduct(4, 3), lambda: nn.Linear(4, 3), 3, sequences),
+    "product of casts": (lambda: ByCastProduct(4, 4), lambda: nn.Linear(4, 4), 4, sequences),
+    "by parts": (lambda: ByParts(4, 3), lambda: nn.Linear(4, 3), 3, numbers),
     "conv": (
         lambda: SameConv(3, 4, 3, 2, bias=False),
         lambda: Padded(nn.Conv2d(3, 4, 3, 2, bias=False)),
@@ -197,7 +226,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_the_layer_it_is(case, method):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
-@pytest.mark.parametrize("case", ["linear", "layer norm", "embedding"])
+@pytest.mark.parametrize("case", ["linear", "product and bias", "layer norm", "embedding"])
 def test_it_is_seen_under_checkpointing_and_compiled(case):
     make, _, width, feed = CASES[case]
     x = inputs(feed)
@@ -217,6 +246,87 @@ def test_it_is_seen_under_checkpointing_and_compiled(case):
         assert_same([[p.detach() for p in compiled.parameters()]], expected[number : number + 1])
 
 
+@both_reductions
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_product_with_a_transpose_has_the_second_moments_of_its_rows(bias, parts, reduction):
+    """a and g of every row by autograd; parts of a batch add up to all of it."""
+    x = inputs(sequences)
+    model = built(lambda: ByProduct(4, 3, bias=bias), 3)
+    a = with_one(x) if bias else x
+    s = (a @ torch.cat([p.reshape(3, -1) for p in model.body.parameters()], 1).T).detach()
+    (g,) = torch.autograd.grad(loss_of(model.head(s.requires_grad_().mean(1)), reduction), s)
+    kfac = KFAC(model, kl_clip=None, loss_reduction=reduction)
+    for part in x.chunk(parts):
+        share = len(part) / len(x) if reduction == "mean" else 1
+        (share * loss_of(model(part), reduction)).backward()
+    kfac.step()
+    A, G = held(kfac)["body"]
+    a, g = a.flatten(0, 1), g.flatten(0, 1)
+    terms = len(x) if reduction == "mean" else 1
+    torch.testing.assert_close(A[0], a.T @ a / len(a), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(G[0], terms * g.T @ g, rtol=1e-12, atol=1e-12)
+
+
+class Used(nn.Linear):
+    """`use` of the input, the weight and the bias."""
+
+    def __init__(self, use):
+        super().__init__(4, 4)
+        self.use = use
+
+    def forward(self, x):
+        return self.use(x, self.weight, self.bias)
+
+
+def both(y, b):
+    return (y + b) * y
+
+
+def twice(x, view):
+    return x @ view + torch.tanh(torch.einsum("ni,io->no", x, view))
+
+
+# what misses a use, and what is no use of the layer at all
+MISSED = {
+    "a product also without its bias": lambda x, W, b: both(x @ W.T, b),
+    "in a list": lambda x, W, b: torch.stack([y := x @ W.T, y + b]).sum(0),
+    "one transpose, twice": lambda x, W, b: twice(x, W.T) + F.linear(x, W, b),
+    "one cast, twice": lambda x, W, b: F.linear(x, C := W.clone(), b) + x @ C,
+}
+OTHERS = {
+    "x W": lambda x, W, b: x @ W + b,
+    "F.linear of a transpose": lambda x, W, b: F.linear(x, W.T, b),
+    "a bias after a function": lambda x, W, b: torch.tanh(x @ W.T) + b,
+    "a bias of the transpose": lambda x, W, b: (x[:4] @ W.T).T + b,
+    "no bias": lambda x, W, b: x @ W.T + b.detach() + 0 * b.sum(),
+    "a difference": lambda x, W, b: x @ W.T - b,
+    "a view that is no transpose": lambda x, W, b: x @ W.transpose(0, 0) + b,
+}
+
+
+@pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
+@pytest.mark.parametrize("how", MISSED)
+def test_a_use_that_is_missed_is_reported(how):
+    model = built(lambda: Used(MISSED[how]), 4)
+    kfac = KFAC(model)
+    model(inputs(numbers)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'body'"):
+        kfac.step()
+
+
+@pytest.mark.filterwarnings("ignore:statistics miss some uses:RuntimeWarning")
+@pytest.mark.parametrize("how", OTHERS)
+def test_what_is_no_call_of_the_layer_waits(how):
+    model = built(lambda: Used(OTHERS[how]), 4)
+    kfac = KFAC(model)
+    model(inputs(numbers)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="not seen running in training mode.*'body'"):
+        kfac.step()
+    for name in ("weight", "bias"):
+        assert kfac.routing()[f"body.{name}"].treatment == "waiting"
+
+
 class Taken(nn.Module):
     """Hands its children's weights to functions, or calls them."""
 
@@ -233,7 +343,7 @@ class Taken(nn.Module):
         x = F.conv1d(x, self.conv.weight, bias=self.conv.bias).mT
         x = x + F.embedding(ids, weight=self.table.weight)
         x = torch.tanh(F.linear(input=x, weight=self.qkv.weight, bias=self.qkv.bias))
-        x = torch.tanh(F.linear(x, self.heads[0].weight))
+        x = torch.tanh(x.matmul(self.heads[0].weight.t()))
         return F.linear(x, self.heads[1].weight, self.heads[1].bias)
 
 
@@ -319,18 +429,18 @@ def test_after_a_step_only_those_that_found_a_function_go_on_watching():
 def test_a_last_layer_with_a_forward_of_its_own_tells_the_number_of_terms():
     """Where its function is known, and where only its output is."""
 
-    class ByProduct(nn.Linear):
+    class BySum(nn.Linear):
         def forward(self, x):
-            return x @ self.weight.T + self.bias
+            return torch.einsum("ni,oi->no", x, self.weight) + self.bias
 
     found = []
-    for kind in (nn.Linear, LinearWithCast, ByProduct):
+    for kind in (nn.Linear, LinearWithCast, ByProduct, BySum):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), kind(12, 2)).double()
         kfac = KFAC(model, kl_clip=None)
         x = inputs(lambda batch: torch.randn(batch, 3, 4))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore" if kind is ByProduct else "error")
+            warnings.simplefilter("ignore" if kind is BySum else "error")
             model(x).square().mean().backward()
             kfac.step()
         found.append(kfac.state_dict()["kfac"]["layers"]["0"]["G"])

@@ -19,6 +19,7 @@ from suite.core import _numpy
 
 # In the standard's words; the compiler joins them.
 pack, unpack, times_block_diagonal = _numpy.pack, _numpy.unpack, _numpy.times_block_diagonal
+grouped_products = _numpy.grouped_products
 
 
 def _over_stack(function: Callable[..., Any], *arrays: jax.Array, vectors: int = 0) -> Any:

@@ -31,10 +31,10 @@ def factorizations(xp: Namespace) -> Any:
 
     `cholesky_inverse`, `eigh`, `qr` and `solve_triangular`, for the standard's own raise on a bad
     matrix, wait for the device to find out, or do not exist; `gram`, `summed_gram`, `correlations`,
-    `diagonal`, `trace`, `are_finite`, `largest_entry`, `root_mean_square`, `inner_product`,
-    `add_diagonal`, `pack` and `unpack`, which in the standard's words compute, copy or compile more than
-    they need to; `usually`, a `where` that may look; `parts`, what to work on at a time;
-    `multiplies_as_it_is`, what hardware is fast at.
+    `grouped_products`, `diagonal`, `trace`, `are_finite`, `largest_entry`, `root_mean_square`,
+    `inner_product`, `add_diagonal`, `pack` and `unpack`, which in the standard's words compute, copy or
+    compile more than they need to; `usually`, a `where` that may look; `parts`, what to work on at a
+    time; `multiplies_as_it_is`, what hardware is fast at.
     """
     name = xp.__name__
     if name == "suite.core._torch":

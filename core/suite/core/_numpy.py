@@ -185,6 +185,46 @@ def summed_gram(x: Array) -> Array:
     return xp.sum(xp.matmul(x, xp.matrix_transpose(x)), axis=0)
 
 
+def grouped_products(x: Array, y: Array, ends: Array) -> Array:
+    """xᵀ y over the rows of each group, as many groups as `ends` says.
+
+    Rows are gathered into tiles of one group each, whose number does not depend on how rows are grouped:
+    of r rows in e groups no more than e tiles of ⌈r / e⌉ are full, and no more than one a group is not.
+
+    Args:
+        x, y: (rows, m) and (rows, n), in the order of their groups.
+        ends: (groups,), integers: the row behind each group's last. Rows behind the last group's may be
+            anything.
+
+    Returns:
+        (groups, m, n).
+    """
+    xp, device = array_namespace(x), device_of(x)
+    groups, rows = ends.shape[0], x.shape[0]
+    if not rows:
+        return xp.zeros((groups, x.shape[1], y.shape[1]), dtype=x.dtype, device=device)
+    size = -(-rows // groups)
+    starts = xp.concat([xp.zeros_like(ends[:1]), ends])  # one more group, without rows: for spare tiles
+    stops = xp.concat([ends, ends[-1:]])
+    used = (stops - starts + (size - 1)) // size
+    after = xp.cumulative_sum(used, axis=0)
+    tile = xp.arange(2 * groups, device=device)
+    group = xp.sum(xp.astype(tile[:, None] >= after[None, :-1], xp.int32), axis=1)
+    first = xp.take(starts - (after - used) * size, group, axis=0) + tile * size
+    row = first[:, None] + xp.arange(size, device=device)[None, :]
+    inside = row < xp.take(stops, group, axis=0)[:, None]
+    row = xp.reshape(xp.where(inside, row, xp.zeros_like(row)), (-1,))
+
+    def tiles(z: Array) -> Array:
+        gathered = xp.reshape(xp.take(z, row, axis=0), (2 * groups, size, z.shape[1]))
+        return xp.where(inside[..., None], gathered, xp.zeros_like(gathered))
+
+    products = xp.matmul(xp.matrix_transpose(tiles(x)), tiles(y))
+    members = xp.astype(xp.arange(groups, device=device)[:, None] == group[None, :], x.dtype)
+    sums = xp.matmul(members, xp.reshape(products, (2 * groups, -1)))
+    return xp.reshape(sums, (groups, *products.shape[1:]))
+
+
 def correlations(x: Array, kernel: tuple[int, int], dilation: tuple[int, int], groups: int) -> Array:
     """Products of an image with itself, shifted by every difference of two places of a kernel.
 

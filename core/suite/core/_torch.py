@@ -16,6 +16,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn import grad
 
+from suite.core import _numpy
+
 # Sides from which half a product is faster than a whole one; with rows twice as many. Measured.
 _SMALLEST_HALVED, _SMALLEST_HALVED_TALL = 384, 128
 # Asked here, for torch.compile cannot.
@@ -415,6 +417,14 @@ def summed_gram(x: torch.Tensor) -> torch.Tensor:
         return flat @ flat.mT
     zero = torch.zeros((x.shape[1], x.shape[1]), dtype=x.dtype, device=x.device)
     return torch.addbmm(zero, x, x.mT)
+
+
+def grouped_products(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """See `_numpy.grouped_products`; on a CPU group by group, which takes a fifth of the time."""
+    if not _is_at_hand(x):
+        return _numpy.grouped_products(x, y, ends)  # the host does not wait for `ends`
+    groups = itertools.pairwise([0, *ends.tolist()])
+    return torch.stack([x[start:stop].mT @ y[start:stop] for start, stop in groups])
 
 
 def correlations(

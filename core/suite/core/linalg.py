@@ -63,6 +63,17 @@ def for_products(*factors: Array) -> tuple[Array, ...]:
     return factors if fast else tuple(map(lift, factors))
 
 
+def grouped_products(x: Array, y: Array, ends: Array) -> Array:
+    """xᵀ y over the rows of each group: (rows, m), (rows, n) -> (groups, m, n).
+
+    Args:
+        ends: (groups,), integers: the row behind each group's last. Rows behind the last group's may be
+            anything.
+    """
+    products: Array = factorizations(array_namespace(x)).grouped_products(x, y, ends)
+    return products
+
+
 def symmetrize(x: Array) -> Array:
     """(x + xᵀ) / 2."""
     return (x + transpose(x)) * 0.5

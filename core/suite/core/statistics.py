@@ -173,16 +173,22 @@ def _parts(x: Array) -> Any:
 
 
 def elementwise_second_moment_sum(
-    gradient: Array, other: Array | None, kind: str, shape: tuple[int, ...]
+    gradient: Array,
+    other: Array | None,
+    kind: str,
+    shape: tuple[int, ...],
+    ends: Array | None = None,
 ) -> Array:
     """Of a parameter's `shape`: Σ over the rows that share an element of its gradient's square.
 
     Args:
         gradient: of the loss by the output y of an operation on the parameter p.
         other: what p was multiplied with; None for 'sum'.
-        kind: 'sum' (y = x + p), 'product' (x p, elementwise), 'linear' (x pᵀ), 'right' (x p) or 'left'
-            (p x). p was broadcast to what the operation needed.
+        kind: 'sum' (y = x + p), 'product' (x p, elementwise), 'linear' (x pᵀ), 'right' (x p), 'left'
+            (p x) or 'grouped' (x p[i] of the rows before ends[i]). p was broadcast to what the operation
+            needed.
         shape: of p.
+        ends: (groups,), of 'grouped': the row behind each group's last, see `linalg.grouped_products`.
     """
     xp = array_namespace(gradient)
     squares = gradient * gradient
@@ -191,6 +197,8 @@ def elementwise_second_moment_sum(
     others = other * other
     if kind == "product":
         return _sum_to(squares * others, shape)
+    if kind == "grouped":
+        return linalg.grouped_products(others, squares, ends)
     if kind == "left":
         return _sum_to(xp.matmul(squares, xp.matrix_transpose(others)), shape)
     if len(shape) == 2:

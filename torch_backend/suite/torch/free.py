@@ -20,8 +20,8 @@ from suite.torch.hooks import packs_with
 
 T: Any = torch.Tensor
 
-SUMS = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__, torch.sub, T.sub, T.__sub__,
-        T.__rsub__, torch.rsub, T.sub_, T.__isub__}  # fmt: skip
+ADDITIONS = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__}
+SUMS = ADDITIONS | {torch.sub, T.sub, T.__sub__, T.__rsub__, torch.rsub, T.sub_, T.__isub__}
 _PRODUCT = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
 _COPY = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
 _MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
@@ -29,6 +29,10 @@ CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T
 _VIEW = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
+# Products of rows with their group's matrix of a stack. torch.compile shows modes none of torch's own,
+# only the operator that transformers has for what those cannot do, which is known by its name.
+_GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
+_GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
 _QUOTIENT = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}  # by a number
 # Functions of each entry: their derivatives' squares, by their values.
 _ENTRYWISE: dict[Any, Any] = {
@@ -80,10 +84,14 @@ class FreeParameters(TorchFunctionMode):
             self.constants = [x for x in self.constants if x is not written]
         if not isinstance(output, T) or not output.requires_grad:
             return output
-        if any(output is operand for operand in args[:1]) and function in _VIEW | CASTS:
+        in_place = any(output is operand for operand in args[:1])
+        if in_place and function in _VIEW | CASTS:
             return output  # nothing to view or to cast
-        for place, operand in enumerate(args[:3]):
-            for watched in self._known(operand):
+        uses = [(place, x, self._known(x)) for place, x in enumerate(args[:3])]
+        if in_place:  # what it was is no more
+            self.watched = [x for x in self.watched if x.tensor is not output]
+        for place, operand, known in uses:
+            for watched in known:
                 if function in _VIEW and place == 0:
                     slot = function(watched.slot, *args[1:], **kwargs)
                     self.watched.append(watched._replace(tensor=output, slot=slot))
@@ -97,20 +105,21 @@ class FreeParameters(TorchFunctionMode):
                     self.watched.append(watched._replace(tensor=output, slot=slot))
                 elif not kwargs and function in SUMS | _PRODUCT and self._without_rows(args[1 - place]):
                     # 1 + p has no rows before it meets x. The square of a factor goes into squares.
-                    factor = args[1 - place] if function in _PRODUCT else 1
+                    factor = before[1 - place] if function in _PRODUCT else 1
                     square = factor.detach().square() if isinstance(factor, T) else factor**2
                     slot = (watched.slot * square).expand(output.shape)
                     self.watched.append(watched._replace(tensor=output, slot=slot))
                 else:
-                    bare = output
                     others = operands[:1] if function is F.linear else operands
                     others = [x for x in others if x is not operand and x.requires_grad]
                     # A buffer may be data, and its rows those of a product; parameters are none.
                     met = not any([self._without_rows(x) for x in others])  # noqa: C419
-                    if not kwargs and met:
-                        output = _probed(function, output, before, place, watched)
-                    if output is bare and watched.strays is not None:
+                    ends, probed = _ends_of_groups(function, args, kwargs), None
+                    if met and (not kwargs or ends is not None):
+                        probed = _probed(function, output, before, place, watched, ends, in_place)
+                    if probed is None and watched.strays is not None:
                         watched.strays.add(watched.name)
+                    output = output if probed is None else probed
         return output
 
     def _known(self, operand: Any) -> list[Watched]:
@@ -130,8 +139,23 @@ def _divides(x: Any) -> bool:
     return isinstance(x, int | float) and x != 0
 
 
-def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -> T:
-    """`output`, with a probe behind it if this use is understood."""
+def _ends_of_groups(function: Any, args: Any, kwargs: Any) -> Any:
+    """Of a grouped product the offsets of its groups' ends, if it has any."""
+    if function not in _GROUPED and str(function) != _GROUPED_OPERATOR:
+        return None
+    return args[2] if len(args) > 2 else kwargs.get("offs")
+
+
+def _probed(
+    function: Any,
+    output: T,
+    args: Any,
+    place: int,
+    watched: Watched,
+    ends: T | None,
+    in_place: bool,
+) -> T | None:
+    """`output`, with a probe behind it; None: this use is not understood."""
     others = [x for i, x in enumerate(args[:2]) if i != place and isinstance(x, T)]
     shape = watched.slot.shape
     kind, other = "", None
@@ -147,10 +171,12 @@ def _probed(function: Any, output: T, args: Any, place: int, watched: Watched) -
         kind, other = ("right" if place == 1 else "left"), others[0]
         if function is T.__rmatmul__:
             kind = "left" if place == 1 else "right"
+    elif ends is not None and len(shape) == 3 and args[0].ndim == 2:
+        kind, other = "grouped", args[0]
     if not kind:
-        return output
+        return None
     slots = watched.slot, watched.ones, watched.counts
-    return _FreeProbe.apply(output, other, *slots, kind, watched.clock)
+    return _FreeProbe.apply(output, other, *slots, kind, watched.clock, ends, in_place)
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
@@ -162,21 +188,33 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
 class _FreeProbe(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: T, other: T | None, slot: T, ones: T, counts: T, kind: str, clock: Any
+        ctx: Any,
+        y: T,
+        other: T | None,
+        slot: T,
+        ones: T,
+        counts: T,
+        kind: str,
+        clock: Any,
+        ends: T | None,
+        in_place: bool,
     ) -> T:
-        ctx.save_for_backward(other)
+        ctx.save_for_backward(other, ends)
         ctx.kind, ctx.shape, ctx.dtype, ctx.clock = kind, slot.shape, slot.dtype, clock
+        if in_place:  # whoever changed a tensor goes on with that, not with what is returned
+            ctx.mark_dirty(y)
+            return y
         return y.detach()  # an alias, see capture._Probe
 
     @staticmethod
     def backward(ctx: Any, gradient: T) -> Any:
         if not ctx.needs_input_grad[2] or (ctx.clock is not None and not ctx.clock.sampling):
-            return gradient, *(None,) * 6
-        (other,) = ctx.saved_tensors
+            return gradient, *(None,) * 8
+        other, ends = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             g = gradient.to(ctx.dtype)
             other = None if other is None else other.detach().to(ctx.dtype)
-            squares = elementwise_second_moment_sum(g, other, ctx.kind, tuple(ctx.shape))
+            squares = elementwise_second_moment_sum(g, other, ctx.kind, tuple(ctx.shape), ends)
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
         counts = torch.tensor([1.0, 0.0], dtype=ctx.dtype, device=gradient.device)
-        return gradient, None, squares, one, counts, None, None
+        return gradient, None, squares, one, counts, *(None,) * 4

@@ -3,14 +3,15 @@
 A subclass of a layer with a forward of its own (timm's norms, scaled embeddings), or a module that hands
 a child's weight to a function (`F.linear(x, self.qkv.weight)`), has no call that a module's hook could
 read. While such a module runs, a torch function mode watches for the functions below with one of these
-weights, and treats each call as one of the layer. It also watches for sums of what an embedding looked
-up once for all examples with what they have each (`tokens + self.positions(torch.arange(n))`).
+weights, and treats each call as one of the layer. So is `x @ self.weight.T`, and of a layer with a bias
+the sum of a product and that. It also watches for sums of what an embedding looked up once for all
+examples with what they have each (`tokens + self.positions(torch.arange(n))`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,16 +19,18 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from suite.torch.capture import LayerCapture
-from suite.torch.free import CASTS, SUMS
+from suite.torch.free import ADDITIONS, CASTS, SUMS
 from suite.torch.hooks import Enter, Hook, ModeAround, packs_with
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import LayerSpec, paddings
 
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
+_PRODUCTS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 _CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 # By function: the names of its arguments, by which it may be called.
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),
+    **dict.fromkeys(_PRODUCTS, ("input", "weight")),  # which is transposed
     torch.conv1d: _CONVOLVE,
     torch.conv2d: _CONVOLVE,
     torch.conv3d: _CONVOLVE,
@@ -88,7 +91,7 @@ def call_of(function: Any, given: Mapping[str, Any], site: Site) -> LayerSpec | 
     spec, bias = site.spec, given.get("bias")
     if spec.bias and bias is None:
         return None  # what has a coordinate of A is not there
-    if function is F.linear:
+    if function is F.linear or function in _PRODUCTS:
         return spec if spec.kind == "dense" else None
     if function is F.embedding:
         padding = given.get("padding_idx")
@@ -176,6 +179,18 @@ class FunctionCapture(ModeAround):
                     return probed
         return output
 
+    def awaits_bias(self, place: int, given: Mapping[str, Any]) -> bool:
+        """Whether what is made of a layer's weight is the layer's output once its bias is added."""
+        capture, index = self.uses[place]
+        spec = capture.layer.sites[index].spec
+        return spec.kind == "dense" and spec.bias and given.get("bias") is None
+
+    def stray(self, place: int) -> None:
+        """What awaits a layer's bias went elsewhere."""
+        capture, _ = self.uses[place]
+        if capture.clock.discovering:
+            capture.clock.strays.add(capture.layer.name)
+
     def meet(self, places: list[int], function: Any, given: Mapping[str, Any], output: Any) -> Any:
         """The output of a function that got a weight, with a probe behind it."""
         for place in places:
@@ -190,13 +205,34 @@ class FunctionCapture(ModeAround):
         return output
 
 
+class _Known(NamedTuple):
+    """A layer's 'weight', the 'transpose' of that or the 'bias', or a cast of one."""
+
+    tensor: torch.Tensor
+    place: int  # in `FunctionCapture.uses`
+    role: str
+
+
+class _Product(NamedTuple):
+    """Of a layer's weight, or a cast of it, that awaits the layer's bias."""
+
+    tensor: torch.Tensor
+    place: int
+    x: torch.Tensor
+
+
 class _Watching(TorchFunctionMode):
     def __init__(self, around: FunctionCapture) -> None:
         super().__init__()
         self.around = around
         # Of modules, and not of layers: while fully_shard's forward runs, they have whole parameters.
-        weights = [capture.layer.sites[index].module.weight for capture, index in around.uses]
-        self.weights = list(zip(weights, range(len(weights)), strict=True))
+        self.known: list[_Known] = []
+        self.products: list[_Product] = []
+        for place, (capture, index) in enumerate(around.uses):
+            site = capture.layer.sites[index]
+            self.known.append(_Known(site.module.weight, place, "weight"))
+            if site.spec.kind == "dense" and site.spec.bias:
+                self.known.append(_Known(site.module.bias, place, "bias"))
         self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -207,16 +243,51 @@ class _Watching(TorchFunctionMode):
         if packs_with() is not self.saving:
             return output  # a checkpoint inside of the forward runs its part again without this mode
         if function in CASTS:
-            cast = [
-                place for weight, place in self.weights if weight is args[0] and output is not weight
-            ]
-            self.weights += [(output, place) for place in cast]
+            self._follow(args[0], output)
             return output
-        if function in SUMS and not kwargs:
+        sums = function in SUMS and not kwargs
+        for product in self._met(args, kwargs) if self.products else ():
+            bias = args[args[0] is product.tensor] if sums and function in ADDITIONS else None
+            if product.place in self._places(bias, "bias"):
+                given = {"input": product.x, "bias": bias}
+                return self.around.meet([product.place], F.linear, given, output)
+            self.around.stray(product.place)
+        if sums:
             return self.around.meet_sum(args, output)
         names = _ARGUMENTS.get(function)
         if names is None:
             return output
         given = dict(zip(names, args, strict=False)) | kwargs
-        places = [place for weight, place in self.weights if weight is given.get("weight")]
+        places = self._places(given.get("weight"), "transpose" if function in _PRODUCTS else "weight")
+        for place in places:
+            if self.around.awaits_bias(place, given):
+                self.products.append(_Product(output, place, given["input"]))
         return self.around.meet(places, function, given, output) if places else output
+
+    def _places(self, tensor: Any, role: str) -> list[int]:
+        return [
+            known.place
+            for known in self.known
+            if (known.role == role and known.tensor is tensor)
+            or (role == "transpose" and known.role == "weight" and _is_transpose(tensor, known.tensor))
+        ]
+
+    def _met(self, args: Any, kwargs: Any) -> list[_Product]:
+        """The products among a function's arguments, or in lists of them."""
+        given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
+        return [p for p in self.products if any([p.tensor is x for some in given for x in some])]  # noqa: C419
+
+    def _follow(self, tensor: torch.Tensor, output: torch.Tensor) -> None:
+        """A cast of something that is known."""
+        if output is tensor:
+            return
+        self.products += [p._replace(tensor=output) for p in self.products if p.tensor is tensor]
+        for role in ("weight", "transpose", "bias"):
+            self.known += [_Known(output, place, role) for place in self._places(tensor, role)]
+
+
+def _is_transpose(x: Any, weight: torch.Tensor) -> bool:
+    """Whether it is a weight's transposed view."""
+    # By its base, for torch.compile does not show `weight.T` to modes.
+    alike = isinstance(x, torch.Tensor) and x.shape == weight.shape[::-1] and x._base is weight
+    return alike and x.stride() == weight.stride()[::-1]

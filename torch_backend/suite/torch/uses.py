@@ -63,13 +63,29 @@ class _Counting(TorchFunctionMode):
     def __init__(self, watched: set[int], counts: dict[int, int]) -> None:
         super().__init__()
         self.watched, self.counts = watched, counts
+        self.casts: dict[int, tuple[torch.Tensor, int]] = {}  # a weight's, and which
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
-        taken = isinstance(output, torch.Tensor) and output.requires_grad
-        if taken and not (function in CASTS and output is args[0]):
-            for operand in (*args, *kwargs.values()):
-                if id(operand) in self.watched:
-                    self.counts[id(operand)] = self.counts.get(id(operand), 0) + 1
+        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+            return output
+        if function in CASTS:
+            weight = self._weight(args[0])
+            if weight and output is not args[0]:
+                self.casts[id(output)] = output, weight
+        if function in CASTS or self._weight(output):
+            return output  # a view: what takes it is the use
+        for weight in [self._weight(operand) for operand in (*args, *kwargs.values())]:
+            if weight:
+                self.counts[weight] = self.counts.get(weight, 0) + 1
         return output
+
+    def _weight(self, operand: Any) -> int:
+        """Which weight an operand is, or is a view or a cast of; 0: none."""
+        for tensor in (operand, getattr(operand, "_base", None)):
+            if id(tensor) in self.watched:
+                return id(tensor)
+            if id(tensor) in self.casts:
+                return self.casts[id(tensor)][1]
+        return 0
