@@ -87,6 +87,19 @@ def test_what_cannot_be_factorized_keeps_the_inverse_before_it_and_is_named(monk
     assert (report["failures_A"], report["failures_G"], report["ready"]) == (1, 0, True)
 
 
+def test_the_condition_of_a_diagonal_factor_is_that_of_its_entries():
+    """Without a matrix: of a table of 50000 rows one would take 20 GB."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50000, 3), nn.Flatten(), nn.Linear(6, 2)).double()
+    kfac = KFAC(model)
+    tokens = torch.cat([torch.arange(50000), torch.randint(50000, (70000,))])
+    model(tokens.reshape(-1, 2)).square().mean().backward()
+    kfac.step()
+    counts = kfac.state_dict()["kfac"]["layers"]["0"]["A"][0]
+    expected = float(counts.max() / counts.min())
+    assert kfac.metrics()["layers"]["0"]["condition_A"] == pytest.approx(expected, rel=1e-6)
+
+
 def test_metrics_are_plain_numbers():
     model = network()
     kfac = KFAC(model, inv_update_steps=3, kl_clip=1e-6)

@@ -150,6 +150,7 @@ class LayerFactors(FactorRefresh):
 def _condition(average: torch.Tensor) -> float:
     """Largest over smallest eigenvalue, worst over the blocks."""
     average = average.double()
-    if average.ndim == 2:
-        average = torch.diag_embed(average)
-    return float(linalg.condition_number(average).amax())
+    if average.ndim > 2:
+        return float(linalg.condition_number(average).amax())
+    least = average.amin(-1).clamp_min(1.2e-38)  # as of matrices
+    return float((average.amax(-1) / least).amax())

@@ -230,9 +230,10 @@ class _Watching(TorchFunctionMode):
         self.products: list[_Product] = []
         for place, (capture, index) in enumerate(around.uses):
             site = capture.layer.sites[index]
-            self.known.append(_Known(site.module.weight, place, "weight"))
+            module: Any = site.module
+            self.known.append(_Known(module.weight, place, "weight"))
             if site.spec.kind == "dense" and site.spec.bias:
-                self.known.append(_Known(site.module.bias, place, "bias"))
+                self.known.append(_Known(module.bias, place, "bias"))
         self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
