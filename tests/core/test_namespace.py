@@ -116,6 +116,7 @@ NOT_CALLED |= {"largest_entry", "parts", "root_mean_square", "summed_gram"}
 NOT_CALLED |= {"times_block_diagonal", "times_transposed", "transposed_times"}
 NOT_CALLED |= {"correlations"}  # tested in test_correlations.py
 NOT_CALLED |= {"grouped_products"}  # tested in test_statistics.py
+NOT_CALLED |= {"multiplies_as_it_is"}  # tested in torch_backend/test_bfloat16.py
 NOT_CALLED |= {"pack", "unpack"}  # tested in test_packing.py
 
 
