@@ -45,6 +45,15 @@ def test_rms_clip_survives_the_extremes_of_single_precision(xp, size):
     np.testing.assert_allclose(clipped, expected, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's
+@pytest.mark.parametrize("weight", [None, 0.5])
+def test_a_bound_beyond_single_precision_is_none(xp, weight):
+    x = xp.asarray(normal(2, 3), "float32")
+    given = None if weight is None else xp.asarray(np.full(2, weight), "float32")
+    scale = step_size.rms_clip_scale(x, 1e300, 1, given)
+    assert_close(scale, np.full((2, 1), 1.0 if weight is None else 2.0))
+
+
 def test_rms_clip_of_zero_is_zero(xp):
     assert_identical(
         xp.run(step_size.rms_clip, xp.asarray(np.zeros((2, 3))), max_rms=1.0, ndim=2), np.zeros((2, 3))

@@ -56,12 +56,11 @@ def rms_clip_scale(direction: Array, max_rms: Scalar, ndim: int, weight: Array |
     xp = array_namespace(direction)
     axes = tuple(range(direction.ndim - ndim, direction.ndim))
     x = lift(direction)
-    rms = root_mean_square(x, axes)
-    bound = as_scalar(max_rms, x)
+    scale = as_scalar(max_rms, x) / xp.maximum(root_mean_square(x, axes), 1e-30)
     if weight is None:
-        return bound / xp.maximum(rms, bound)
+        return xp.minimum(scale, 1.0)
     weight = xp.reshape(xp.astype(weight, x.dtype), (*weight.shape, *(1,) * (x.ndim - weight.ndim)))
-    return bound / xp.maximum(rms, bound * xp.where(weight > 0, weight, float("inf")))
+    return xp.minimum(scale, 1 / xp.where(weight > 0, weight, float("inf")))
 
 
 Clip = Any  # None, a number or 0-d array, or a pair of these

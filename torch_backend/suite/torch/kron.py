@@ -414,7 +414,9 @@ class Kron(torch.optim.Optimizer):
                 torch._foreach_add_(parameters, updates, alpha=-lr)
                 return
             for device, rate in rates.items():
-                torch._foreach_mul_([u for u in updates if u.device == device], rate)
+                own = [u for u in updates if u.device == device]
+                if own:
+                    torch._foreach_mul_(own, rate)
             torch._foreach_add_(parameters, updates)
 
         engine.step(gradients, finite, settings, move, pairs)
