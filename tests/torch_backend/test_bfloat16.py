@@ -1,4 +1,7 @@
-"""Products with bfloat16 factors: in bfloat16 on hardware that has them, else in single precision."""
+"""Products with bfloat16 factors: of rows in bfloat16 on hardware that has them, else in float32.
+
+Not of gradients, whose products come one after the other: the second amplifies the first one's rounding.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +54,12 @@ def by_kron(dtype):
 
 @pytest.mark.parametrize("direction", [by_gradient, by_rows, by_kron])
 @pytest.mark.parametrize(("dtype", "has_bfloat16"), [(BF16, True), (BF16, False), (FLOAT16, True)])
-def test_only_bfloat16_on_hardware_that_has_it_is_multiplied_as_it_is(
+def test_only_rows_on_hardware_that_has_bfloat16_are_multiplied_in_it(
     monkeypatch, direction, dtype, has_bfloat16
 ):
     monkeypatch.setattr("suite.core._torch._CPU_MULTIPLIES_BFLOAT16", has_bfloat16)
     found, expected = direction(dtype)
     assert found.dtype == torch.float32
     error = np.linalg.norm(as_float64(found) - expected) / np.linalg.norm(expected)
-    assert 1e-4 < error < 1e-2 if dtype == BF16 and has_bfloat16 else error < 1e-6
+    rounded = direction is by_rows and dtype == BF16 and has_bfloat16
+    assert 1e-4 < error < 1e-2 if rounded else error < 1e-6

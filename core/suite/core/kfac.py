@@ -313,7 +313,7 @@ class KFAC:
                 products = eigenvalue_products(A, G)
             x = _rotate(G.vectors, x * tikhonov(lift(products), damping), A.vectors, back=True)
         else:
-            A, G = linalg.for_products(A, G)
+            A, G = lift(A), lift(G)  # the second product would amplify what the first was rounded by
             x = xp.astype(gradient, A.dtype)
             batch = gradient.ndim - 2
             x = G[..., :, None] * x if G.ndim == batch + 1 else xp.matmul(G, x)

@@ -321,7 +321,7 @@ class Kron:
     def precondition(self, state: KronState, gradient: Array) -> Array:
         """P g, with the preconditioners as `refresh` left them; dtype and shape of `gradient`."""
         xp = array_namespace(gradient)
-        P = linalg.for_products(*state.preconditioners)
+        P = tuple(lift(p) for p in state.preconditioners)
         direction = kronecker.apply(P, xp.astype(gradient, P[0].dtype), symmetric=True)
         return xp.astype(direction, gradient.dtype)
 

@@ -56,8 +56,8 @@ def summed_gram(x: Array) -> Array:
 def for_products(*factors: Array) -> tuple[Array, ...]:
     """Factors as they are multiplied with: in bfloat16 if all are and the device does that faster.
 
-    That is about twice as fast and more; what they multiply is rounded to bfloat16 then, by as much as
-    they were themselves. Elsewhere, and in float16, whose range is short, in at least single precision.
+    That is about twice as fast and more, and what they multiply is rounded to bfloat16, too. Elsewhere,
+    and in float16, whose range is short, in at least single precision.
     """
     fast = all(factorizations(array_namespace(x)).multiplies_as_it_is(x) for x in factors)
     return factors if fast else tuple(map(lift, factors))

@@ -72,7 +72,7 @@ def scale_by_kfac(
         warm_start: eigenbases ('eigen', 'ekfac') start from the ones before and improve by one
             orthogonal iteration.
         factor_dtype, inv_dtype: dtypes of running averages and of inverses; default: the parameter's,
-            at least float32. Inverses in bfloat16 are multiplied in bfloat16, but on a CPU.
+            at least float32.
         loss_reduction: 'mean' or 'sum': what the loss does over its terms.
         mesh: under `jit` with arrays sharded over it, share out the factorizations over its devices.
         axis_name: inside your own `shard_map`, share them out over this axis; average gradients and

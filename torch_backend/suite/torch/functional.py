@@ -198,7 +198,7 @@ class FunctionCapture(ModeAround):
             site = capture.layer.sites[index]
             if capture.running > self.own[place]:
                 return output  # by its own module, whose hook, or mode, sees it
-            spec = call_of(function, given, site)
+            spec = None if given["input"].is_nested else call_of(function, given, site)
             if spec is not None:
                 self.found.add(place)
                 return capture.observe_function(index, given["input"], output, spec)

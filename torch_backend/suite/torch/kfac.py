@@ -100,8 +100,8 @@ class KFAC(torch.optim.Optimizer):
         skip_layers: regular expressions; layers whose name or class name one of them matches (by
             `re.search`), and all inside them, are left alone.
         factor_dtype: dtype of the running averages; default: the parameter's, at least float32.
-        inv_dtype: dtype of inverses and eigenbases; default: likewise. Inverses in bfloat16 are
-            multiplied in bfloat16, as are rows and gradients then, where the device is faster at that.
+        inv_dtype: dtype of inverses and eigenbases; default: likewise. Directions that come from rows
+            (docs/speed.md) are computed in bfloat16 where inverses are and the hardware does it faster.
         packed_factors: keep triangles of what is symmetric, running averages and inverses, in half the
             memory; of 'eigen' and 'ekfac' the averages only. A bucket of layers at a time is unpacked.
             Checkpoints are the same, with and without.
