@@ -1,4 +1,4 @@
-"""On a CUDA device: the trajectory of the CPU, and a host that does not wait."""
+"""On a GPU, or a simulated one: the trajectory of the CPU, and a host that does not wait."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from suite.torch import KFAC, LRA, Kron
+from suite.torch import KFAC, LRA, Kron, replace_recurrent
+from torch_backend.accelerator import DEVICE, host_must_not_wait, is_available
+from torch_backend.models import MODELS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_available, reason="needs a GPU")]
 
 
 def network() -> nn.Module:
@@ -67,7 +66,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_trajectory_is_the_cpus(name):
     expected = trajectory(CASES[name], "cpu")
-    found = trajectory(CASES[name], "cuda")
+    found = trajectory(CASES[name], DEVICE)
     start = [p.detach() for p in network().parameters()]
     for a, b, c in zip(found, expected, start, strict=True):
         assert float((a - b).norm()) < 1e-8 * float(b.norm() + c.norm())
@@ -79,9 +78,9 @@ def test_the_trajectory_is_the_cpus(name):
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["inverse", "Kron"])
 def test_a_step_that_is_not_finite_changes_nothing(name, poison, recwarn):
-    model = network().cuda()
+    model = network().to(DEVICE)
     optimizer = CASES[name](model)
-    x = torch.randn(32, 1, 8, 8, dtype=torch.float64, device="cuda")
+    x = torch.randn(32, 1, 8, 8, dtype=torch.float64, device=DEVICE)
     for step in range(3):
         optimizer.zero_grad()
         model(x).square().mean().backward()
@@ -95,7 +94,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name, poison, recwarn):
 
 def test_kron_of_parameters_on_several_devices():
     trajectories = []
-    for devices in (("cpu", "cpu"), ("cuda", "cpu"), ("cpu", "cuda")):
+    for devices in (("cpu", "cpu"), (DEVICE, "cpu"), ("cpu", DEVICE)):
         torch.manual_seed(0)
         parameters = [nn.Parameter(torch.randn(4, 4, dtype=torch.float64).to(d)) for d in devices]
         kron = Kron(parameters, lr=0.1, weight_decay=0.1)
@@ -109,33 +108,104 @@ def test_kron_of_parameters_on_several_devices():
             assert float((a - b).norm()) < 1e-8 * float(b.norm())
 
 
-def test_krons_host_does_not_wait():
-    model = network().cuda().float()
-    kron = Kron(model.parameters(), lr=0.01)
-    x = torch.randn(32, 1, 8, 8, device="cuda")
-    for step in range(6):
-        kron.zero_grad()
-        model(x).square().mean().backward()
-        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
-        try:
-            kron.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+FUSED = {
+    "eigen": {},
+    "inverse": {"compute_method": "inverse"},
+    "statistics every 4": {"compute_method": "inverse", "factor_update_steps": 4},
+    "newton_schulz": {"compute_method": "newton_schulz"},
+    "ekfac": {"compute_method": "ekfac"},
+    "packed": {"compute_method": "inverse", "packed_factors": True},
+    "no kl_clip": {"kl_clip": None},
+    "mc": {"fisher": "mc", "likelihood": "categorical"},
+    "rows": {"compute_method": "inverse", "max_rows": 8},
+    "examples": {"compute_method": "inverse", "max_examples": 8},
+    "reduce": {"compute_method": "inverse", "weight_sharing": "reduce"},
+    "diagonal": {"compute_method": "inverse", "max_factor_size": 8},
+}
+KRON = {
+    "default": {},
+    "dense": {"block_size": 4096},
+    "QEQ": {"geometry": "QEQ"},
+    "weight decay": {"weight_decay": 0.1},
+    "packed": {"packed_factors": True},
+    "bfloat16": {"precond_dtype": torch.bfloat16},
+}
 
 
-@pytest.mark.parametrize("every", [1, 4])
-def test_kfacs_host_waits_only_for_new_inverses(every):
-    model = network().cuda().float()
-    base = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    kfac = KFAC(
-        model, base, compute_method="inverse", damping=0.1, factor_update_steps=every, inv_update_steps=4
-    )
-    x = torch.randn(32, 1, 8, 8, device="cuda")
+def steps_without_waiting(optimizer: Any, model: nn.Module, every: int, autocast: bool = False) -> None:
+    """Twelve of them, of which the host may wait in each that is a multiple of `every`."""
     for step in range(12):
-        kfac.zero_grad()
-        model(x).square().mean().backward()
-        torch.cuda.set_sync_debug_mode("error" if step % 4 else "default")
-        try:
-            kfac.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        x, y = torch.randn(32, 1, 8, 8, device=DEVICE), torch.randint(3, (32,), device=DEVICE)
+        with host_must_not_wait(step % every > 0):
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+                loss = F.cross_entropy(model(x).float(), y)
+            loss.backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", KRON)
+def test_krons_host_does_not_wait(name, autocast):
+    model = network().to(DEVICE).float()
+    kron = Kron(model.parameters(), lr=0.01, **KRON[name])
+    steps_without_waiting(kron, model, 12, autocast)
+
+
+def test_lras_host_does_not_wait():
+    model = network().to(DEVICE).float()
+    steps_without_waiting(LRA(model.parameters(), lr=0.01), model, 12)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", FUSED)
+def test_kfacs_host_waits_only_for_new_inverses(name, autocast):
+    model = network().to(DEVICE).float()
+    base = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    kfac = KFAC(model, base, damping=0.1, inv_update_steps=4, **FUSED[name])
+    steps_without_waiting(kfac, model, 4, autocast)
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.2), (torch.tensor(0.1), 0.2)])
+def test_the_host_knows_the_rates_of_kl_clip(rates):
+    model = network().to(DEVICE).float()
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:3], "lr": rates[0]}, {"params": parameters[3:], "lr": rates[1]}]
+    kfac = KFAC(model, torch.optim.SGD(groups, momentum=0.9, fused=True), inv_update_steps=4)
+    steps_without_waiting(kfac, model, 4)
+
+
+MADE_ON_A_DEVICE = ("resnet20", "vit", "unet", "conformer", "mlp_mixer", "lstm_lm", "pinn")
+
+
+def make_inverse(model: nn.Module) -> Any:
+    base = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, fused=True)
+    return KFAC(model, base, damping=0.03, compute_method="inverse", inv_update_steps=3)
+
+
+def make_kron(model: nn.Module) -> Any:
+    return Kron(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("make", [make_inverse, make_kron])
+@pytest.mark.parametrize(
+    "name", ["resnet20", "vit", "unet", "conformer", "mlp_mixer", "lstm_lm", "pinn"]
+)
+def test_models_follow_the_cpus_trajectory_and_do_not_wait(name, make):
+    found = {}
+    for device in ("cpu", DEVICE):
+        model, batch, loss = MODELS[name](0)
+        model = (replace_recurrent(model) if name == "lstm_lm" else model).double().to(device)
+        batch = [x.to(device, torch.float64 if x.is_floating_point() else x.dtype) for x in batch]
+        start = [p.detach().cpu().clone() for p in model.parameters()]
+        optimizer = make(model)
+        for step in range(6):
+            with host_must_not_wait(device == DEVICE and step % 3 > 0):
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+        found[device] = [p.detach().cpu() for p in model.parameters()]
+    for a, b, c in zip(found[DEVICE], found["cpu"], start, strict=True):
+        assert float((a - b).norm()) < 1e-8 * float(b.norm() + c.norm())
+    moved = [not torch.equal(b, c) for b, c in zip(found["cpu"], start, strict=True)]
+    assert sum(moved) > 0.9 * len(moved)

@@ -549,8 +549,9 @@ class CaptureClock:
 
     def chosen(self, stream: int, count: int, total: int, device: torch.device) -> torch.Tensor:
         """(count,), indices below `total`: from the step count, not from torch's generator."""
-        streams = torch.tensor([stream], dtype=torch.int32, device=device)
-        noise = unit_noise(streams, self.count.to(device), (count,), torch.float32)
+        streams = torch.full((1,), stream, dtype=torch.int32, device=device)
+        now = self.count.to(device, non_blocking=True)
+        noise = unit_noise(streams, now, (count,), torch.float32)
         return stratified((noise[0] / (2 * 3**0.5) + 0.5).clamp(0, 1 - 2**-24), total)
 
     def examples(self, count: int, total: int, device: torch.device) -> torch.Tensor:

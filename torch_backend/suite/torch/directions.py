@@ -24,9 +24,10 @@ class Directions:
         damping: float,
         rates: Mapping[int, Any],
     ) -> None:
-        """`gradients`: the weight's and perhaps the bias's, of layers that are not `known`."""
+        """`gradients`: the weight's and perhaps the bias's; `known`: directions that need no product."""
         self._factors, self._gradients, self._damping = factors, gradients, damping
         self._rates = rates
+        self._asked = {i for i in gradients if i not in known}
         self._product: dict[int, torch.Tensor] = {}  # by bucket of layers with one rate
         self._number_of = {m.index: n for n, b in enumerate(factors.buckets) for m in b.members}
         self._known = known
@@ -43,34 +44,41 @@ class Directions:
     def products(self, chosen: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
         """⟨direction, gradient⟩: (layer, its product, or that of all layers of one bucket and rate)."""
         by_bucket: dict[int, list[int]] = {}
-        for i in chosen:
-            by_bucket.setdefault(self._number_of[i], []).append(i)
         found = []
+        for i in chosen:
+            if i in self._asked:
+                by_bucket.setdefault(self._number_of[i], []).append(i)
+            else:
+                found += self._products_of(i)
         for number, layers in by_bucket.items():
             self.parts(layers[0])
-            count = sum(m.index in self._gradients for m in self._factors.buckets[number].members)
+            count = sum(m.index in self._asked for m in self._factors.buckets[number].members)
             if number in self._product and len(layers) == count:
                 found.append((layers[0], self._product[number]))
                 continue
             for i in layers:
-                pairs = zip(self.parts(i), self._gradients[i], strict=False)  # a bias may have none
-                found += [(i, inner_product(d, g.to(d.dtype))) for d, g in pairs]
+                found += self._products_of(i)
         return found
+
+    def _products_of(self, index: int) -> list[tuple[int, torch.Tensor]]:
+        pairs = zip(self.parts(index), self._gradients[index], strict=False)  # a bias may have none
+        return [(index, inner_product(d, g.to(d.dtype))) for d, g in pairs]
 
     def _compute(self, number: int) -> None:
         indices = [m.index for m in self._factors.buckets[number].members]
         layers = [self._factors.layers[i] for i in indices]
-        like = next(self._gradients[i][0] for i in indices if i in self._gradients)
-        pairs = zip(indices, layers, strict=True)
-        joined = joined_gradients(
-            layers, [self._gradients.get(i) or layer.zeros(like) for i, layer in pairs]
-        )
+        like = next(self._gradients[i][0] for i in indices if i in self._asked)
+        given = [
+            self._gradients[i] if i in self._asked else layer.zeros(like)
+            for i, layer in zip(indices, layers, strict=True)
+        ]
+        joined = joined_gradients(layers, given)
         direction = self._factors.directions(number, joined, self._damping)
         rates = [self._rates[i] for i in indices if i in self._rates]
         if rates and all(_is_same(rate, rates[0]) for rate in rates):
             self._product[number] = inner_product(direction, joined)
         for i, parts in zip(indices, split_directions(layers, direction), strict=True):
-            if i in self._gradients:
+            if i in self._asked:
                 self._found[i] = parts
 
 
@@ -86,10 +94,14 @@ def squared_rates_times(products: Sequence[tuple[Any, torch.Tensor]]) -> torch.T
         return torch.zeros(())
     dtype = functools.reduce(torch.promote_types, (x.dtype for _, x in products))
     device = products[0][1].device
-    terms = torch.stack([x.to(device, dtype) for _, x in products])
-    rates = [rate for rate, _ in products]
-    if any(isinstance(rate, torch.Tensor) for rate in rates):
-        factors = torch.stack([torch.as_tensor(rate, dtype=dtype, device=device) for rate in rates])
-    else:
-        factors = torch.tensor(rates, dtype=dtype, device=device)
-    return (factors * factors * terms).sum()
+    alike: list[tuple[Any, list[torch.Tensor]]] = []
+    for rate, x in products:
+        if not alike or not _is_same(rate, alike[-1][0]):
+            alike.append((rate, []))
+        alike[-1][1].append(x.to(device, dtype))
+    total = torch.zeros((), dtype=dtype, device=device)
+    for rate, own in alike:
+        if isinstance(rate, torch.Tensor):
+            rate = rate.to(device, dtype, non_blocking=rate.is_cpu)
+        total = total + torch.stack(own).sum() * rate * rate
+    return total

@@ -122,7 +122,7 @@ class FisherSampler:
             column: torch.Tensor = self.likelihood.square_root(outputs, index)
             return column
         shape = self.likelihood.noise_shape(tuple(outputs.shape))
-        stream = torch.tensor([self.seed], dtype=torch.int32, device=outputs.device)
+        stream = torch.full((1,), self.seed, dtype=torch.int32, device=outputs.device)
         dtype = torch.promote_types(outputs.dtype, torch.float32)
         noise = unit_noise(stream, self.draws, shape, dtype)[0]
         self.draws += 1

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from suite.core.statistics import elementwise_second_moment_sum
 from suite.torch.hooks import packs_with
+from suite.torch.rows import counts_like
 
 T: Any = torch.Tensor
 
@@ -216,5 +217,4 @@ class _FreeProbe(torch.autograd.Function):
             other = None if other is None else other.detach().to(ctx.dtype)
             squares = elementwise_second_moment_sum(g, other, ctx.kind, tuple(ctx.shape), ends)
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
-        counts = torch.tensor([1.0, 0.0], dtype=ctx.dtype, device=gradient.device)
-        return gradient, None, squares, one, counts, *(None,) * 4
+        return gradient, None, squares, one, counts_like(one, 1, 0), *(None,) * 4

@@ -12,7 +12,6 @@ from torch import nn
 
 from suite.core import kfac as core_kfac
 from suite.core import linalg, statistics
-from suite.core.linalg import inner_product
 from suite.core.noise import stream_numbers
 from suite.core.placement import AssignmentStrategy, LayerShape, Placement, plan_placement
 from suite.core.routing import Route, Routing
@@ -649,16 +648,11 @@ class KFACEngine:
             return
         whole = self.gradients.whole(agreed.present)
         known = self._directions_of_rows(whole)
-        gradients = {i: parts for i, parts in whole.items() if i not in known}
         rates = {i: lr_of(self.layers[i].weight.parameter) for i in whole} if kl_clip is not None else {}
-        directions = Directions(self.factors, gradients, known, damping, rates)
+        directions = Directions(self.factors, whole, known, damping, rates)
 
         def change_of(chosen: Sequence[int]) -> torch.Tensor:
-            products = directions.products([i for i in chosen if i in gradients])
-            for i in chosen:
-                if i in known:
-                    parts = zip(known[i], whole[i], strict=True)
-                    products += [(i, inner_product(d, g)) for d, g in parts]
+            products = directions.products(chosen)
             return squared_rates_times([(rates[i], product) for i, product in products])
 
         def changes_of(chosen: Sequence[int]) -> torch.Tensor:

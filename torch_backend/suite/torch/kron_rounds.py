@@ -68,7 +68,7 @@ def which_may_change(
     if all(filled[i] for i, _ in piece.parts):
         return finite
     flags = [filled[i] for i, part in piece.parts for _ in range(part.stop - part.start)]
-    mask = torch.tensor(flags, device=device)
+    mask = torch.tensor(flags).to(device, non_blocking=True)
     return mask if finite is None else finite & mask
 
 

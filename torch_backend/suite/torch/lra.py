@@ -75,7 +75,7 @@ class _WholeVector(torch.optim.Optimizer):
 
     def _streams(self, like: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         numbers = noise.stream_numbers(0, 1, group["seed"])
-        return torch.tensor(numbers, dtype=torch.int32, device=like.device)
+        return torch.tensor(numbers, dtype=torch.int32).to(like.device, non_blocking=True)
 
     def _init_preconditioner(
         self, numbers: int, like: torch.Tensor, group: dict[str, Any]
@@ -286,7 +286,7 @@ class LRA(_WholeVector):
         lr: float,
         vector: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        on_U = torch.tensor(self.param_groups[0]["updates"] % 2 == 0, device=evidence.device)
+        on_U = torch.full((), self.param_groups[0]["updates"] % 2 == 0, device=evidence.device)
         new = self._rule.update(self._as_core(state), evidence, unit, lr, on_U, vector)
         names = zip(("lipschitz_U", "lipschitz_V", "lipschitz_d"), new.lipschitz, strict=True)
         return {"U": new.U, "V": new.V, "d": new.d, **dict(names)}

@@ -92,7 +92,7 @@ def sums(
         rows = _channel_rows(gradient, spec)
         one = gradient.new_full((1, 1, 1), rows.shape[1])
         G = second_moment_sum(rows, diagonal=spec.diagonal[1])
-        return Sums(one, G, _counts(gradient, rows.shape[1], positions), None)
+        return Sums(one, G, counts_like(gradient, rows.shape[1], positions), None)
     assert x is not None
     if spec.kind == "norm":
         return _norm_sums(spec, x, gradient, positions)
@@ -109,7 +109,7 @@ def sums(
             G = second_moment_sum(patches.output_rows(gradient, spec.groups), diagonal=True)
         else:
             G = correlations.output_second_moment_sum(gradient, spec.groups)
-        return Sums(A, G, _counts(gradient, positions, positions), None)
+        return Sums(A, G, counts_like(gradient, positions, positions), None)
     inputs, outputs = _rows(spec, x, gradient, chosen)
     A = None
     if want_A:
@@ -121,7 +121,7 @@ def sums(
     if chosen is not None:
         A, G = None if A is None else A * share, G * share
         products = None if products is None else products * share
-    return Sums(A, G, _counts(gradient, round(inputs.shape[1] * share), positions), products)
+    return Sums(A, G, counts_like(gradient, round(inputs.shape[1] * share), positions), products)
 
 
 def _sums_of_some(
@@ -302,12 +302,12 @@ def _normalized_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, p
 
 def _unit_sums(A: torch.Tensor, gradient: torch.Tensor, rows: int, positions: int) -> Sums:
     ones = gradient.new_full((A.shape[0], 1, 1), rows)
-    return Sums(A, ones, _counts(gradient, rows, positions), None)
+    return Sums(A, ones, counts_like(gradient, rows, positions), None)
 
 
 def _embedding_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positions: int) -> Sums:
     outputs = gradient.reshape(1, -1, gradient.shape[-1])
-    counts = _counts(gradient, outputs.shape[1], positions)
+    counts = counts_like(gradient, outputs.shape[1], positions)
     if spec.kind == "bag":
         A = x[None].to(gradient.dtype)
     else:
@@ -327,7 +327,8 @@ def _channel_rows(gradient: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
     return gradient.reshape(1, -1, gradient.shape[-1])
 
 
-def _counts(like: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
+def counts_like(like: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
+    """(2,), of `like`'s dtype, on its device; the host does not wait."""
     if torch.compiler.is_compiling() or type(like) is not torch.Tensor:
         return torch.stack([like.new_full((), float(n)) for n in (rows, positions)])
     return _known_counts(rows, positions, like.dtype, like.device)
@@ -336,4 +337,5 @@ def _counts(like: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
 @functools.lru_cache(maxsize=256)
 def _known_counts(rows: int, positions: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Not to be changed in place. Autograd copies it, for it is not the only one who has it."""
-    return torch.tensor([float(rows), float(positions)], dtype=dtype, device=device)
+    counts = torch.tensor([float(rows), float(positions)], dtype=dtype)
+    return counts.to(device, non_blocking=True)
