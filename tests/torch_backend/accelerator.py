@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,6 +60,7 @@ def register() -> Any:
     module.is_available = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
+    module.device = lambda device: nullcontext()
     module.synchronize = lambda device=None: None
     module.manual_seed_all = lambda seed: None
     module._is_in_bad_fork = lambda: False

@@ -54,9 +54,16 @@ def finite_difference(
 
     Args:
         closure: clears gradients, calls backward() and returns the loss; a function of the parameters.
+
+    Raises:
+        RuntimeError: after the closure no parameter has a gradient.
     """
     with torch.enable_grad():
         loss = closure()
+    if all(p.grad is None for p in parameters):
+        raise RuntimeError(
+            "with hvp='finite_difference' the closure must call backward(): no parameter has a gradient"
+        )
     if not chosen:
         return loss, []
     gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
