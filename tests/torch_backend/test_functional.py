@@ -52,6 +52,37 @@ class SameConv(nn.Conv2d):
         return F.conv2d(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
 
 
+class ByHalves(nn.Linear):
+    """With half of its weight."""
+
+    def forward(self, input):
+        return F.linear(input, self.weight / 2, self.bias)
+
+
+class HalfConv(nn.Conv2d):
+    def forward(self, input):
+        return self._conv_forward(input, (0.5 * self.weight.clone()).to(input.dtype), self.bias)
+
+
+class Standardized(nn.Conv2d):
+    """Weight standardization (Qiao et al. 2019), as timm's convolutions do it."""
+
+    eps = 1e-2
+
+    def forward(self, input):
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(rows, None, None, training=True, momentum=0.0, eps=self.eps)
+        return self._conv_forward(input, weight.reshape_as(self.weight), self.bias)
+
+
+class StandardizedByHand(Standardized):
+    def forward(self, input):
+        weight, axes = self.weight, (1, 2, 3)
+        variance = weight.var(axes, unbiased=False, keepdim=True)
+        weight = weight - weight.mean(axes, keepdim=True)
+        return self._conv_forward(input, weight / torch.sqrt(variance + self.eps), self.bias)
+
+
 class ScaledEmbedding(nn.Embedding):
     def forward(self, input):
         return super().forward(input) * math.sqrt(self.embedding_dim)
@@ -99,6 +130,15 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return self.layer(x) * self.factor
+
+
+class Multiplied(nn.Module):
+    def __init__(self, layer, factor):
+        super().__init__()
+        self.layer, self.factor = layer, factor
+
+    def forward(self, x):
+        return self.layer(x * self.factor)
 
 
 class Padded(nn.Module):
@@ -154,6 +194,19 @@ CASES = {
     "groups": (
         lambda: SameConv(3, 6, 3, dilation=2, groups=3),
         lambda: Padded(nn.Conv2d(3, 6, 3, dilation=2, groups=3)),
+        6,
+        pictures,
+    ),
+    "half": (lambda: ByHalves(4, 3), lambda: Multiplied(nn.Linear(4, 3), 0.5), 3, sequences),
+    "half without bias": (
+        lambda: ByHalves(4, 3, bias=False),
+        lambda: Multiplied(nn.Linear(4, 3, bias=False), 0.5),
+        3,
+        numbers,
+    ),
+    "half a convolution": (
+        lambda: HalfConv(3, 6, 3, groups=3),
+        lambda: Multiplied(nn.Conv2d(3, 6, 3, groups=3), 0.5),
         6,
         pictures,
     ),
@@ -226,7 +279,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_the_layer_it_is(case, method):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
-@pytest.mark.parametrize("case", ["linear", "product and bias", "layer norm", "embedding"])
+@pytest.mark.parametrize("case", ["linear", "product and bias", "half", "layer norm", "embedding"])
 def test_it_is_seen_under_checkpointing_and_compiled(case):
     make, _, width, feed = CASES[case]
     x = inputs(feed)
@@ -268,6 +321,27 @@ def test_a_product_with_a_transpose_has_the_second_moments_of_its_rows(bias, par
     torch.testing.assert_close(G[0], terms * g.T @ g, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [Standardized, StandardizedByHand])
+def test_rows_of_a_standardized_weight_count_as_often_as_they_are_long(kind):
+    """By the chain rule, but for what standardization projects out, c = 1 / sqrt(variance + eps)."""
+    x = inputs(pictures)
+    model = built(lambda: kind(3, 4, 3, bias=False), 4)
+    s = model.body(x).detach()
+    (g,) = torch.autograd.grad(loss_of(model.head(s.requires_grad_().mean((2, 3))), "sum"), s)
+    weight = model.body.weight.detach()
+    lengths = (weight.flatten(1).var(1, unbiased=False) + kind.eps).rsqrt()
+    kfac = KFAC(model, kl_clip=None, loss_reduction="sum")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(model(x), "sum").backward()
+        kfac.step()
+    A, G = held(kfac)["body"]
+    rows = F.unfold(x, 3).movedim(1, 2).flatten(0, 1)
+    g = (g * lengths[:, None, None]).movedim(1, 3).flatten(0, 2)
+    torch.testing.assert_close(A[0], rows.T @ rows / len(rows), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(G[0], g.T @ g, rtol=1e-12, atol=1e-12)
+
+
 class Used(nn.Linear):
     """`use` of the input, the weight and the bias."""
 
@@ -297,6 +371,8 @@ MISSED = {
 OTHERS = {
     "x W": lambda x, W, b: x @ W + b,
     "F.linear of a transpose": lambda x, W, b: F.linear(x, W.T, b),
+    "F.linear of half a transpose": lambda x, W, b: F.linear(x, 0.5 * W.T, b),
+    "F.linear of rows in another order": lambda x, W, b: F.linear(x, W.flip(0) + 0, b),
     "a bias after a function": lambda x, W, b: torch.tanh(x @ W.T) + b,
     "a bias of the transpose": lambda x, W, b: (x[:4] @ W.T).T + b,
     "no bias": lambda x, W, b: x @ W.T + b.detach() + 0 * b.sum(),

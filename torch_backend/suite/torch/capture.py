@@ -158,6 +158,7 @@ class LayerCapture:
         self.looked_up: _LookedUp | None = None  # the last call, of an embedding
         self.running = 0  # calls of its modules that are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
+        self.computes_weight = False  # whether something made of the weight takes its place
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
         self.dtype = dtype
@@ -236,14 +237,22 @@ class LayerCapture:
             return like(y, probed)
         return self._probed(site, x, y, args, kwargs)
 
-    def observe_function(self, index: int, x: Any, y: Any, spec: LayerSpec) -> Any:
-        """`observe` of a function that got the layer's weight; `spec`: what the call was like."""
+    def observe_function(
+        self, index: int, x: Any, y: Any, spec: LayerSpec, scale: torch.Tensor | None = None
+    ) -> Any:
+        """`observe` of a function that got the layer's weight.
+
+        Args:
+            spec: what the call was like.
+            scale: what the output's gradient is multiplied with.
+        """
         site = replace(self.layer.sites[index], spec=spec)
+        self.computes_weight = self.computes_weight or scale is not None
         if self.clock.discovering and not torch.compiler.is_compiling():
             self.calls += 1
         if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
-        return self._probed(site, x, y, (), {})
+        return self._probed(site, x, y, (), {}, scale=scale)
 
     def _probed(
         self,
@@ -253,10 +262,10 @@ class LayerCapture:
         args: Any,
         kwargs: Any,
         unless: _UnlessBroadcast | None = None,
+        scale: torch.Tensor | None = None,
     ) -> Any:
         spec = site.spec
         again = in_backward()
-        scale = None
         if site.scaling or spec.kind == "bag":
             with torch.no_grad():
                 x, scale = _prepared(site, x, y, args, kwargs)

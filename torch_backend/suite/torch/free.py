@@ -23,7 +23,7 @@ T: Any = torch.Tensor
 
 ADDITIONS = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__}
 SUMS = ADDITIONS | {torch.sub, T.sub, T.__sub__, T.__rsub__, torch.rsub, T.sub_, T.__isub__}
-_PRODUCT = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
+TIMES = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
 _COPY = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
 _MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
 CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T.clone}
@@ -34,7 +34,7 @@ _VIEW = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, 
 # only the operator that transformers has for what those cannot do, which is known by its name.
 _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
-_QUOTIENT = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}  # by a number
+QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
 # Functions of each entry: their derivatives' squares, by their values.
 _ENTRYWISE: dict[Any, Any] = {
     **dict.fromkeys((torch.neg, T.neg, T.__neg__), torch.ones_like),
@@ -101,12 +101,12 @@ class FreeParameters(TorchFunctionMode):
                 elif function in _ENTRYWISE and place == 0:
                     square = _ENTRYWISE[function](output.detach()).to(watched.slot.dtype)
                     self.watched.append(watched._replace(tensor=output, slot=watched.slot * square))
-                elif not kwargs and function in _QUOTIENT and place == 0 and _divides(args[1]):
+                elif not kwargs and function in QUOTIENTS and place == 0 and _divides(args[1]):
                     slot = watched.slot * (1 / args[1] ** 2)
                     self.watched.append(watched._replace(tensor=output, slot=slot))
-                elif not kwargs and function in SUMS | _PRODUCT and self._without_rows(args[1 - place]):
+                elif not kwargs and function in SUMS | TIMES and self._without_rows(args[1 - place]):
                     # 1 + p has no rows before it meets x. The square of a factor goes into squares.
-                    factor = before[1 - place] if function in _PRODUCT else 1
+                    factor = before[1 - place] if function in TIMES else 1
                     square = factor.detach().square() if isinstance(factor, T) else factor**2
                     slot = (watched.slot * square).expand(output.shape)
                     self.watched.append(watched._replace(tensor=output, slot=slot))
@@ -162,7 +162,7 @@ def _probed(
     kind, other = "", None
     if function in SUMS or (function in _COPY and place == 0 and _broadcasts(shape, output.shape)):
         kind = "sum"
-    elif function in _PRODUCT and len(others) == 1:
+    elif function in TIMES and len(others) == 1:
         kind, other = "product", others[0]
     elif function is F.linear and place == 1 and len(shape) == 2:
         kind, other = "linear", args[0]

@@ -4,8 +4,10 @@ A subclass of a layer with a forward of its own (timm's norms, scaled embeddings
 a child's weight to a function (`F.linear(x, self.qkv.weight)`), has no call that a module's hook could
 read. While such a module runs, a torch function mode watches for the functions below with one of these
 weights, and treats each call as one of the layer. So is `x @ self.weight.T`, and of a layer with a bias
-the sum of a product and that. It also watches for sums of what an embedding looked up once for all
-examples with what they have each (`tokens + self.positions(torch.arange(n))`).
+the sum of a product and that. What a layer's own forward computes from its weight, a standardized one,
+say, may take its place: its rows are so many times longer. The mode also watches for sums of what an
+embedding looked up once for all examples with what they have each
+(`tokens + self.positions(torch.arange(n))`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from suite.core import linalg
 from suite.torch.capture import LayerCapture
-from suite.torch.free import ADDITIONS, CASTS, SUMS
+from suite.torch.free import ADDITIONS, CASTS, QUOTIENTS, SUMS, TIMES, T
 from suite.torch.hooks import Enter, Hook, ModeAround, packs_with
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import LayerSpec, paddings
@@ -27,6 +30,16 @@ from suite.torch.rows import LayerSpec, paddings
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
 _PRODUCTS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 _CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+# What may stand between a weight and one that is made of it: the rows of both are the same outputs'.
+_KEEPING_ROWS = (
+    SUMS
+    | TIMES
+    | QUOTIENTS
+    | {T.div_, T.__itruediv__}
+    | {T.reshape, torch.reshape, T.view, T.flatten, torch.flatten, T.unflatten, torch.unflatten}
+    | {T.view_as, T.reshape_as, F.batch_norm, F.layer_norm, F.instance_norm, F.normalize, F.dropout}
+    | {T.clamp, torch.clamp, torch.where, torch.tanh, T.tanh, T.masked_fill}
+)
 # By function: the names of its arguments, by which it may be called.
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),
@@ -191,8 +204,20 @@ class FunctionCapture(ModeAround):
         if capture.clock.discovering:
             capture.clock.strays.add(capture.layer.name)
 
-    def meet(self, places: list[int], function: Any, given: Mapping[str, Any], output: Any) -> Any:
-        """The output of a function that got a weight, with a probe behind it."""
+    def makes_weights(self, place: int) -> bool:
+        """Whether what is computed from a weight may take its place: in the forward of its layer."""
+        capture, index = self.uses[place]
+        return self.own[place] and capture.layer.sites[index].spec.kind in ("dense", "convolution")
+
+    def meet(
+        self,
+        places: list[int],
+        function: Any,
+        given: Mapping[str, Any],
+        output: Any,
+        made_of: torch.Tensor | None = None,
+    ) -> Any:
+        """The output of a function that got a weight, or what was made of it, with a probe behind it."""
         for place in places:
             capture, index = self.uses[place]
             site = capture.layer.sites[index]
@@ -201,8 +226,27 @@ class FunctionCapture(ModeAround):
             spec = None if given["input"].is_nested else call_of(function, given, site)
             if spec is not None:
                 self.found.add(place)
-                return capture.observe_function(index, given["input"], output, spec)
+                x, scale = given["input"], None
+                if made_of is not None:
+                    x, scale = _as_of(made_of, given["weight"], x, output, spec)
+                return capture.observe_function(index, x, output, spec, scale)
         return output
+
+
+@torch.no_grad()
+def _as_of(
+    weight: torch.Tensor, used: torch.Tensor, x: torch.Tensor, y: torch.Tensor, spec: LayerSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What stands for a layer's input, and what its output's gradient is multiplied with.
+
+    Rows that are so many times longer have gradients that are. A bias that is a coordinate of the input
+    has not: then the input is multiplied with what all rows share, and the gradient with the rest.
+    """
+    scale = linalg.row_scales(used, weight)
+    if spec.bias:
+        shared = scale.mean()
+        x, scale = x * shared.to(x.dtype), scale / torch.where(shared > 0, shared, 1.0)
+    return x, scale.reshape(-1, *(1,) * len(spec.kernel))
 
 
 class _Known(NamedTuple):
@@ -221,6 +265,14 @@ class _Product(NamedTuple):
     x: torch.Tensor
 
 
+class _Made(NamedTuple):
+    """What a layer's forward computes from its weight, the weight to begin with."""
+
+    tensor: torch.Tensor
+    place: int
+    weight: torch.Tensor
+
+
 class _Watching(TorchFunctionMode):
     def __init__(self, around: FunctionCapture) -> None:
         super().__init__()
@@ -228,10 +280,13 @@ class _Watching(TorchFunctionMode):
         # Of modules, and not of layers: while fully_shard's forward runs, they have whole parameters.
         self.known: list[_Known] = []
         self.products: list[_Product] = []
+        self.made: list[_Made] = []
         for place, (capture, index) in enumerate(around.uses):
             site = capture.layer.sites[index]
             module: Any = site.module
             self.known.append(_Known(module.weight, place, "weight"))
+            if around.makes_weights(place):
+                self.made.append(_Made(module.weight, place, module.weight))
             if site.spec.kind == "dense" and site.spec.bias:
                 self.known.append(_Known(module.bias, place, "bias"))
         self.saving = packs_with()
@@ -246,6 +301,9 @@ class _Watching(TorchFunctionMode):
         if function in CASTS:
             self._follow(args[0], output)
             return output
+        if self.made and function in _KEEPING_ROWS:
+            operands = args[:1] if function in _ARGUMENTS else (*args, *kwargs.values())
+            self._follow_made(operands, output)
         sums = function in SUMS and not kwargs
         for product in self._met(args, kwargs) if self.products else ():
             bias = args[args[0] is product.tensor] if sums and function in ADDITIONS else None
@@ -263,7 +321,19 @@ class _Watching(TorchFunctionMode):
         for place in places:
             if self.around.awaits_bias(place, given):
                 self.products.append(_Product(output, place, given["input"]))
+        if not places and function not in _PRODUCTS:
+            return self._meet_made(function, given, output)
         return self.around.meet(places, function, given, output) if places else output
+
+    def _follow_made(self, operands: Sequence[Any], output: torch.Tensor) -> None:
+        made = [m for m in self.made if any([m.tensor is x for x in operands])]  # noqa: C419
+        self.made += [m._replace(tensor=output) for m in made]
+
+    def _meet_made(self, function: Any, given: Mapping[str, Any], output: Any) -> Any:
+        for made in self.made:
+            if made.tensor is given.get("weight") and made.tensor.shape == made.weight.shape:
+                return self.around.meet([made.place], function, given, output, made.weight)
+        return output
 
     def _places(self, tensor: Any, role: str) -> list[int]:
         return [
@@ -283,6 +353,7 @@ class _Watching(TorchFunctionMode):
         if output is tensor:
             return
         self.products += [p._replace(tensor=output) for p in self.products if p.tensor is tensor]
+        self._follow_made([tensor], output)
         for role in ("weight", "transpose", "bias"):
             self.known += [_Known(output, place, role) for place in self._places(tensor, role)]
 

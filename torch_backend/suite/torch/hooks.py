@@ -9,6 +9,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+_top_hooks: Any = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)  # not in torch 2.6
+
 
 class Hook:
     """Calls `owner.observe(site, args, kwargs, output)` after the module's forward.
@@ -94,7 +98,7 @@ def in_backward() -> bool:
 
 def packs_with() -> Any:
     """What autograd packs tensors with that it saves; None: it keeps them, or it is not known."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _top_hooks is None:
         return None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = _top_hooks(False)
     return None if hooks is None else hooks[0]

@@ -49,7 +49,7 @@ class UseCounter(ModeAround):
         return [
             c.layer.name
             for c in self.captures
-            if self.counts.get(id(c.layer.weight.parameter), 0) > c.calls > 0
+            if self.counts.get(id(c.layer.weight.parameter), 0) > c.calls > 0 and not c.computes_weight
         ]
 
     def detach(self) -> None:
