@@ -246,13 +246,13 @@ class LayerCapture:
             spec: what the call was like.
             scale: what the output's gradient is multiplied with.
         """
-        site = replace(self.layer.sites[index], spec=spec)
         self.computes_weight = self.computes_weight or scale is not None
         if self.clock.discovering and not torch.compiler.is_compiling():
             self.calls += 1
+        site = self.layer.sites[index]
         if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
-        return self._probed(site, x, y, (), {}, scale=scale)
+        return self._probed(replace(site, spec=spec), x, y, (), {}, scale=scale)
 
     def _probed(
         self,
