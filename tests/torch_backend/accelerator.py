@@ -25,8 +25,9 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def build() -> Path:
-    """The compiled module; the same source is compiled once."""
-    key = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()).hexdigest()
+    """The compiled module; what is the same is compiled once."""
+    made_of = [SOURCE.read_bytes(), Path(__file__).read_bytes(), torch.__version__, sys.version]
+    key = hashlib.sha256(repr(made_of).encode()).hexdigest()
     target = Path(tempfile.gettempdir()) / f"suite-accelerator-{key[:16]}" / f"{NAME}.so"
     if not target.exists():
         target.parent.mkdir(exist_ok=True)
