@@ -464,10 +464,32 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("dim", [None, 1])
-def test_a_weight_norm_that_is_not_by_rows_is_left_alone(dim):
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4), dim=dim), nn.Linear(4, 2))
-    assert "does not know" in KFAC(model).routing()["0.parametrizations.weight.original1"].reason
+@pytest.mark.parametrize("dim", [None, 2])
+def test_a_weight_norm_that_is_not_by_rows_scales_rows_as_they_are_longer(dim):
+    """With one magnitude the scale is the weight's; with those of columns it is a mean of theirs."""
+    torch.manual_seed(0)
+    layer, x = (
+        parametrizations.weight_norm(nn.Conv1d(4, 6, 3, groups=2).double(), dim=dim),
+        numbers(3, 4, 5),
+    )
+    stack = layer.parametrizations.weight
+    with torch.no_grad():
+        stack.original0.mul_(
+            torch.linspace(1.5, 2.5, stack.original0.numel()).reshape_as(stack.original0)
+        )
+    model = Net(layer, 6, False).double()
+    reference, calls = watched(model, x)
+    (args, y) = calls["layer"][0]
+    v, W = (w.detach().flatten(1) for w in (stack.original1, layer.weight))
+    v, W = (w - w.mean(1, keepdim=True) for w in (v, W))
+    scales = W.norm(dim=1) / v.norm(dim=1)
+    if dim is None:
+        assert_close(scales, scales[:1].expand(6))
+    a, g = conv_rows(reference.layer, args, y)
+    kfac = stepped(model, x)
+    assert_sums(held(kfac)["layer"], a[..., :-1], g * scales.reshape(2, 1, 3), len(x))
+    assert kfac.routing()["layer.parametrizations.weight.original1"].treatment == "kfac"
+    assert kfac.routing()["layer.parametrizations.weight.original0"].treatment == "plain"
 
 
 @both_reductions

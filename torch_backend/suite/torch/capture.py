@@ -429,8 +429,14 @@ def _prepared(
         stack = module.parametrizations.weight
         return x, 1 / _spectral_norm(stack[0], stack.original)
     magnitude, direction = _weight_norm(module)
-    lengths = linalg.row_norms(direction)
-    return x, (magnitude.reshape(-1) / lengths).reshape(shape)
+    if site.scaling == "weight_norm":
+        return x, (magnitude.reshape(-1) / linalg.row_norms(direction)).reshape(shape)
+    # Magnitudes of columns, or one of all. What rows have in common of them is how much longer they are.
+    axes = [i for i, n in enumerate(magnitude.shape) if n == 1] or None
+    used = direction * (
+        magnitude / torch.linalg.vector_norm(direction, dim=axes, keepdim=axes is not None)
+    )
+    return x, linalg.row_scales(used, direction).reshape(shape)
 
 
 def _weight_norm(module: Any) -> tuple[torch.Tensor, torch.Tensor]:

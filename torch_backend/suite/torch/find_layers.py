@@ -655,25 +655,25 @@ def _parametrization(
 ) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
     """(what has the weight's shape, the magnitudes, how they scale) of a known parametrization."""
     if hasattr(module, "weight_v") and hasattr(module, "weight_g"):  # nn.utils.weight_norm
-        return _by_rows(module.weight_v, module.weight_g)
+        return _normed(module.weight_v, module.weight_g)
     parametrizations: Any = getattr(module, "parametrizations", None)
     if parametrizations is None or set(parametrizations) != {"weight"}:
         return None, None, ""
     stack = parametrizations["weight"]
     kind = type(stack[0]).__name__ if len(stack) == 1 else ""
     if kind == "_WeightNorm":
-        return _by_rows(stack.original1, stack.original0)
+        return _normed(stack.original1, stack.original0)
     if kind == "_SpectralNorm":
         return stack.original, None, "spectral_norm"
     return None, None, ""
 
 
-def _by_rows(direction: Any, magnitude: Any) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
-    """weight_norm with one magnitude for each row of the weight; another is not known."""
+def _normed(direction: Any, magnitude: Any) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
+    """weight_norm; its magnitudes are known where there is one for each row of the weight."""
     rows = direction.shape[0]
     if magnitude.ndim == direction.ndim and magnitude.shape[0] == magnitude.numel() == rows:
         return direction, magnitude, "weight_norm"
-    return None, None, ""
+    return direction, None, "weight_norm by columns"
 
 
 def _factors(layers: list[Layer]) -> str:
