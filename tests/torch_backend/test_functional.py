@@ -88,6 +88,34 @@ class ScaledEmbedding(nn.Embedding):
         return super().forward(input) * math.sqrt(self.embedding_dim)
 
 
+class ByIndex(nn.Embedding):
+    def forward(self, input):
+        return self.weight[input]
+
+
+class BySlice(nn.Embedding):
+    """Whisper's positions, as many as there are tokens."""
+
+    def forward(self, input):
+        return self.weight[1 : 1 + input.shape[1]]
+
+
+class FromOne(nn.Embedding):
+    """The same, by torch's own forward."""
+
+    def forward(self, input):
+        return super().forward(torch.arange(1, 1 + input.shape[1]))
+
+
+class WithPositions(nn.Module):
+    def __init__(self, positions):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(7, 4), positions
+
+    def forward(self, x):
+        return self.tokens(x) + self.positions(x)
+
+
 class ChannelNorm(nn.LayerNorm):
     """Over the channels of an image."""
 
@@ -213,6 +241,13 @@ CASES = {
     "embedding": (
         lambda: ScaledEmbedding(7, 4, padding_idx=1),
         lambda: Scaled(nn.Embedding(7, 4, padding_idx=1), 2.0),
+        4,
+        words,
+    ),
+    "rows of a table": (lambda: ByIndex(7, 4), lambda: nn.Embedding(7, 4), 4, words),
+    "a part of a table": (
+        lambda: WithPositions(BySlice(8, 4)),
+        lambda: WithPositions(FromOne(8, 4)),
         4,
         words,
     ),

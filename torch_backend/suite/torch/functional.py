@@ -48,6 +48,7 @@ _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     torch.conv2d: _CONVOLVE,
     torch.conv3d: _CONVOLVE,
     F.embedding: ("input", "weight", "padding_idx"),
+    T.__getitem__: ("weight", "input"),
     F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
     F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
     F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
@@ -106,7 +107,7 @@ def call_of(function: Any, given: Mapping[str, Any], site: Site) -> LayerSpec | 
         return None  # what has a coordinate of A is not there
     if function is F.linear or function in _PRODUCTS:
         return spec if spec.kind == "dense" else None
-    if function is F.embedding:
+    if function in (F.embedding, T.__getitem__):
         padding = given.get("padding_idx")
         found = spec._replace(padding_index=-1 if padding is None else padding % spec.norm_size)
         return found if spec.kind == "embedding" else None
@@ -317,6 +318,10 @@ class _Watching(TorchFunctionMode):
         if names is None:
             return output
         given = dict(zip(names, args, strict=False)) | kwargs
+        if function is T.__getitem__:
+            if (rows := _rows_of(*args)) is None:
+                return output
+            given["input"] = rows
         places = self._places(given.get("weight"), "transpose" if function in _PRODUCTS else "weight")
         for place in places:
             if self.around.awaits_bias(place, given):
@@ -356,6 +361,15 @@ class _Watching(TorchFunctionMode):
         self._follow_made([tensor], output)
         for role in ("weight", "transpose", "bias"):
             self.known += [_Known(output, place, role) for place in self._places(tensor, role)]
+
+
+def _rows_of(table: torch.Tensor, index: Any) -> torch.Tensor | None:
+    """The numbers of the rows that an index takes; None: it takes something else."""
+    if isinstance(index, slice) and table.ndim == 2:
+        return torch.arange(len(table), device=table.device)[index]
+    if isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32):
+        return index % len(table)  # -1 is the last
+    return None
 
 
 def _is_transpose(x: Any, weight: torch.Tensor) -> bool:
