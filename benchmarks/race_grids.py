@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from race_problems import Problem
+from suite.core.schedules import precond_update_prob_schedule
 
 Grid = dict[str, tuple[float, ...]]  # five step lengths, three of something else
 
@@ -40,9 +41,13 @@ def around(centre: float, factor: float, count: int) -> tuple[float, ...]:
     return tuple(float(f"{centre * factor**i:.3g}") for i in range(-(count // 2), count // 2 + 1))
 
 
+# In every one of 20 steps, then ever more seldom down to every tenth.
+_FALLING = precond_update_prob_schedule(flat_start=20, decay=0.02, min_prob=0.1)
 # Kron's other structures and a cheaper geometry, raced when they are named.
 KRON_VARIANTS: dict[str, dict[str, Any]] = {
     "Kron, QEQ": {"geometry": "QEQ"},
+    "Kron, falling": {"preconditioner_update_probability": _FALLING},
+    "Kron, falling, QEQ": {"preconditioner_update_probability": _FALLING, "geometry": "QEQ"},
     "Kron, own factors": {"shared_factors": False},
     "Kron, blocks of 256": {"block_size": 256},
     "Kron, blocks of 16": {"block_size": 16},
