@@ -246,7 +246,6 @@ CASES = {
     "linalg.diagonal": (linalg.diagonal, (normal(B, 4, 4),)),
     "linalg.trace": (linalg.trace, (normal(B, 4, 4),)),
     "linalg.row_norms": (linalg.row_norms, (normal(B, 4, 2),)),
-    "linalg.row_scales": (linalg.row_scales, (normal(B, 4, 2), normal(B, 4, 2))),
     "linalg.condition_number": (linalg.condition_number, (positive_definite(B, 4),)),
     "linalg.add_diagonal": (linalg.add_diagonal, (normal(B, 4, 4), normal(B))),
     "linalg.damped_inverse": (linalg.damped_inverse, (positive_definite(B, 4), np.abs(normal(B)))),

@@ -377,6 +377,68 @@ def test_rows_of_a_standardized_weight_count_as_often_as_they_are_long(kind):
     torch.testing.assert_close(G[0], g.T @ g, rtol=1e-12, atol=1e-12)
 
 
+class Gained(nn.Linear):
+    """With rows that are `gain` times longer, changed in place or not."""
+
+    def __init__(self, *sizes, gain, in_place=False, **settings):
+        super().__init__(*sizes, **settings)
+        self.gain, self.in_place = gain, in_place
+
+    def forward(self, input):
+        if not self.in_place:
+            return F.linear(input, (self.weight - 1) * self.gain.to(self.weight.dtype), self.bias)
+        weight = self.weight - 1
+        weight *= self.gain
+        return F.linear(input, weight, self.bias)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_rows_have_factors_of_their_own_where_no_bias_is_beside_them(in_place):
+    """By the chain rule: dL/dw = c dL/dw'."""
+    x, gain = inputs(numbers), torch.tensor([[0.5], [-2.0], [0.0]]).double()
+    model = built(lambda: Gained(4, 3, bias=False, gain=gain, in_place=in_place), 3)
+    s = model.body(x).detach()
+    (g,) = torch.autograd.grad(loss_of(model.head(s.requires_grad_()), "sum"), s)
+    kfac = KFAC(model, kl_clip=None, loss_reduction="sum")
+    loss_of(model(x), "sum").backward()
+    kfac.step()
+    A, G = held(kfac)["body"]
+    g = g * gain[:, 0]
+    torch.testing.assert_close(A[0], x.T @ x / len(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(G[0], g.T @ g, rtol=1e-12, atol=1e-12)
+
+
+def test_a_bias_beside_rows_with_factors_keeps_its_own_curvature():
+    """Also where all rows are multiplied with zero, and whatever half precision can hold."""
+    x, gain = inputs(numbers), torch.tensor([[0.0], [3.0], [0.0]]).double()
+    for factors in (gain, 0 * gain, 1e6 * gain):
+        model = built(lambda factors=factors: Gained(4, 3, gain=factors), 3)
+        s = model.body(x).detach()
+        (g,) = torch.autograd.grad(loss_of(model.head(s.requires_grad_()), "sum"), s)
+        kfac = KFAC(model, kl_clip=None, loss_reduction="sum")
+        loss_of(model(x), "sum").backward()
+        kfac.step()
+        A, G = held(kfac)["body"]
+        a = with_one(x * factors.square().mean().sqrt())
+        torch.testing.assert_close(A[0], a.T @ a / len(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(G[0], g.T @ g, rtol=1e-12, atol=1e-12)
+
+
+def test_a_factor_of_the_input_is_not_applied_in_half_precision():
+    torch.manual_seed(0)
+    model = nn.Sequential(Gained(8, 8, gain=torch.full((8, 1), 4e3)), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[0].weight.mul_(1e-4).add_(1)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=1e-9))
+    for _ in range(2):
+        with torch.autocast("cpu", torch.float16):
+            y = model(20 * torch.randn(32, 8))
+        F.cross_entropy(y.float(), torch.arange(32) % 3).backward()
+        kfac.step()
+    assert kfac.skipped_steps == 0
+    assert kfac.routing()["0.weight"].treatment == "kfac"
+
+
 class Used(nn.Linear):
     """`use` of the input, the weight and the bias."""
 
@@ -401,6 +463,8 @@ MISSED = {
     "a product also without its bias": lambda x, W, b: both(x @ W.T, b),
     "in a list": lambda x, W, b: torch.stack([y := x @ W.T, y + b]).sum(0),
     "one transpose, twice": lambda x, W, b: twice(x, W.T) + F.linear(x, W, b),
+    "half, and a function of it": lambda x, W, b: F.linear(x, W / 2, b) + F.linear(x, W.abs()),
+    "half, and a product": lambda x, W, b: F.linear(x, W / 2, b) + torch.einsum("bi,oi->bo", x, W),
     "one cast, twice": lambda x, W, b: F.linear(x, C := W.clone(), b) + x @ C,
 }
 OTHERS = {
@@ -408,6 +472,14 @@ OTHERS = {
     "F.linear of a transpose": lambda x, W, b: F.linear(x, W.T, b),
     "F.linear of half a transpose": lambda x, W, b: F.linear(x, 0.5 * W.T, b),
     "F.linear of rows in another order": lambda x, W, b: F.linear(x, W.flip(0) + 0, b),
+    "noise": lambda x, W, b: F.linear(x, W + torch.ones(4, 4), b),
+    "rounded, straight through": lambda x, W, b: F.linear(x, W + (W.sign() - W).detach(), b),
+    "columns": lambda x, W, b: F.linear(x, W * torch.arange(4.0), b),
+    "a mask": lambda x, W, b: F.linear(x, torch.ones(4, 4).tril() * W, b),
+    "its inverse": lambda x, W, b: F.linear(x, 1 / W, b),
+    "half of the bias, too": lambda x, W, b: F.linear(x, W / 2, b / 2),
+    "another bias": lambda x, W, b: F.linear(x, W / 2, torch.ones(4).double()) + 0 * b,
+    "reshaped rows": lambda x, W, b: F.linear(x, (W.reshape(2, 8) * 2).reshape(4, 4).T, b),
     "a bias after a function": lambda x, W, b: torch.tanh(x @ W.T) + b,
     "a bias of the transpose": lambda x, W, b: (x[:4] @ W.T).T + b,
     "no bias": lambda x, W, b: x @ W.T + b.detach() + 0 * b.sum(),

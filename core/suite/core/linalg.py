@@ -138,22 +138,6 @@ def row_norms(x: Array) -> Array:
     return xp.sqrt(xp.sum(flat * flat, axis=-1))
 
 
-def row_scales(new: Array, old: Array) -> Array:
-    """(rows, ...), (rows, ...) -> (rows,): how many times longer rows of `new` are than those of `old`.
-
-    Each is measured about its mean, if it has more than one entry: a row that was standardized has lost
-    its own. 1 where the old row has no length.
-    """
-    xp = array_namespace(new)
-
-    def lengths(x: Array) -> Array:
-        x = xp.reshape(lift(x), (x.shape[0], -1))
-        return row_norms(x - xp.mean(x, axis=1, keepdims=True) if x.shape[1] > 1 else x)
-
-    before = lengths(old)
-    return xp.where(before > 0, lengths(new) / xp.where(before > 0, before, 1.0), 1.0)
-
-
 def bilinear(u: Array, x: Array, v: Array) -> Array:
     """uᵀ x v for x (m, n), u (m,), v (n,)."""
     xp = array_namespace(x)

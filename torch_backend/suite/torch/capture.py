@@ -61,7 +61,7 @@ class _Probe(torch.autograd.Function):
         clock: CaptureClock | _UnlessBroadcast | _OfSum | None,
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`rest`: the slot of products, scale, chosen rows, bases of A and G; empty if all are None."""
+        """`rest`: slot of products, scale, chosen rows, bases of A and G, a factor of x; or nothing."""
         ctx.clock = clock
         ctx.save_for_backward(x, *rest[1:])
         ctx.spec = spec
@@ -77,7 +77,7 @@ class _Probe(torch.autograd.Function):
         x, *rest = ctx.saved_tensors
         scale, chosen, *vectors = rest or (None, None)
         bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[7] else None
-        given = ctx, gradient, x, scale, chosen, bases
+        given = ctx, gradient, x, scale, chosen, bases, vectors[2] if vectors else None
         if _is_plain(gradient.device.type):
             A, G, counts, products = _Probe._sums(*given)
         else:
@@ -85,7 +85,7 @@ class _Probe(torch.autograd.Function):
                 A, G, counts, products = _Probe._sums(*given)
         if not rest:
             return gradient, None, A, G, counts, None, None
-        return gradient, None, A, G, counts, None, None, products, *(None,) * 4
+        return gradient, None, A, G, counts, None, None, products, *(None,) * 5
 
     @staticmethod
     def _sums(
@@ -95,12 +95,13 @@ class _Probe(torch.autograd.Function):
         scale: torch.Tensor | None,
         chosen: torch.Tensor | None,
         bases: Bases | None,
+        factor: torch.Tensor | None,
     ) -> Sums:
         g = g.to(ctx.dtype)
         if scale is not None:
             g = g * scale
         if x is not None and x.is_floating_point():
-            x = x.to(ctx.dtype)
+            x = x.to(ctx.dtype) if factor is None else x.to(ctx.dtype) * factor
         return sums(ctx.spec, x, g, chosen=chosen, want_A=ctx.needs_input_grad[2], bases=bases)
 
 
@@ -158,7 +159,8 @@ class LayerCapture:
         self.looked_up: _LookedUp | None = None  # the last call, of an embedding
         self.running = 0  # calls of its modules that are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
-        self.computes_weight = False  # whether something made of the weight takes its place
+        self.calls_of_made = 0  # of these, those of something made of the weight in its place
+        self.uses_to_make = 0  # in the first step, of the weight, to make that
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
         self.dtype = dtype
@@ -238,21 +240,22 @@ class LayerCapture:
         return self._probed(site, x, y, args, kwargs)
 
     def observe_function(
-        self, index: int, x: Any, y: Any, spec: LayerSpec, scale: torch.Tensor | None = None
+        self, index: int, x: Any, y: Any, spec: LayerSpec, made: torch.Tensor | None = None
     ) -> Any:
         """`observe` of a function that got the layer's weight.
 
         Args:
             spec: what the call was like.
-            scale: what the output's gradient is multiplied with.
+            made: () or (d_out,), of what was made of the weight and took its place: what the weight's
+                rows were multiplied with.
         """
-        self.computes_weight = self.computes_weight or scale is not None
         if self.clock.discovering and not torch.compiler.is_compiling():
             self.calls += 1
+            self.calls_of_made += made is not None
         site = self.layer.sites[index]
         if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
-        return self._probed(replace(site, spec=spec), x, y, (), {}, scale=scale)
+        return self._probed(replace(site, spec=spec), x, y, (), {}, made=made)
 
     def _probed(
         self,
@@ -262,13 +265,20 @@ class LayerCapture:
         args: Any,
         kwargs: Any,
         unless: _UnlessBroadcast | None = None,
-        scale: torch.Tensor | None = None,
+        made: torch.Tensor | None = None,
     ) -> Any:
         spec = site.spec
         again = in_backward()
+        scale = factor = None
         if site.scaling or spec.kind == "bag":
             with torch.no_grad():
                 x, scale = _prepared(site, x, y, args, kwargs)
+        if made is not None and spec.bias:
+            # The bias, a coordinate of x, is not longer. What rows share belongs to the others; with a
+            # factor of its own x is another layer's input no more.
+            x, factor = x.detach(), made.square().mean().sqrt()
+        elif made is not None:
+            scale = made.expand(self.layer.weight.shape[0]).reshape(-1, *(1,) * len(spec.kernel))
         self._note(site, x, y, again)
         slots = self.transposed if site.transposed else (self.A, self.G, self.counts)
         shared = self.input_of is not None and not site.transposed and self._has_input_of(x)
@@ -280,8 +290,9 @@ class LayerCapture:
         elif spec.kind == "embedding" and not torch.compiler.is_compiling():
             clock = _UnlessBroadcast(clock)
         rest: tuple[torch.Tensor | None, ...] = ()
-        if bases is not None or scale is not None or chosen is not None:
-            rest = (None if bases is None else self.products, scale, chosen, *(bases or (None, None)))
+        if any([v is not None for v in (bases, scale, chosen, factor)]):  # noqa: C419 (torch.compile)
+            slot = None if bases is None else self.products
+            rest = (slot, scale, chosen, *(bases or (None, None)), factor)
         probed = _Probe.apply(
             y,
             None if spec.kind == "bias" else x,  # what is saved must not be changed in place
@@ -431,12 +442,12 @@ def _prepared(
     magnitude, direction = _weight_norm(module)
     if site.scaling == "weight_norm":
         return x, (magnitude.reshape(-1) / linalg.row_norms(direction)).reshape(shape)
-    # Magnitudes of columns, or one of all. What rows have in common of them is how much longer they are.
+    # Magnitudes of columns, or one of all: what rows have of them is how much longer they are.
     axes = [i for i, n in enumerate(magnitude.shape) if n == 1] or None
     used = direction * (
         magnitude / torch.linalg.vector_norm(direction, dim=axes, keepdim=axes is not None)
     )
-    return x, linalg.row_scales(used, direction).reshape(shape)
+    return x, (linalg.row_norms(used) / linalg.row_norms(direction)).reshape(shape)
 
 
 def _weight_norm(module: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,9 +4,9 @@ A subclass of a layer with a forward of its own (timm's norms, scaled embeddings
 a child's weight to a function (`F.linear(x, self.qkv.weight)`), has no call that a module's hook could
 read. While such a module runs, a torch function mode watches for the functions below with one of these
 weights, and treats each call as one of the layer. So is `x @ self.weight.T`, and of a layer with a bias
-the sum of a product and that. What a layer's own forward computes from its weight, a standardized one,
-say, may take its place: its rows are so many times longer. The mode also watches for sums of what an
-embedding looked up once for all examples with what they have each
+the sum of a product and that. What a layer's own forward makes of its weight by multiplying, shifting
+and standardizing rows may take its place: its rows are so many times longer. The mode also watches for
+sums of what an embedding looked up once for all examples with what they have each
 (`tokens + self.positions(torch.arange(n))`).
 """
 
@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from suite.core import linalg
 from suite.torch.capture import LayerCapture
 from suite.torch.free import ADDITIONS, CASTS, QUOTIENTS, SUMS, TIMES, T
 from suite.torch.hooks import Enter, Hook, ModeAround, packs_with
@@ -30,16 +29,8 @@ from suite.torch.rows import LayerSpec, paddings
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
 _PRODUCTS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 _CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-# What may stand between a weight and one that is made of it: the rows of both are the same outputs'.
-_KEEPING_ROWS = (
-    SUMS
-    | TIMES
-    | QUOTIENTS
-    | {T.div_, T.__itruediv__}
-    | {T.reshape, torch.reshape, T.view, T.flatten, torch.flatten, T.unflatten, torch.unflatten}
-    | {T.view_as, T.reshape_as, F.batch_norm, F.layer_norm, F.instance_norm, F.normalize, F.dropout}
-    | {T.clamp, torch.clamp, torch.where, torch.tanh, T.tanh, T.masked_fill}
-)
+_RESHAPE = {T.reshape, torch.reshape, T.view, T.flatten, torch.flatten, T.unflatten, torch.unflatten}
+_LIKE = {T.view_as, T.reshape_as, T.expand_as}
 # By function: the names of its arguments, by which it may be called.
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),
@@ -210,15 +201,26 @@ class FunctionCapture(ModeAround):
         capture, index = self.uses[place]
         return self.own[place] and capture.layer.sites[index].spec.kind in ("dense", "convolution")
 
+    def has_bias(self, place: int) -> bool:
+        """Whether a layer's bias is a coordinate of its input."""
+        capture, index = self.uses[place]
+        return capture.layer.sites[index].spec.bias
+
+    def used_to_make(self, place: int) -> None:
+        """A weight was used on the way to what may take its place."""
+        capture, _ = self.uses[place]
+        if capture.clock.discovering and not torch.compiler.is_compiling():
+            capture.uses_to_make += 1
+
     def meet(
         self,
         places: list[int],
         function: Any,
         given: Mapping[str, Any],
         output: Any,
-        made_of: torch.Tensor | None = None,
+        made: torch.Tensor | None = None,
     ) -> Any:
-        """The output of a function that got a weight, or what was made of it, with a probe behind it."""
+        """The output of a function that got a weight, or what was `made` of it, with a probe behind."""
         for place in places:
             capture, index = self.uses[place]
             site = capture.layer.sites[index]
@@ -227,27 +229,8 @@ class FunctionCapture(ModeAround):
             spec = None if given["input"].is_nested else call_of(function, given, site)
             if spec is not None:
                 self.found.add(place)
-                x, scale = given["input"], None
-                if made_of is not None:
-                    x, scale = _as_of(made_of, given["weight"], x, output, spec)
-                return capture.observe_function(index, x, output, spec, scale)
+                return capture.observe_function(index, given["input"], output, spec, made)
         return output
-
-
-@torch.no_grad()
-def _as_of(
-    weight: torch.Tensor, used: torch.Tensor, x: torch.Tensor, y: torch.Tensor, spec: LayerSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What stands for a layer's input, and what its output's gradient is multiplied with.
-
-    Rows that are so many times longer have gradients that are. A bias that is a coordinate of the input
-    has not: then the input is multiplied with what all rows share, and the gradient with the rest.
-    """
-    scale = linalg.row_scales(used, weight)
-    if spec.bias:
-        shared = scale.mean()
-        x, scale = x * shared.to(x.dtype), scale / torch.where(shared > 0, shared, 1.0)
-    return x, scale.reshape(-1, *(1,) * len(spec.kernel))
 
 
 class _Known(NamedTuple):
@@ -267,11 +250,18 @@ class _Product(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What a layer's forward computes from its weight, the weight to begin with."""
+    """What a layer's forward makes of its weight, the weight to begin with."""
 
     tensor: torch.Tensor
     place: int
     weight: torch.Tensor
+    scale: torch.Tensor  # () or (rows,): what its rows were multiplied with
+    is_weight: bool  # or a view or a cast of it
+
+    def after(self, scale: Any, output: torch.Tensor, *, is_cast: bool = False) -> _Made:
+        """What an operation that multiplies its rows with `scale` makes of it."""
+        same = self.is_weight and (is_cast or output._base is self.weight)
+        return self._replace(tensor=output, scale=self.scale * scale, is_weight=same)
 
 
 class _Watching(TorchFunctionMode):
@@ -286,9 +276,11 @@ class _Watching(TorchFunctionMode):
             site = capture.layer.sites[index]
             module: Any = site.module
             self.known.append(_Known(module.weight, place, "weight"))
-            if around.makes_weights(place):
-                self.made.append(_Made(module.weight, place, module.weight))
-            if site.spec.kind == "dense" and site.spec.bias:
+            makes = around.makes_weights(place)
+            if makes:
+                one = torch.ones((), dtype=capture.dtype, device=module.weight.device)
+                self.made.append(_Made(module.weight, place, module.weight, one, True))
+            if (site.spec.kind == "dense" or makes) and site.spec.bias:
                 self.known.append(_Known(module.bias, place, "bias"))
         self.saving = packs_with()
 
@@ -302,9 +294,9 @@ class _Watching(TorchFunctionMode):
         if function in CASTS:
             self._follow(args[0], output)
             return output
-        if self.made and function in _KEEPING_ROWS:
-            operands = args[:1] if function in _ARGUMENTS else (*args, *kwargs.values())
-            self._follow_made(operands, output)
+        if self.made:
+            with torch.no_grad():
+                self._follow_made(function, args, kwargs, output)
         sums = function in SUMS and not kwargs
         for product in self._met(args, kwargs) if self.products else ():
             bias = args[args[0] is product.tensor] if sums and function in ADDITIONS else None
@@ -330,14 +322,29 @@ class _Watching(TorchFunctionMode):
             return self._meet_made(function, given, output)
         return self.around.meet(places, function, given, output) if places else output
 
-    def _follow_made(self, operands: Sequence[Any], output: torch.Tensor) -> None:
-        made = [m for m in self.made if any([m.tensor is x for x in operands])]  # noqa: C419
-        self.made += [m._replace(tensor=output) for m in made]
+    def _follow_made(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        found = []
+        for made in self.made:
+            at = [i for i, x in enumerate(args) if x is made.tensor]
+            if not at:
+                continue
+            scale = _scale(function, args, kwargs, at[0], made)
+            if scale is not None:
+                found.append(made.after(scale, output))
+            if not made.is_weight or output._base is made.weight:
+                continue
+            rows = made.weight.shape[0]
+            if scale is not None or output.numel() <= rows or (function in _LIKE and at[0] == 1):
+                self.around.used_to_make(made.place)
+        self.made += found
 
     def _meet_made(self, function: Any, given: Mapping[str, Any], output: Any) -> Any:
-        for made in self.made:
+        for made in reversed(self.made):  # what was changed in place has its last scale
             if made.tensor is given.get("weight") and made.tensor.shape == made.weight.shape:
-                return self.around.meet([made.place], function, given, output, made.weight)
+                beside = self._places(given.get("bias"), "bias")
+                if self.around.has_bias(made.place) and made.place not in beside:
+                    return output  # another bias
+                return self.around.meet([made.place], function, given, output, made.scale)
         return output
 
     def _places(self, tensor: Any, role: str) -> list[int]:
@@ -358,9 +365,49 @@ class _Watching(TorchFunctionMode):
         if output is tensor:
             return
         self.products += [p._replace(tensor=output) for p in self.products if p.tensor is tensor]
-        self._follow_made([tensor], output)
+        self.made += [m.after(1.0, output, is_cast=True) for m in self.made if m.tensor is tensor]
         for role in ("weight", "transpose", "bias"):
             self.known += [_Known(output, place, role) for place in self._places(tensor, role)]
+
+
+def _scale(function: Any, args: Any, kwargs: Any, at: int, made: _Made) -> Any:
+    """What an operation multiplies the rows of its operand `at` with; None: it is no such operation."""
+    x, rows = made.tensor, made.weight.shape[0]
+    axis = 0 if x.shape[0] == rows else 1
+    if x.shape[: axis + 1] != (*(1,) * axis, rows) or x.numel() != made.weight.numel():
+        return None
+    if function in _RESHAPE or (function in _LIKE and at == 0 and not kwargs):
+        return 1.0
+    if function is F.batch_norm and at == 0 and axis == 1:
+        given = dict(zip(_ARGUMENTS[function], args, strict=False)) | kwargs
+        if not given.get("training", False):
+            return None
+        gain = 1.0 if given.get("weight") is None else given["weight"]
+        return gain * (x.flatten(2).var((0, 2), unbiased=False) + given.get("eps", 1e-5)).rsqrt()
+    if len(args) != 2 or kwargs or args[0] is args[1]:
+        return None
+    other = _of_rows(args[1 - at], x, axis)
+    if other is None:
+        return None
+    if function in SUMS:
+        return 1.0
+    if function in TIMES:
+        return other
+    return 1 / other if function in QUOTIENTS and at == 0 else None
+
+
+def _of_rows(other: Any, x: torch.Tensor, axis: int) -> Any:
+    """A number, or one for each row of `x`; None: it differs within rows."""
+    if isinstance(other, int | float) or not isinstance(other, torch.Tensor):
+        return other if isinstance(other, int | float) else None
+    if other.numel() == 1:
+        return other.reshape(())
+    sides = zip(range(other.ndim), other.shape, other.stride(), strict=True)
+    if other.ndim != x.ndim or other.shape[axis] != x.shape[axis]:
+        return None
+    if any([i != axis and n > 1 and stride != 0 for i, n, stride in sides]):  # noqa: C419
+        return None
+    return other.movedim(axis, 0).flatten(1)[:, 0]
 
 
 def _rows_of(table: torch.Tensor, index: Any) -> torch.Tensor | None:

@@ -49,7 +49,9 @@ class UseCounter(ModeAround):
         return [
             c.layer.name
             for c in self.captures
-            if self.counts.get(id(c.layer.weight.parameter), 0) > c.calls > 0 and not c.computes_weight
+            if c.calls > 0
+            and self.counts.get(id(c.layer.weight.parameter), 0) - c.uses_to_make
+            > c.calls - c.calls_of_made
         ]
 
     def detach(self) -> None:
