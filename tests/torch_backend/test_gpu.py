@@ -166,8 +166,9 @@ def test_kfacs_host_waits_only_for_new_inverses(name, autocast):
     steps_without_waiting(kfac, model, 4, autocast)
 
 
-@pytest.mark.parametrize("rates", [(0.1, 0.2), (torch.tensor(0.1), 0.2)])
-def test_the_host_knows_the_rates_of_kl_clip(rates):
+@pytest.mark.parametrize("tensor", [True, False])
+def test_kl_clip_takes_rates_to_the_device_without_waiting(tensor):
+    rates = (torch.full((), 0.1, device=DEVICE) if tensor else 0.1, 0.2)
     model = network().to(DEVICE).float()
     parameters = list(model.parameters())
     groups = [{"params": parameters[:3], "lr": rates[0]}, {"params": parameters[3:], "lr": rates[1]}]

@@ -310,11 +310,11 @@ class _Watching(TorchFunctionMode):
         if names is None:
             return output
         given = dict(zip(names, args, strict=False)) | kwargs
-        if function is T.__getitem__:
-            if (rows := _rows_of(*args)) is None:
-                return output
-            given["input"] = rows
         places = self._places(given.get("weight"), "transpose" if function in _PRODUCTS else "weight")
+        if function is T.__getitem__:
+            given["input"] = _rows_of(*args) if places else None
+            if given["input"] is None:
+                return output
         for place in places:
             if self.around.awaits_bias(place, given):
                 self.products.append(_Product(output, place, given["input"]))
@@ -398,8 +398,10 @@ def _scale(function: Any, args: Any, kwargs: Any, at: int, made: _Made) -> Any:
 
 def _of_rows(other: Any, x: torch.Tensor, axis: int) -> Any:
     """A number, or one for each row of `x`; None: it differs within rows."""
-    if isinstance(other, int | float) or not isinstance(other, torch.Tensor):
-        return other if isinstance(other, int | float) else None
+    if isinstance(other, int | float):
+        return other
+    if not isinstance(other, torch.Tensor):
+        return None
     if other.numel() == 1:
         return other.reshape(())
     sides = zip(range(other.ndim), other.shape, other.stride(), strict=True)

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-_top_hooks: Any = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", None
-)  # not in torch 2.6
+# torch 2.6 has none.
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 class Hook:
