@@ -499,7 +499,7 @@ OTHERS = {
     "padding.size_classes",
     *("linalg.eye_like", "linalg.finite_marks", "linalg.inner_product", "step_size.kl_clip_coefficient"),
     *("step_size.check_clip", "linalg.summed_gram", "statistics.normalized_over_batch"),
-    "linalg.grouped_products",
+    *("linalg.grouped_products", "linalg.normed_row_scales"),
 }
 
 

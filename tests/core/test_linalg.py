@@ -402,6 +402,23 @@ def test_row_norms_are_the_norms_of_all_that_is_in_a_row(xp):
     assert_close(xp.run(linalg.row_norms, xp.asarray(x)), expected)
 
 
+@pytest.mark.parametrize("axis", [None, 0, 2])
+def test_rows_of_a_normed_weight_are_so_many_times_longer(xp, axis):
+    """The weight by its definition (Salimans & Kingma 2016, equation 2), slice by slice."""
+    rng = np.random.default_rng(0)
+    v = rng.normal(size=(4, 2, 3))
+    g, weight = np.asarray(rng.normal()), np.empty_like(v)
+    if axis is None:
+        weight = g * v / np.sqrt((v**2).sum())
+    else:
+        g = rng.normal(size=[n if i == axis else 1 for i, n in enumerate(v.shape)])
+        for i in range(v.shape[axis]):
+            part = (slice(None),) * axis + (i,)
+            weight[part] = g.reshape(-1)[i] * v[part] / np.sqrt((v[part] ** 2).sum())
+    expected = [np.linalg.norm(w) / np.linalg.norm(d) for w, d in zip(weight, v, strict=True)]
+    assert_close(xp.run(linalg.normed_row_scales, xp.asarray(v), xp.asarray(g)), np.array(expected))
+
+
 def test_bilinear_is_the_double_sum(xp):
     u, x, v = normal(3), normal(3, 4), normal(4)
     expected = sum(u[i] * x[i, j] * v[j] for i in range(3) for j in range(4))

@@ -138,6 +138,21 @@ def row_norms(x: Array) -> Array:
     return xp.sqrt(xp.sum(flat * flat, axis=-1))
 
 
+def normed_row_scales(direction: Array, magnitude: Array) -> Array:
+    """(rows,): how many times longer rows of magnitude * direction / ‖direction‖ are than direction's.
+
+    Args:
+        direction: (rows, ...).
+        magnitude: (), or with as many axes as `direction`, of length 1 where norms are taken over them.
+    """
+    xp = array_namespace(direction)
+    direction, magnitude = lift(direction), lift(magnitude)
+    shape = magnitude.shape if magnitude.ndim else (1,) * direction.ndim
+    axes = tuple(i for i, n in enumerate(shape) if n == 1)
+    lengths = xp.sqrt(xp.sum(direction * direction, axis=axes, keepdims=True))
+    return row_norms(direction * (magnitude / lengths)) / row_norms(direction)
+
+
 def bilinear(u: Array, x: Array, v: Array) -> Array:
     """uᵀ x v for x (m, n), u (m,), v (n,)."""
     xp = array_namespace(x)

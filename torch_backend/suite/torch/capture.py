@@ -443,11 +443,7 @@ def _prepared(
     if site.scaling == "weight_norm":
         return x, (magnitude.reshape(-1) / linalg.row_norms(direction)).reshape(shape)
     # Magnitudes of columns, or one of all: what rows have of them is how much longer they are.
-    axes = [i for i, n in enumerate(magnitude.shape) if n == 1] or None
-    used = direction * (
-        magnitude / torch.linalg.vector_norm(direction, dim=axes, keepdim=axes is not None)
-    )
-    return x, (linalg.row_norms(used) / linalg.row_norms(direction)).reshape(shape)
+    return x, linalg.normed_row_scales(direction, magnitude).reshape(shape)
 
 
 def _weight_norm(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
