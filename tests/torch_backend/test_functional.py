@@ -356,25 +356,34 @@ def test_a_product_with_a_transpose_has_the_second_moments_of_its_rows(bias, par
     torch.testing.assert_close(G[0], terms * g.T @ g, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [Standardized, StandardizedByHand])
-def test_rows_of_a_standardized_weight_count_as_often_as_they_are_long(kind):
-    """By the chain rule, but for what standardization projects out, c = 1 / sqrt(variance + eps)."""
-    x = inputs(pictures)
-    model = built(lambda: kind(3, 4, 3, bias=False), 4)
-    s = model.body(x).detach()
-    (g,) = torch.autograd.grad(loss_of(model.head(s.requires_grad_().mean((2, 3))), "sum"), s)
-    weight = model.body.weight.detach()
-    lengths = (weight.flatten(1).var(1, unbiased=False) + kind.eps).rsqrt()
+def body_and_gradients(model, x, pool):
+    """A and G of the body after a step without warnings, and dL/dy of what it gives, by autograd."""
+    y = model.body(x).detach().requires_grad_()
+    (g,) = torch.autograd.grad(loss_of(model.head(pool(y)), "sum"), y)
     kfac = KFAC(model, kl_clip=None, loss_reduction="sum")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss_of(model(x), "sum").backward()
         kfac.step()
     A, G = held(kfac)["body"]
+    return A[0], G[0], g
+
+
+def assert_exact(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Standardized, StandardizedByHand])
+def test_rows_of_a_standardized_weight_count_as_often_as_they_are_long(kind):
+    """By the chain rule, but for what standardization projects out, c = 1 / sqrt(variance + eps)."""
+    x = inputs(pictures)
+    model = built(lambda: kind(3, 4, 3, bias=False), 4)
+    lengths = (model.body.weight.detach().flatten(1).var(1, unbiased=False) + kind.eps).rsqrt()
+    A, G, g = body_and_gradients(model, x, lambda y: y.mean((2, 3)))
     rows = F.unfold(x, 3).movedim(1, 2).flatten(0, 1)
     g = (g * lengths[:, None, None]).movedim(1, 3).flatten(0, 2)
-    torch.testing.assert_close(A[0], rows.T @ rows / len(rows), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(G[0], g.T @ g, rtol=1e-12, atol=1e-12)
+    assert_exact(A, rows.T @ rows / len(rows))
+    assert_exact(G, g.T @ g)
 
 
 class Gained(nn.Linear):
@@ -397,15 +406,10 @@ def test_rows_have_factors_of_their_own_where_no_bias_is_beside_them(in_place):
     """By the chain rule: dL/dw = c dL/dw'."""
     x, gain = inputs(numbers), torch.tensor([[0.5], [-2.0], [0.0]]).double()
     model = built(lambda: Gained(4, 3, bias=False, gain=gain, in_place=in_place), 3)
-    s = model.body(x).detach()
-    (g,) = torch.autograd.grad(loss_of(model.head(s.requires_grad_()), "sum"), s)
-    kfac = KFAC(model, kl_clip=None, loss_reduction="sum")
-    loss_of(model(x), "sum").backward()
-    kfac.step()
-    A, G = held(kfac)["body"]
+    A, G, g = body_and_gradients(model, x, lambda y: y)
     g = g * gain[:, 0]
-    torch.testing.assert_close(A[0], x.T @ x / len(x), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(G[0], g.T @ g, rtol=1e-12, atol=1e-12)
+    assert_exact(A, x.T @ x / len(x))
+    assert_exact(G, g.T @ g)
 
 
 def test_a_bias_beside_rows_with_factors_keeps_its_own_curvature():
@@ -413,15 +417,10 @@ def test_a_bias_beside_rows_with_factors_keeps_its_own_curvature():
     x, gain = inputs(numbers), torch.tensor([[0.0], [3.0], [0.0]]).double()
     for factors in (gain, 0 * gain, 1e6 * gain):
         model = built(lambda factors=factors: Gained(4, 3, gain=factors), 3)
-        s = model.body(x).detach()
-        (g,) = torch.autograd.grad(loss_of(model.head(s.requires_grad_()), "sum"), s)
-        kfac = KFAC(model, kl_clip=None, loss_reduction="sum")
-        loss_of(model(x), "sum").backward()
-        kfac.step()
-        A, G = held(kfac)["body"]
+        A, G, g = body_and_gradients(model, x, lambda y: y)
         a = with_one(x * factors.square().mean().sqrt())
-        torch.testing.assert_close(A[0], a.T @ a / len(x), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(G[0], g.T @ g, rtol=1e-12, atol=1e-12)
+        assert_exact(A, a.T @ a / len(x))
+        assert_exact(G, g.T @ g)
 
 
 def test_a_factor_of_the_input_is_not_applied_in_half_precision():

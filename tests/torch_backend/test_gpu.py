@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -73,6 +74,32 @@ def test_the_trajectory_is_the_cpus(name):
     assert any(
         float((b - c).norm()) > 1e-2 * float(c.norm()) for b, c in zip(expected, start, strict=True)
     )
+
+
+@pytest.mark.parametrize("place", ["cpu", DEVICE])
+@pytest.mark.parametrize("name", ["eigen", "inverse", "ekfac", "mc", "Kron", "LRA"])
+def test_a_checkpoint_is_loaded_from_the_host_or_the_device(name, place):
+    def train(model: nn.Module, optimizer: Any, batches: range) -> torch.Tensor:
+        for number in batches:
+            torch.manual_seed(number)
+            x, y = torch.randn(32, 1, 8, 8, dtype=torch.float64), torch.randint(3, (32,))
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.to(DEVICE)), y.to(DEVICE)).backward()
+            optimizer.step()
+        return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
+
+    model, again = network().to(DEVICE), network().to(DEVICE)
+    optimizer = CASES[name](model)
+    train(model, optimizer, range(4))
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    expected = train(model, optimizer, range(4, 8))
+    file.seek(0)
+    weights, state = torch.load(file, map_location=place, weights_only=True)
+    again.load_state_dict(weights)
+    resumed = CASES[name](again)
+    resumed.load_state_dict(state)
+    assert torch.equal(train(again, resumed, range(4, 8)), expected)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
