@@ -99,7 +99,8 @@ def test_a_checkpoint_is_loaded_from_the_host_or_the_device(name, place):
     again.load_state_dict(weights)
     resumed = CASES[name](again)
     resumed.load_state_dict(state)
-    assert torch.equal(train(again, resumed, range(4, 8)), expected)
+    found = train(again, resumed, range(4, 8))  # a GPU's sums have an order of their own in every run
+    assert float((found - expected).norm()) < 1e-10 * float(expected.norm())
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
