@@ -34,7 +34,8 @@ class Contender(NamedTuple):
         return [dict(zip(self.grid, (x for _, x in point), strict=True)) for point in order]
 
     def edges(self, point: dict[str, float]) -> list[str]:
-        return [name for name, values in self.grid.items() if point[name] in (values[0], values[-1])]
+        several = {name: values for name, values in self.grid.items() if len(values) > 1}
+        return [name for name, values in several.items() if point[name] in (values[0], values[-1])]
 
 
 def around(centre: float, factor: float, count: int) -> tuple[float, ...]:

@@ -38,18 +38,19 @@ from race_grids import (
 )
 from race_problems import Problem, randoms
 from step_contenders import kron_torch_class
-from suite.torch import KFAC, Kron
+from suite.torch import KFAC, AdaptiveKFAC, Kron
 from train_language_model import GPT
 from train_pinn import Network, solution
 
 Tensor = torch.Tensor
+Closure = Callable[[], tuple[Tensor, Tensor]]  # a loss, and the outputs or residuals that it is made of
 
 
 class Start(NamedTuple):
     """One run, before its first step."""
 
     model: nn.Module
-    loss: Callable[[], Tensor]  # of the next minibatch
+    draw: Callable[[], Closure]  # of the next minibatch
     evaluate: Callable[[], Tensor]  # what has to reach the target
 
 
@@ -70,10 +71,15 @@ def autoencoder(seed: int, data: Callable[[], problems.Autoencoder]) -> Start:
     x, sample, entropy = torch.from_numpy(given.images), torch.from_numpy(given.sample), given.entropy
     rows = given.batches(draws)
 
-    def nats(images: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(model(images), images, reduction="sum") / len(images)
+    def nats(images: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model(images)
+        total = F.binary_cross_entropy_with_logits(logits, images, reduction="sum")
+        return total / len(images), logits
 
-    return Start(model, lambda: nats(x[torch.from_numpy(next(rows))]), lambda: nats(sample) - entropy)
+    def draw() -> Closure:
+        return functools.partial(nats, x[torch.from_numpy(next(rows))])
+
+    return Start(model, draw, lambda: nats(sample)[0] - entropy)
 
 
 def poisson(seed: int) -> Start:
@@ -85,12 +91,14 @@ def poisson(seed: int) -> Start:
         _set(layer.weight, weight)
     inside, boundary = map(torch.from_numpy, problems.poisson_points(draws))
 
-    def loss() -> Tensor:
+    def loss() -> tuple[Tensor, Tensor]:
         u = model(torch.cat([inside, boundary]))
         residual = u[: len(inside), 3] / (2 * math.pi**2) + solution(inside, 1)
-        return residual.square().mean() + u[len(inside) :, 0].square().mean()
+        parts = residual, u[len(inside) :, 0]
+        residuals = torch.cat([part / len(part) ** 0.5 for part in parts])
+        return residuals.square().sum(), residuals
 
-    return Start(model, loss, loss)
+    return Start(model, lambda: loss, lambda: loss()[0])
 
 
 class Recurrent(nn.Module):
@@ -118,14 +126,15 @@ def delayed_xor(seed: int) -> Start:
     weights, draws = randoms(seed)
     model = Recurrent(problems.xor_first(weights))
 
-    def nats(x: Tensor, odd: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(model(x), odd)
+    def nats(x: Tensor, odd: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model(x)
+        return F.binary_cross_entropy_with_logits(logits, odd), logits
 
     fixed = [torch.from_numpy(a) for a in problems.xor_fixed()]
     return Start(
         model,
-        lambda: nats(*map(torch.from_numpy, problems.xor_sequences(draws))),
-        lambda: nats(*fixed),
+        lambda: functools.partial(nats, *map(torch.from_numpy, problems.xor_sequences(draws))),
+        lambda: nats(*fixed)[0],
     )
 
 
@@ -143,15 +152,16 @@ def characters(seed: int, context: int = 32, batch: int = 16) -> Start:
     model = GPT(int(data.max()) + 1, context, width=64, heads=4, depth=2)
     fixed = torch.linspace(0, len(data) - context - 2, 128).long()
 
-    def nats(starts: Tensor) -> Tensor:
+    def nats(starts: Tensor) -> tuple[Tensor, Tensor]:
         rows = data[starts[:, None] + torch.arange(context + 1)]
-        return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        logits = model(rows[:, :-1]).flatten(0, 1)
+        return F.cross_entropy(logits, rows[:, 1:].flatten()), logits
 
-    return Start(
-        model,
-        lambda: nats(torch.randint(len(data) - context - 1, (batch,), generator=draws)),
-        lambda: nats(fixed),
-    )
+    def draw() -> Closure:
+        starts = torch.randint(len(data) - context - 1, (batch,), generator=draws)
+        return functools.partial(nats, starts)
+
+    return Start(model, draw, lambda: nats(fixed)[0])
 
 
 def convolutions(widths: Sequence[int]) -> nn.Module:
@@ -179,15 +189,16 @@ def student(seed: int, batch: int) -> Start:
     (x, y), draws = taught(), torch.Generator().manual_seed(seed)
     model = convolutions((16, 16, 16))
 
-    def nats(rows: Tensor) -> Tensor:
-        return F.cross_entropy(model(x[rows]), y[rows])
+    def nats(rows: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model(x[rows])
+        return F.cross_entropy(logits, y[rows]), logits
 
     sample = torch.arange(512)
     entropy = -torch.xlogy(y[sample], y[sample]).sum() / len(sample)
     return Start(
         model,
-        lambda: nats(torch.randint(len(x), (batch,), generator=draws)),
-        lambda: nats(sample) - entropy,
+        lambda: functools.partial(nats, torch.randint(len(x), (batch,), generator=draws)),
+        lambda: nats(sample)[0] - entropy,
     )
 
 
@@ -220,8 +231,12 @@ def begin(
         optimizer = make(run.model, **point)
         yield run
         while True:
-            run.loss().backward()
-            optimizer.step()
+            closure = run.draw()
+            if isinstance(optimizer, AdaptiveKFAC):
+                optimizer.step(closure)
+            else:
+                closure()[0].backward()
+                optimizer.step()
             optimizer.zero_grad()
             yield run
 
@@ -271,6 +286,11 @@ def contenders(name: str, problem: Problem, *, variants: bool = False) -> dict[s
         "K-FAC": kfac(compute_method="inverse", inv_update_steps=5),
         "K-FAC, every 5": kfac(compute_method="inverse", inv_update_steps=5, factor_update_steps=5),
     }
+
+    def adaptive(model: nn.Module, damping: float) -> AdaptiveKFAC:
+        return AdaptiveKFAC(KFAC(model, damping=damping, compute_method="inverse", inv_update_steps=5))
+
+    found["K-FAC, adaptive"] = _contender(name, adaptive, {"damping": (0.1,)})  # nothing to tune
     if problem.small:
         found["K-FAC, eigen"] = kfac(compute_method="eigen", inv_update_steps=5)
     if variants:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import assert_close, assert_identical, dtype_name, leaves, normal, positive_definite
-from suite.core.damping import factored_damping, split_damping, tikhonov
+from suite.core.damping import factored_damping, levenberg_marquardt, split_damping, tikhonov
 
 
 def test_tikhonov_is_the_inverse_of_the_damped_value(xp):
@@ -84,3 +84,30 @@ def test_more_damping_never_lengthens_a_step(one, other):
     low, high = sorted((one, other))
     values = np.array([0.0, 1e-9, 1.0, 1e9])
     assert np.all(tikhonov(values, high) <= tikhonov(values, low))
+
+
+def test_damping_falls_after_good_steps_and_rises_after_bad_ones(xp):
+    """ρ = 1, 0.3, 0.2, 0, -0.5, -1; then steps to be taken back, -1.1, NaN and infinity."""
+    actual = np.array([-2.0, -0.6, -0.4, 0.0, 1.0, 2.0, 2.2, np.nan, np.inf])
+    damping, stands = xp.run(
+        levenberg_marquardt,
+        xp.asarray(np.full(9, 0.1)),
+        xp.asarray(actual),
+        xp.asarray(np.full(9, -2.0)),
+        decay=0.5,
+        growth=10.0,
+    )
+    assert_close(damping, [0.05, 0.05, 0.1, 0.1, 0.2, 0.2, 1.0, 1.0, 1.0])
+    assert_identical(stands, np.arange(9) < 6)
+
+
+def test_damping_stays_within_its_bounds(xp):
+    damping, _ = xp.run(
+        levenberg_marquardt,
+        xp.asarray([1e-3, 1e3]),
+        xp.asarray([-1.0, 9.0]),
+        xp.asarray([-1.0, -1.0]),
+        lowest=9e-4,
+        highest=2e3,
+    )
+    assert_close(damping, [9e-4, 2e3])

@@ -287,6 +287,14 @@ CASES = {
         lambda x: tuple(kronecker.gram(x, i, 3, diagonal=i == 1) for i in range(3)),
         (normal(B, 4, 3, 2),),
     ),
+    "damping.levenberg_marquardt": (
+        lambda damping_, actual, predicted: damping.levenberg_marquardt(damping_, actual, predicted),
+        (np.array([0.1, 1e-10, 2.0]), np.array([-1.0, 0.5, 3.0]), np.array([-1.0, -1.0, -2.0])),
+    ),
+    "step_size.quadratic_step": (
+        step_size.quadratic_step,
+        (positive_definite(B, 2), normal(B, 2)),
+    ),
     "step_size.rms_clip_scale": (
         lambda x, weight: x * step_size.rms_clip_scale(x, 0.9, 2, weight),
         (normal(B, 3, 4), abs(normal(B))),
@@ -416,6 +424,10 @@ for name, likelihood in (
     CASES[f"likelihoods.{name}.square_root"] = (
         lambda x, rule=likelihood: rule.square_root(x, 1),
         (normal(B, 2, 4),),
+    )
+    CASES[f"likelihoods.{name}.hessian_product"] = (
+        likelihood.hessian_product,
+        (normal(B, 2, 4), normal(B, 2, 4, seed=1)),
     )
 
 every_case = pytest.mark.parametrize(("function", "args"), list(CASES.values()), ids=list(CASES))

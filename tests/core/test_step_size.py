@@ -3,7 +3,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from conftest import assert_close, assert_identical, dtype_name, normal, random, to_numpy
+from conftest import (
+    assert_close,
+    assert_identical,
+    dtype_name,
+    normal,
+    positive_definite,
+    random,
+    to_numpy,
+)
 from suite.core import step_size
 
 
@@ -22,6 +30,42 @@ def test_short_step_is_left_alone(xp, inner):
 def test_kl_clip_may_be_an_array_of_another_precision(xp):
     nu = xp.run(step_size.kl_clip_coefficient, xp.asarray(2.0), xp.asarray(0.5, "float32"))
     assert_identical(nu, np.float64(0.5))
+
+
+def test_a_quadratic_step_is_the_minimum(xp):
+    M, b = positive_definite(5, 2), normal(5, 2)
+    step, change = xp.run(step_size.quadratic_step, xp.asarray(M), xp.asarray(b))
+    expected = -np.linalg.solve(M, b[..., None])[..., 0]
+    assert_close(step, expected)
+    assert_close(change, np.einsum("ni,ni->n", b, expected) / 2)
+
+
+@pytest.mark.parametrize("along", [0.0, 2.0])  # no step before, or one along the direction
+def test_without_a_step_before_of_its_own_it_is_the_rate_alone(xp, along):
+    v = np.array([1.0, along])
+    M, b = 3 * np.outer(v, v), -v
+    step, change = xp.run(step_size.quadratic_step, xp.asarray(M), xp.asarray(b))
+    assert_close(step, [1 / 3, 0.0])
+    assert_close(change, np.float64(-1 / 6))
+
+
+def test_without_curvature_there_is_no_step(xp):
+    step, change = xp.run(
+        step_size.quadratic_step, xp.asarray(np.zeros((2, 2))), xp.asarray(np.array([-1.0, -1.0]))
+    )
+    assert_identical(step, np.zeros(2))
+    assert_identical(change, np.float64(0))
+
+
+def test_a_step_before_that_is_almost_along_the_direction_does_not_blow_up():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        v = rng.standard_normal(10)
+        both = np.stack([v, v * 3 + 1e-7 * rng.standard_normal(10)]).astype(np.float32)
+        M, b = both @ both.T, (both @ v.astype(np.float32))
+        step, change = step_size.quadratic_step(M, -b)
+        assert np.linalg.norm(step @ both - v) < 0.01 * np.linalg.norm(v)
+        assert_close(change, -v @ v / 2, 1e-3)
 
 
 def rms(x):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from suite.torch import KFAC, thin
+from suite.torch import KFAC, AdaptiveKFAC, thin
 from suite.torch.collectives import Ranks
 
 STEPS, BATCH = 10, 24
@@ -159,6 +159,24 @@ def train(settings: Settings) -> dict[str, Any]:
         kfac.step()
         kfac.zero_grad()
     return {"parameters": parameters_of(model), **report(kfac), "losses": losses}
+
+
+def train_adaptively(settings: Settings) -> dict[str, Any]:
+    """The same with AdaptiveKFAC."""
+    model = network(settings.dtype, settings.gated)
+    run = wrapped(model, settings)
+    optimizer = AdaptiveKFAC(KFAC(run, **{"damping": 0.1, **settings.kfac}))
+    losses = []
+    for batch in batches(settings.dtype, settings.steps, settings.batch):
+        x, y = share_of(batch, settings)
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> Any:
+            outputs = run(x)
+            return F.cross_entropy(outputs, y), outputs
+
+        losses.append(float(optimizer.step(closure)))
+    counts = optimizer.rejected_steps, optimizer.skipped_steps, optimizer.damping
+    return {"parameters": parameters_of(model), "losses": losses, "counts": counts}
 
 
 def backward(run: nn.Module, x: torch.Tensor, y: torch.Tensor, settings: Settings) -> float:

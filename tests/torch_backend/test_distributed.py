@@ -29,6 +29,7 @@ from torch_backend.distributed_jobs import (
     order_of_events,
     other_model_on_one_rank,
     train,
+    train_adaptively,
     train_branches,
     train_in_pairs,
     train_on_old_gloo,
@@ -106,6 +107,23 @@ def test_any_number_of_ranks_follows_the_trajectory_of_one(crew, wrap, world, st
             crew.run(train, world, settings)
         return
     check(crew, world, settings)
+
+
+@pytest.mark.parametrize("strategy", ["COMM_OPT", "MEM_OPT"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_so_it_does_where_learning_rate_and_damping_are_found(crew, world, strategy):
+    kfac = {"compute_method": "inverse", "inv_update_steps": 2}
+    expected = train_adaptively(Settings("none", kfac=kfac))
+    found = crew.run(
+        train_adaptively, world, Settings(kfac={**kfac, "gradient_worker_fraction": strategy})
+    )
+    for result in found:
+        assert distance(result["parameters"], expected["parameters"]) < 1e-9
+        assert result["counts"][:2] == expected["counts"][:2]
+        assert distance(result["parameters"], found[0]["parameters"]) == 0
+        assert result["counts"] == found[0]["counts"]
+    with pytest.raises(AssertionError, match="parameters must be whole, got DTensors"):
+        crew.run(train_adaptively, world, Settings("fsdp", kfac=kfac))
 
 
 VARIANTS: dict[str, tuple[int, Settings]] = {

@@ -49,7 +49,11 @@ def descent(*rates: float) -> Contender:
 def half_square(seed: int) -> race_torch.Start:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(model.weight)
-    return race_torch.Start(model, *[lambda: model.weight.square().sum() / 2] * 2)
+
+    def loss() -> tuple[torch.Tensor, torch.Tensor]:
+        return model.weight.square().sum() / 2, model.weight
+
+    return race_torch.Start(model, lambda: loss, lambda: loss()[0])
 
 
 @pytest.mark.parametrize(
@@ -198,6 +202,7 @@ def test_every_grid_has_the_same_size_and_starts_at_its_centre():
     assert race_torch.STARTS.keys() == PROBLEMS.keys()
     for name, problem in PROBLEMS.items():
         field = race_torch.contenders(name, problem, variants=True) | race_torch.peers(name, problem)
+        assert field.pop("K-FAC, adaptive").points() == [{"damping": 0.1}]
         for contender in field.values():
             assert [len(values) for values in contender.grid.values()] == [5, 3]
             assert all(list(values) == sorted(set(values)) for values in contender.grid.values())

@@ -58,3 +58,43 @@ def factored_damping(A: Array, G: Array, damping: Scalar) -> tuple[Array, Array]
     mean_A, mean_G = linalg.trace(A) / A.shape[-1], linalg.trace(G) / G.shape[-1]
     damping_A, damping_G = split_damping(mean_A, mean_G, damping)
     return linalg.add_diagonal(A, damping_A), linalg.add_diagonal(G, damping_G)
+
+
+def levenberg_marquardt(
+    damping: Array,
+    actual: Array,
+    predicted: Array,
+    *,
+    decay: float = 0.85,
+    growth: float = 4.0,
+    lowest: float = 1e-10,
+    highest: float = 1e4,
+) -> tuple[Array, Array]:
+    """The damping after a step, from how the loss changed and how a quadratic model said it would.
+
+    With ρ = `actual` / `predicted`, damping falls where ρ > 1/4, rises where ρ < 0 (the loss went up),
+    and stays in between; where the loss rose by more than the model said that it would fall, or is not
+    finite, the step is to be taken back, and damping grows by much.
+
+    Source: Moré 1978 (The Levenberg-Marquardt algorithm: implementation and theory), section 4; Martens
+    & Grosse 2015 (arXiv:1503.05671), section 6.5, whose thresholds are 3/4 and 1/4 for losses of the
+    minibatch that made the step. These are for another one's, which a step improves by less.
+
+    Args:
+        damping: λ, (...), > 0.
+        actual: (...), the change of the loss, of the same data before and after.
+        predicted: (...), the model's, <= 0.
+        decay: what λ is multiplied with, or divided by, in (0, 1).
+        growth: what λ is multiplied with for a step that is to be taken back, > 1.
+        lowest, highest: bounds of λ.
+
+    Returns:
+        λ, (...), and (...) bool: the step may stand.
+    """
+    xp = array_namespace(damping, actual, predicted)
+    stands = actual <= -predicted  # not so for NaN
+    good, bad = actual < predicted / 4, actual > 0
+    new = xp.where(good, damping * decay, xp.where(bad, damping / decay, damping))
+    new = xp.where(stands, new, damping * growth)
+    zero = xp.zeros_like(new)
+    return xp.minimum(xp.maximum(new, zero + lowest), zero + highest), stands

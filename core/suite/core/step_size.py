@@ -30,6 +30,36 @@ def kl_clip_coefficient(inner: Array, kl_clip: Scalar) -> Array:
     return xp.where(large, xp.sqrt(limit / xp.where(large, size, 1.0)), 1.0)
 
 
+def quadratic_step(curvature: Array, slope: Array) -> tuple[Array, Array]:
+    """How far along a direction d, and along the step before δ, a quadratic model of the loss is lowest.
+
+        q(c) = ½ cᵀ M c + bᵀ c,   the coming step being c₁ d + c₂ δ
+
+    Learning rate and momentum in one. A δ that is zero, or lies along d to rounding, has no part in it,
+    and a d without curvature none in the step. Source: Martens & Grosse 2015 (arXiv:1503.05671),
+    section 7.
+
+    Args:
+        curvature: M, (..., 2, 2), vᵀ (F + λ I) w of d and δ, symmetric, without negative eigenvalues.
+        slope: b, (..., 2), vᵀ ∇h of each.
+
+    Returns:
+        c, (..., 2), and q(c), (...), the predicted change of the loss, never above 0.
+    """
+    xp = array_namespace(curvature, slope)
+    along, mixed, before = curvature[..., 0, 0], curvature[..., 0, 1], curvature[..., 1, 1]
+    zero, one = xp.zeros_like(along), xp.zeros_like(along) + 1
+    curved = along > 0
+    share = mixed / xp.where(curved, along, one)
+    left = before - share * mixed  # of δ's curvature, with d's part in it taken out
+    usable = curved & (left > 8 * float(xp.finfo(curvature.dtype).eps) * before)
+    slope_left = slope[..., 1] - share * slope[..., 0]
+    momentum = xp.where(usable, -slope_left / xp.where(usable, left, one), zero)
+    rate = xp.where(curved, -slope[..., 0] / xp.where(curved, along, one) - share * momentum, zero)
+    change = slope[..., 0] * rate + slope[..., 1] * momentum
+    return xp.stack([rate, momentum], axis=-1), change / 2
+
+
 def rms_clip(direction: Array, max_rms: Scalar, ndim: int, weight: Array | None = None) -> Array:
     """Each block scaled down to a root mean square of at most `max_rms`.
 

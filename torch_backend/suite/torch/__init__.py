@@ -10,6 +10,7 @@ except ImportError as error:
 
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
+from suite.torch.adaptive import AdaptiveKFAC
 from suite.torch.kfac import KFAC, KFACPreconditioner
 from suite.torch.kron import Kron
 from suite.torch.lra import LRA, DenseNewton
@@ -23,6 +24,7 @@ __all__ = [
     "LRA",
     "LSTM",
     "RNN",
+    "AdaptiveKFAC",
     "AssignmentStrategy",
     "Bernoulli",
     "Categorical",

@@ -422,6 +422,16 @@ class KFAC(torch.optim.Optimizer):
             super().add_param_group(param_group)
 
     @property
+    def model(self) -> nn.Module:
+        """The model whose layers are preconditioned."""
+        return self._engine.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The base optimizer; None for a preconditioner before one."""
+        return self._base
+
+    @property
     def steps(self) -> int:
         """Steps taken, without skipped ones: what was due in one of those is due in the next."""
         return self._steps

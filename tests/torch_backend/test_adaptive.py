@@ -1,0 +1,369 @@
+"""`AdaptiveKFAC`: the step against dense Gauss-Newton matrices, and its manners in a training loop."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from conftest import assert_close, same
+from suite.torch import KFAC, AdaptiveKFAC
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def data(count=40, seed=1):
+    draws = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=draws).double()
+    return x, (x[:, :3] + 0.5 * x[:, 3:]).argmax(1)
+
+
+def closure_of(model, x, y):
+    def closure():
+        outputs = model(x)
+        return F.cross_entropy(outputs, y), outputs
+
+    return closure
+
+
+def optimizer_of(model, **settings):
+    return AdaptiveKFAC(KFAC(model, **{"damping": 0.1, "compute_method": "inverse", **settings}))
+
+
+def flat(model):
+    return np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])
+
+
+def dense_gauss_newton(model, x):
+    """Of the mean cross-entropy, from explicit Jacobians and the Hessian diag(p) - p pᵀ."""
+    parameters = dict(model.named_parameters())
+
+    def outputs(values):
+        return torch.func.functional_call(model, values, (x,))
+
+    with torch.no_grad():
+        logits = model(x).numpy()
+    jacobians = torch.func.jacrev(outputs)({n: p.detach() for n, p in parameters.items()})
+    J = np.concatenate([j.detach().numpy().reshape(*logits.shape, -1) for j in jacobians.values()], -1)
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    H = np.einsum("nc,cd->ncd", p, np.eye(p.shape[1])) - np.einsum("nc,nd->ncd", p, p)
+    return np.einsum("nci,ncd,ndj->ij", J, H, J) / len(p)
+
+
+def test_every_step_is_the_minimum_of_the_dense_quadratic_model():
+    """The direction by another KFAC; the rest by explicit matrices and the rule in words."""
+    model, damping, delta, predicted, before = network(), 0.1, None, None, None
+    optimizer = optimizer_of(model, inv_update_steps=3)
+    other, plain = network(), network()
+    kfac = KFAC(other, damping=0.1, compute_method="inverse", inv_update_steps=3)
+    momenta = []
+    for number in range(8):
+        x, y = data(seed=number)
+        start = flat(model)
+        if delta is not None:
+            with torch.no_grad():
+                nn.utils.vector_to_parameters(torch.from_numpy(start - delta), plain.parameters())
+                before = F.cross_entropy(plain(x), y).item()
+        plain.load_state_dict(model.state_dict())
+        other.load_state_dict(model.state_dict())
+        kfac.zero_grad()
+        loss = F.cross_entropy(other(x), y)
+        if delta is not None:
+            ratio = (loss.item() - before) / predicted
+            damping *= 0.85 if ratio > 0.25 else 1 / 0.85 if ratio < 0 else 1
+        loss.backward()
+        gradient = np.concatenate([p.grad.numpy().ravel() for p in other.parameters()])
+        kfac.set_hyperparameter("damping", damping)
+        kfac.step()
+        direction = np.concatenate([p.grad.numpy().ravel() for p in other.parameters()])
+        basis = direction[:, None] if delta is None else np.stack([direction, delta], 1)
+        F_ = dense_gauss_newton(plain, x) + damping * np.eye(len(start))
+        M, b = basis.T @ F_ @ basis, basis.T @ gradient
+        c = -np.linalg.solve(M, b)
+        returned = optimizer.step(closure_of(model, x, y))
+        delta, predicted = basis @ c, b @ c / 2
+        assert_close(returned.item(), loss.item())
+        assert_close(flat(model) - start, delta, rtol=1e-6)
+        assert_close(optimizer.damping, damping)
+        momenta.append(optimizer.metrics()["momentum"])
+    assert momenta[0] == 0
+    assert all(m != 0 for m in momenta[1:])
+
+
+@pytest.mark.parametrize("kind", ["squares", "residuals in parts"])
+def test_least_squares_is_solved_by_its_exact_curvature(kind):
+    torch.manual_seed(0)
+    model = nn.Linear(5, 2).double()
+    x, y = torch.randn(30, 5).double() * torch.logspace(-1, 1, 5), torch.randn(30, 2).double()
+    optimizer = AdaptiveKFAC(KFAC(model, damping=1e-4, inv_update_steps=5))
+
+    def closure():
+        residuals = model(x) - y
+        if kind == "squares":
+            return residuals.square().sum(1).mean() / 2, residuals
+        a, b = residuals[:10], residuals[10:]
+        return (a.square().sum() + b.square().sum()) / 60, (a, b)
+
+    for _ in range(30):
+        optimizer.step(closure)
+    X = np.concatenate([x.numpy(), np.ones((30, 1))], 1)
+    best = np.linalg.lstsq(X, y.numpy(), rcond=None)[1].sum() / 60
+    assert closure()[0].item() < best * (1 + 1e-6)
+
+
+def test_it_learns_a_poisson_problem_without_tuning():
+    """-u'' = π² sin(πx) on [0, 1]: mean squared error of u below 1e-6 in 60 steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    x = torch.linspace(0, 1, 41, dtype=torch.float64)[:, None]
+    optimizer = optimizer_of(model, inv_update_steps=5)
+
+    def closure():
+        layer, head = model[0], model[2]
+        a = torch.tanh(layer(torch.cat([x, x[:1], x[-1:]])))
+        w = layer.weight[:, 0]
+        u, second = head(a), ((-2 * a * (1 - a**2)) * w**2)[:41] @ head.weight[0]
+        residuals = torch.cat([second / np.pi**2 + torch.sin(np.pi * x[:, 0]), u[41:, 0] * 41**0.5])
+        return residuals.square().sum() / 41, residuals
+
+    for _ in range(60):
+        optimizer.step(closure)
+    with torch.no_grad():
+        assert (model(x) - torch.sin(np.pi * x)).square().mean() < 1e-6
+
+
+class Noisy(nn.Module):
+    """Batch normalization and dropout, whose traces and random numbers are counted."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.drop, self.last = nn.Dropout(0.3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.drop(torch.relu(self.norm(self.first(x)))))
+
+
+def test_a_step_leaves_one_forward_pass_s_traces_and_random_numbers():
+    model, plain = Noisy(), Noisy()
+    optimizer = optimizer_of(model)
+    for number in range(3):
+        x, y = data(seed=number)
+        plain.load_state_dict(model.state_dict())
+        torch.manual_seed(number)
+        plain(x.float())
+        expected = torch.rand(3)
+        torch.manual_seed(number)
+        optimizer.step(closure_of(model, x.float(), y))
+        assert same(torch.rand(3), expected)
+        assert same(list(model.buffers()), list(plain.buffers()))
+    assert int(model.norm.num_batches_tracked) == 3
+
+
+def test_a_step_beyond_what_the_loss_can_bear_is_taken_back():
+    model = network()
+    x, y = data()
+    optimizer, start, bound = optimizer_of(model), flat(model), 0.5
+
+    def closure():
+        outputs = model(x)
+        far = torch.stack(
+            [p.sub(s).square().sum() for p, s in zip(model.parameters(), first, strict=True)]
+        ).sum()
+        return F.cross_entropy(outputs, y) * torch.where(far > bound**2, float("inf"), 1.0), outputs
+
+    first = [p.detach().clone() for p in model.parameters()]
+    optimizer.step(closure)
+    assert np.linalg.norm(flat(model) - start) > bound
+    optimizer.step(closure)
+    assert_close(flat(model), start)
+    assert optimizer.rejected_steps == 1
+    assert_close(optimizer.damping, 0.4)
+    for _ in range(15):
+        optimizer.step(closure)
+    assert closure()[0] < F.cross_entropy(network()(x), y)  # smaller steps, taken
+
+
+@pytest.mark.filterwarnings("ignore:.*step.* skipped:RuntimeWarning")
+def test_a_batch_that_is_not_finite_changes_nothing():
+    model, (x, y) = network(), data()
+    bad = x.clone()
+    bad[3, 1] = float("nan")
+    optimizer = optimizer_of(model)
+    optimizer.step(closure_of(model, x, y))
+    state, before = copy.deepcopy(optimizer.kfac.state_dict()), flat(model)
+    optimizer.step(closure_of(model, bad, y))
+    assert np.array_equal(flat(model), before)
+    assert same(optimizer.kfac.state_dict(), state)
+    assert optimizer.skipped_steps == 1
+    first = optimizer.step(closure_of(model, x, y))
+    assert optimizer.step(closure_of(model, x, y)) < first
+    fresh = optimizer_of(network())
+    fresh.step(closure_of(fresh.kfac.model, bad, y))
+    assert np.array_equal(flat(fresh.kfac.model), flat(network()))
+    assert fresh.skipped_steps == 1
+
+
+def test_what_is_wrong_with_a_closure_is_said():
+    model, (x, y) = network(), data()
+    optimizer, before = optimizer_of(model), flat(model)
+
+    def calls_backward():
+        loss, outputs = closure_of(model, x, y)()
+        if loss.requires_grad:
+            loss.backward(retain_graph=True)
+        return loss, outputs
+
+    draws = torch.Generator().manual_seed(0)
+
+    def new_batch():
+        rows = torch.randint(40, (4,), generator=draws)
+        return closure_of(model, x[rows], y[rows])()
+
+    wrong = {
+        "not yet backward": calls_backward,
+        r"\(loss, outputs\), got Tensor": lambda: closure_of(model, x, y)()[0],
+        "0-d tensor first": lambda: closure_of(model, x, y)()[::-1],
+        "loss is a function of second": lambda: (closure_of(model, x, y)()[0], []),
+        "graphs, got detached": lambda: [t.detach() for t in closure_of(model, x, y)()],
+        "computed from, got others": lambda: (closure_of(model, x, y)()[0], model(x)),
+        "same loss each time": new_batch,
+    }
+    for message, closure in wrong.items():
+        with pytest.raises((RuntimeError, TypeError), match=message):
+            optimizer.step(closure)
+        assert np.array_equal(flat(model), before)
+
+
+def test_a_parameter_that_a_module_hides_is_found_out():
+    class Hiding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.hidden = [self.layer.weight]
+
+        def forward(self, x):
+            return F.linear(x, self.hidden[0], self.layer.bias)
+
+    model, (x, y) = Hiding(), data()
+    with pytest.raises(RuntimeError, match="derivative along the direction"):
+        optimizer_of(model).step(closure_of(model, x.float(), y))
+
+
+def test_bad_arguments_are_errors():
+    model = network()
+    with pytest.raises(TypeError, match="kfac must be a KFAC, got Linear"):
+        AdaptiveKFAC(nn.Linear(2, 2))
+    around = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="without an optimizer"):
+        AdaptiveKFAC(around)
+    around.detach()
+    with pytest.raises(ValueError, match="damping must be > 0, got 0"):
+        optimizer_of(network(), damping=0.0)
+    with pytest.raises(ValueError, match="damping was given as a function"):
+        optimizer_of(network(), damping=lambda step: 0.1)
+    kfac = KFAC(network())
+    with pytest.raises(TypeError, match=r"fallback must be a torch\.optim\.Optimizer or None"):
+        AdaptiveKFAC(kfac, fallback=0.1)
+    with pytest.raises(ValueError, match=r"parameters that K-FAC covers, got \['0.weight'\]"):
+        AdaptiveKFAC(kfac, torch.optim.SGD([kfac.model[0].weight], lr=0.1))
+    with pytest.raises(ValueError, match="fixed at construction"):
+        AdaptiveKFAC(kfac).add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def test_what_kfac_does_not_cover_needs_a_fallback():
+    model, (x, y) = network(), data()
+    kfac = KFAC(model, damping=0.1, skip_layers=["^2$"])
+    with pytest.raises(ValueError, match=r"does not cover, got none for \['2.weight', '2.bias'\]"):
+        AdaptiveKFAC(kfac)
+    optimizer = AdaptiveKFAC(kfac, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    weight = model[2].weight.detach().clone()
+    (gradient,) = torch.autograd.grad(F.cross_entropy(model(x), y), [model[2].weight])
+    optimizer.step(closure_of(model, x, y))
+    assert_close(model[2].weight.detach(), weight - 0.1 * gradient)
+
+
+@pytest.mark.parametrize("way", ["state_dict", "deepcopy", "pickle"])
+def test_a_resumed_run_is_the_uninterrupted_run(way, tmp_path):
+    model, batches = network(), [data(seed=number) for number in range(12)]
+    optimizer = optimizer_of(model, inv_update_steps=3)
+    for x, y in batches[:7]:
+        optimizer.step(closure_of(model, x, y))
+    if way == "state_dict":
+        torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "run.pt")
+        weights, state = torch.load(tmp_path / "run.pt", weights_only=True)
+        other = network(1)
+        other.load_state_dict(weights)
+        resumed = optimizer_of(other, inv_update_steps=3)
+        resumed.load_state_dict(state)
+    elif way == "deepcopy":
+        other, resumed = copy.deepcopy((model, optimizer))
+    else:
+        other, resumed = pickle.loads(pickle.dumps((model, optimizer)))
+    for x, y in batches[7:]:
+        optimizer.step(closure_of(model, x, y))
+        resumed.step(closure_of(other, x, y))
+    assert np.array_equal(flat(model), flat(other))
+    assert same(optimizer.metrics(), resumed.metrics())
+
+
+def test_a_state_that_does_not_fit_is_an_error():
+    model, (x, y) = network(), data()
+    optimizer = optimizer_of(model)
+    optimizer.step(closure_of(model, x, y))
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"keys \['adaptive', 'kfac'\], got \['kfac'\]"):
+        optimizer.load_state_dict({"kfac": state["kfac"]})
+    state["adaptive"]["last_step"]["0.weight"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"others: \['0.weight'\]"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("fisher", ["mc", "type-2"])
+def test_statistics_may_be_of_the_model_s_predictions(fisher):
+    model, (x, y) = network(), data()
+    optimizer = optimizer_of(model, fisher=fisher, likelihood="categorical", inv_update_steps=2)
+    losses = [optimizer.step(closure_of(model, x, y)).item() for _ in range(12)]
+    assert losses[-1] < 0.6 * losses[0]
+    assert optimizer.rejected_steps == optimizer.skipped_steps == 0
+
+
+def test_attention_and_checkpoints_are_differentiated():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.read, self.qkv, self.last = nn.Linear(4, 8), nn.Linear(8, 24), nn.Linear(8, 3)
+
+        def forward(self, x):
+            h = torch.utils.checkpoint.checkpoint(self.read, x, use_reentrant=False)
+            q, k, v = self.qkv(h).chunk(3, -1)
+            return self.last(F.scaled_dot_product_attention(q, k, v))[:, 0]
+
+    model, (x, y) = Block(), data()
+    sentences = torch.stack([x, x.roll(1, 0), x.roll(2, 0)], 1).float()
+    optimizer = optimizer_of(model)
+    losses = [optimizer.step(closure_of(model, sentences, y)).item() for _ in range(10)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*jit.script.*deprecated:DeprecationWarning")
+def test_a_compiled_model_takes_the_same_steps():
+    (x, y), models = data(), [network(), network()]
+    optimizers = [optimizer_of(model) for model in models]
+    compiled = torch.compile(models[1])
+    for _ in range(4):
+        optimizers[0].step(closure_of(models[0], x, y))
+        optimizers[1].step(closure_of(compiled, x, y))
+    assert_close(flat(models[1]), flat(models[0]), rtol=1e-9)

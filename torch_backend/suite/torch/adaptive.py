@@ -1,0 +1,413 @@
+"""K-FAC that finds its learning rate, momentum and damping from a quadratic model of the loss."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from suite.core.damping import levenberg_marquardt
+from suite.core.linalg import inner_product
+from suite.core.routing import Routing
+from suite.core.step_size import quadratic_step
+from suite.torch.checks import check_number, warn_user
+from suite.torch.dtensors import is_sharded
+from suite.torch.kfac import KFAC
+from suite.torch.replay import Draws, derivatives_along, value_before
+
+Tensors = Sequence[torch.Tensor]
+
+
+class _LastStep(NamedTuple):
+    moves: list[tuple[torch.Tensor, torch.Tensor]]  # (parameter, what was added to it)
+    predicted: float  # change of the loss
+
+
+class AdaptiveKFAC(torch.optim.Optimizer):
+    """K-FAC without a learning rate, momentum or damping to tune, for full or large batches.
+
+    The step is c₁ d + c₂ δ, d the direction of K-FAC and δ the step before. c is where a quadratic model
+    of the loss is lowest, whose curvature is the exact Gauss-Newton matrix of the batch plus damping.
+    Damping falls while the loss of the next batch goes down as the model said, and rises when it goes
+    up; a step that raises it by more than it was to fall, or makes it infinite, is taken back.
+
+        >>> kfac = KFAC(model, damping=0.1, compute_method="inverse", inv_update_steps=5)
+        >>> optimizer = AdaptiveKFAC(kfac)
+        >>> def closure():
+        ...     outputs = model(x)
+        ...     return criterion(outputs, y), outputs
+        >>> loss = optimizer.step(closure)
+
+    The closure returns the loss, without calling backward(), and the tensor, or tensors, that the loss
+    is a convex function of: logits, or the residuals of a PINN. It is called four times a step, on the
+    same data: with gradients, at the parameters before the last step, and for the derivatives of its
+    outputs along d and δ, by forward-mode differentiation. Random numbers (dropout) are the same each
+    time; what it does to the model's buffers counts once. A step costs two to three of KFAC's.
+
+    Batches have to be large enough that their curvature is that of the problem: from some 50 or 100
+    examples for small networks, the more the better. On smaller ones damping rises until nothing moves;
+    there a `KFAC` with a base optimizer does better.
+
+    Args:
+        kfac: a `KFAC` without an optimizer. Its `damping` is where damping starts; 0.1 suits losses
+            that are means of terms near 1. `kl_clip` and `lr` have no effect.
+        fallback: an optimizer for all parameters that K-FAC does not cover, and no others.
+
+    Several processes:
+        As `KFAC`, with DistributedDataParallel, the same on every rank; losses of ranks are averaged.
+
+    Notes:
+        The host waits for the device four times a step.
+        K-FAC's direction sees a new damping when inverses are computed, with 'eigen' at once.
+
+    Raises:
+        ValueError, TypeError: a bad value, trainable parameters that neither K-FAC nor `fallback` has,
+            sharded parameters.
+
+    References:
+        Martens & Grosse 2015 (arXiv:1503.05671), sections 6.4, 6.5 and 7. There damping is adapted by
+        the loss of the minibatch that made the step, which every step lowers, however noisy.
+    """
+
+    def __init__(self, kfac: KFAC, fallback: torch.optim.Optimizer | None = None) -> None:
+        if not isinstance(kfac, KFAC):
+            raise TypeError(f"kfac must be a KFAC, got {type(kfac).__name__}")
+        if kfac.optimizer is not None:
+            raise ValueError(f"kfac must be without an optimizer, got one around {kfac.optimizer!r}")
+        if fallback is not None and not isinstance(fallback, torch.optim.Optimizer):
+            kind = type(fallback).__name__
+            raise TypeError(f"fallback must be a torch.optim.Optimizer or None, got {kind}")
+        check_number("damping", kfac.damping, above=0)
+        kfac.set_hyperparameter("damping", kfac.damping)  # an error if it is a function
+        covered = [p for group in kfac.param_groups for p in group["params"]]
+        _check_parameters(kfac.model, covered, fallback)
+        self.kfac, self.fallback = kfac, fallback
+        super().__init__(covered, {})
+        self._last: _LastStep | None = None
+        self._skipped_steps = self._rejected_steps = 0
+        self._found = {"learning_rate": 0.0, "momentum": 0.0, "reduction_ratio": math.nan}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only at construction: what K-FAC covers is fixed."""
+        if self.param_groups:
+            raise ValueError("AdaptiveKFAC covers what its KFAC does, fixed at construction")
+        super().add_param_group(param_group)
+
+    @property
+    def damping(self) -> float:
+        """λ as it is now."""
+        return float(self.kfac.damping)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed nothing because something was not finite."""
+        return self.kfac.skipped_steps + self._skipped_steps
+
+    @property
+    def rejected_steps(self) -> int:
+        """Steps that were taken back, because the loss rose by more than it was to fall."""
+        return self._rejected_steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> torch.Tensor:  # type: ignore[override]
+        """One step, or one taken back.
+
+        Args:
+            closure: returns (loss, outputs), the same each time it is called here.
+
+        Returns:
+            The loss at the parameters that it started from.
+
+        Raises:
+            RuntimeError: a closure that calls backward(), does not return the same each time, or whose
+                outputs do not lead to the loss; parameters have not changed then.
+        """
+        model, devices = self.kfac.model, list({p.device for p in self._covered})
+        draws = Draws(devices)
+
+        def evaluate() -> list[torch.Tensor]:
+            draws.rewind()
+            return _loss_and_outputs(closure())
+
+        before = None if self._last is None else value_before(evaluate, model, self._last.moves)[0]
+        self.zero_grad()
+        with torch.enable_grad():
+            loss, *outputs = evaluate()
+        drawn = Draws(devices)
+        if any(p.grad is not None for p in model.parameters()):
+            raise RuntimeError("closure must return the loss, not yet backward(): that is called here")
+        if not (loss.requires_grad and any(x.requires_grad for x in outputs)):
+            raise RuntimeError(
+                "closure must return loss and outputs with their graphs, got detached ones"
+            )
+        if before is None or self._stands(before, loss.detach()):
+            self._take_step(evaluate, loss, outputs)
+        drawn.rewind()
+        return loss.detach()
+
+    def _stands(self, before: torch.Tensor, now: torch.Tensor) -> bool:
+        """Adapt damping to what the last step did to the loss of this batch; take it back if need be."""
+        assert self._last is not None
+        old, new = self._mean_over_ranks([before, now])
+        if not math.isfinite(old):  # not the step's fault; the next batch tells of it
+            self._skip("the loss of its batch was not finite")
+            return False
+        numbers = torch.tensor([self.damping, new - old, self._last.predicted], dtype=torch.float64)
+        damping, stands = levenberg_marquardt(*numbers.unbind())
+        self.kfac.set_hyperparameter("damping", float(damping))
+        self._found["reduction_ratio"] = (new - old) / min(self._last.predicted, -1e-300)
+        if not stands:
+            for parameter, step in self._last.moves:
+                parameter.sub_(step)
+            self._last = None
+            self._rejected_steps += 1
+        return bool(stands)
+
+    def _take_step(
+        self, evaluate: Callable[[], list[torch.Tensor]], loss: torch.Tensor, outputs: Tensors
+    ) -> None:
+        with torch.enable_grad():
+            loss.backward(retain_graph=True)
+            slopes = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+        if all(slope is None for slope in slopes):
+            raise RuntimeError("outputs must be the tensors that the loss is computed from, got others")
+        covered = self._covered
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in covered]
+        skipped = self.kfac.skipped_steps
+        self.kfac.step()
+        if self.kfac.skipped_steps > skipped:
+            self._last = None
+            return
+        direction = [torch.zeros_like(p) if p.grad is None else p.grad for p in covered]
+        steps = {} if self._last is None else {id(p): step for p, step in self._last.moves}
+        vectors = [direction, [steps.get(id(p), torch.zeros_like(p)) for p in covered]]
+        count = 2 if steps else 1
+        found = [
+            derivatives_along(
+                evaluate, self.kfac.model, dict(zip(map(id, covered), vector, strict=True))
+            )
+            for vector in vectors[:count]
+        ]
+        curvature = _gauss_newton(slopes, outputs, [[t for _, t in pairs[1:]] for pairs in found])
+        again, derivative = found[0][0]
+        mean = self._mean_over_ranks([loss, again, derivative, *curvature])
+        ours = _numbers(
+            [_inner(u, v) for i, u in enumerate(vectors[:count]) for v in (gradients, *vectors[i:count])]
+        )
+        self._check_closure(mean[0], mean[1], mean[2], ours[0])
+        M, b = torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        M[0, 0], b[0] = mean[3] + self.damping * ours[1], ours[0]
+        if count == 2:
+            M[0, 1] = M[1, 0] = mean[4] + self.damping * ours[2]
+            M[1, 1], b[1] = mean[5] + self.damping * ours[4], ours[3]
+        weights, predicted = quadratic_step(M, b)
+        rate, momentum = weights.tolist()
+        if not math.isfinite(rate + momentum + float(predicted)):
+            self._last = None
+            self._skip("its curvature or its slope was not finite")
+            return
+        moves = []
+        for p, d, last, g in zip(covered, *vectors, gradients, strict=True):
+            step = d * rate + last * momentum
+            p.add_(step)
+            p.grad = g
+            moves.append((p, step))
+        self._last = _LastStep(moves, float(predicted))
+        self._found |= {"learning_rate": -rate, "momentum": momentum}
+        if self.fallback is not None:
+            self.fallback.step()
+
+    def _check_closure(self, loss: float, again: float, derivative: float, slope: float) -> None:
+        """Raise unless the closure is one function of the parameters, differentiated correctly."""
+        if abs(again - loss) > 0.01 * abs(loss) + 1e-30:
+            raise RuntimeError(
+                "closure must return the same loss each time it is called in a step, got "
+                f"{loss:.6g} and {again:.6g}: draw the batch before step(), not in the closure"
+            )
+        if abs(derivative - slope) > 0.1 * abs(slope) + 1e-30:
+            raise RuntimeError(
+                f"the loss's derivative along the direction must be the gradient's, {slope:.6g}, got "
+                f"{derivative:.6g}: a module holds parameters elsewhere than among its own, the closure "
+                "is about another model, or an operation in it has a wrong forward-mode derivative"
+            )
+
+    def _skip(self, why: str) -> None:
+        self._skipped_steps += 1
+        self.zero_grad()
+        warn_user(f"a step was skipped: {why} ({self.skipped_steps} skipped so far)")
+
+    def _mean_over_ranks(self, values: Tensors) -> list[float]:
+        ranks = self.kfac._engine.ranks
+        like = functools.reduce(torch.promote_types, (x.dtype for x in values), torch.float32)
+        numbers = torch.stack([x.detach().to(values[0].device, like) for x in values])
+        mean: list[float] = (ranks.total(numbers, "the quadratic model") / ranks.world).tolist()
+        return mean
+
+    @property
+    def _covered(self) -> list[torch.Tensor]:
+        covered: list[torch.Tensor] = self.param_groups[0]["params"]
+        return covered
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients of the model, and what K-FAC has seen since its last step."""
+        self.kfac.model.zero_grad(set_to_none)
+        self.kfac.reset_batch()
+
+    def routing(self) -> Routing:
+        """What happens to every parameter of the model and why; prints as a table."""
+        return self.kfac.routing()
+
+    def metrics(self) -> dict[str, Any]:
+        """Those of `KFAC.metrics`, and plain numbers about the last step.
+
+        'learning_rate' and 'momentum', the coefficients of the direction and of the step before;
+        'reduction_ratio', how the loss changed over how it was to change; 'rejected_steps'.
+        """
+        own = {"rejected_steps": self._rejected_steps, "skipped_steps": self.skipped_steps}
+        return {**self.kfac.metrics(), **self._found, **own}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs: plain numbers, and tensors by parameter name."""
+        fallback = {} if self.fallback is None else {"fallback": self.fallback.state_dict()}
+        return {"kfac": self.kfac.state_dict(), "adaptive": self._own_state(), **fallback}
+
+    def _own_state(self) -> dict[str, Any]:
+        names = {id(p): name for name, p in self.kfac.model.named_parameters()}
+        last: dict[str, Any] = {}
+        if self._last is not None:
+            steps = {names[id(p)]: step for p, step in self._last.moves}
+            last = {"last_step": steps, "predicted": self._last.predicted}
+        counts = {"skipped_steps": self._skipped_steps, "rejected_steps": self._rejected_steps}
+        return {**counts, "found": dict(self._found), **last}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a `state_dict()`.
+
+        Raises:
+            ValueError: entries or layers that do not fit, by name; nothing has changed then.
+        """
+        wanted = {"kfac", "adaptive"} | (set() if self.fallback is None else {"fallback"})
+        if set(state_dict) != wanted:
+            raise ValueError(f"state_dict must have keys {sorted(wanted)}, got {sorted(state_dict)}")
+        own = state_dict["adaptive"]
+        parameters = dict(self.kfac.model.named_parameters())
+        steps = own.get("last_step", {})
+        unlike = [n for n, x in steps.items() if n not in parameters or parameters[n].shape != x.shape]
+        if unlike:
+            raise ValueError(f"last_step must be of this model's parameters, got others: {unlike}")
+        self.kfac.load_state_dict(state_dict["kfac"])
+        if self.fallback is not None:
+            self.fallback.load_state_dict(state_dict["fallback"])
+        self._load(own, parameters)
+
+    def _load(self, own: dict[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
+        self._skipped_steps, self._rejected_steps = own["skipped_steps"], own["rejected_steps"]
+        self._found, self._last = dict(own["found"]), None
+        if "last_step" in own:
+            moves = [
+                (parameters[n], x.to(parameters[n], copy=True)) for n, x in own["last_step"].items()
+            ]
+            self._last = _LastStep(moves, own["predicted"])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (type(self), self.kfac, self.fallback, self._own_state())
+
+    def __repr__(self) -> str:
+        return f"AdaptiveKFAC({self.kfac!r}, fallback={self.fallback!r})"
+
+
+def _rebuilt(
+    kind: type[AdaptiveKFAC], kfac: KFAC, fallback: torch.optim.Optimizer | None, own: dict[str, Any]
+) -> AdaptiveKFAC:
+    made = kind(kfac, fallback)
+    made._load(own, dict(kfac.model.named_parameters()))
+    return made
+
+
+def _check_parameters(
+    model: torch.nn.Module, covered: Tensors, fallback: torch.optim.Optimizer | None
+) -> None:
+    """ValueError unless every trainable parameter is K-FAC's or the fallback's, and none is both's."""
+    others = () if fallback is None else [p for g in fallback.param_groups for p in g["params"]]
+    ours, theirs = {id(p) for p in covered}, {id(p) for p in others}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    both = [name for name, p in named if id(p) in ours & theirs]
+    neither = [name for name, p in named if id(p) not in ours | theirs]
+    sharded = [name for name, p in named if is_sharded(p)]
+    if both:
+        raise ValueError(f"fallback must not have parameters that K-FAC covers, got {both}")
+    if neither:
+        raise ValueError(
+            "fallback must be an optimizer for all trainable parameters that K-FAC does not cover, got "
+            f"none for {neither}"
+        )
+    if sharded:
+        raise ValueError(f"parameters must be whole, got DTensors: {sharded}")
+
+
+def _loss_and_outputs(returned: Any) -> list[torch.Tensor]:
+    """[loss, *outputs] of what a closure returned.
+
+    Raises:
+        TypeError: not a scalar loss and a tensor, or a sequence of tensors.
+    """
+    if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
+        kind = type(returned).__name__
+        raise TypeError(f"closure must return (loss, outputs), got {kind}")
+    loss, outputs = returned
+    listed = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    if not (isinstance(loss, torch.Tensor) and loss.ndim == 0):
+        raise TypeError(f"closure must return a loss that is a 0-d tensor first, got {loss!r}")
+    if not listed or not all(isinstance(x, torch.Tensor) for x in listed):
+        raise TypeError(
+            "closure must return the tensor, or tensors, that the loss is a function of second"
+        )
+    return [loss, *listed]
+
+
+def _gauss_newton(
+    slopes: Sequence[torch.Tensor | None], outputs: Tensors, tangents: Sequence[Tensors]
+) -> list[torch.Tensor]:
+    """Σ (J v)ᵀ H (J w) over pairs of directions v <= w, H the loss's Hessian by the outputs.
+
+    Args:
+        slopes: the loss's gradients by the outputs, with their graph.
+        tangents: of each direction, the derivatives of the outputs along it.
+    """
+    curved = [(s, i) for i, s in enumerate(slopes) if s is not None and s.requires_grad]
+    found: list[torch.Tensor] = []
+    for first, v in enumerate(tangents):
+        products: Sequence[torch.Tensor | None] = [None] * len(outputs)
+        if curved:
+            products = torch.autograd.grad(
+                [s for s, _ in curved],
+                outputs,
+                [v[i].to(s.dtype) for s, i in curved],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        for w in tangents[first:]:
+            parts = [
+                _zero(x) if h is None else inner_product(h, x) for h, x in zip(products, w, strict=True)
+            ]
+            found.append(torch.stack([part.to(parts[0].device) for part in parts]).sum())
+    return found
+
+
+def _zero(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+
+
+def _inner(u: Tensors, v: Tensors) -> torch.Tensor:
+    parts = [inner_product(x, y) for x, y in zip(u, v, strict=True)]
+    return torch.stack([part.to(parts[0].device, parts[0].dtype) for part in parts]).sum()
+
+
+def _numbers(values: Tensors) -> list[float]:
+    """Read in one wait for the device."""
+    numbers: list[float] = torch.stack([x.to(values[0].device) for x in values]).tolist()
+    return numbers
