@@ -185,12 +185,90 @@ def test_a_step_beyond_what_the_loss_can_bear_is_taken_back():
     optimizer.step(closure)
     assert np.linalg.norm(flat(model) - start) > bound
     optimizer.step(closure)
-    assert_close(flat(model), start)
+    assert np.array_equal(flat(model), start)
     assert optimizer.rejected_steps == 1
     assert_close(optimizer.damping, 0.4)
     for _ in range(15):
         optimizer.step(closure)
     assert closure()[0] < F.cross_entropy(network()(x), y)  # smaller steps, taken
+
+
+def test_what_a_bad_step_did_to_running_statistics_is_taken_back_too():
+    model, (x, y) = Noisy(), data()
+    optimizer = optimizer_of(model)
+    for _ in range(2):
+        optimizer.step(closure_of(model, x.float(), y))
+    kept = [(p, p.detach().clone()) for p in model.parameters()]
+    step = optimizer.state_dict()["adaptive"]["last_step"]
+    before = {name: kept["before"].clone() for name, kept in step.items()}
+    with torch.no_grad():
+        for p, _ in kept:
+            p.add_(1e3)
+    buffers = [b.clone() for b in model.buffers()]
+    optimizer.step(closure_of(model, x.float(), y))
+    assert optimizer.rejected_steps == 1
+    assert same(dict(model.named_parameters()), before)
+    assert same(list(model.buffers()), buffers)
+
+
+def test_outputs_that_the_loss_is_not_convex_in_end_in_skipped_steps():
+    model, (x, y) = network(), data()
+    optimizer = optimizer_of(model, damping=1e-3)
+
+    def closure():
+        outputs = model(x)
+        return torch.log1p((30 * outputs - 90 * y[:, None]).square()).mean(), outputs
+
+    with pytest.warns(RuntimeWarning, match="not convex in the outputs"):
+        optimizer.step(closure)
+    assert optimizer.skipped_steps == 1
+    assert optimizer.damping == 4e-3
+    assert np.array_equal(flat(model), flat(network()))
+
+
+def test_a_parameter_frozen_between_steps_stays():
+    model, (x, y) = network(), data()
+    optimizer = optimizer_of(model)
+    for number in range(6):
+        if number == 3:
+            model[0].requires_grad_(False)
+            kept = model[0].weight.clone()
+        optimizer.step(closure_of(model, x, y))
+    assert same(model[0].weight, kept)
+
+
+def test_autocast_around_the_step_sees_parameters_as_they_are():
+    model, (x, y) = network().float(), data()
+    optimizer = optimizer_of(model, damping=10.0)
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = optimizer.step(closure_of(model, x.float(), y))
+        present = {name: p.detach().clone() for name, p in model.named_parameters()}
+        last = optimizer.state_dict()["adaptive"]["last_step"]
+        started = {name: last[name]["before"] for name in present}
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model.load_state_dict(started)
+            assert same(F.cross_entropy(model(x.float()), y), loss)
+        model.load_state_dict(present)
+
+
+def test_an_encoder_in_evaluation_mode_is_differentiated():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)
+    model = nn.Sequential(nn.Linear(4, 8), encoder, nn.Flatten(), nn.Linear(24, 3))
+    x, y = data()
+    sentences = torch.stack([x, x.roll(1, 0), x.roll(2, 0)], 1).float()
+    optimizer = optimizer_of(model)
+    losses = [optimizer.step(closure_of(model, sentences, y)).item() for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
+def test_an_operation_without_a_forward_derivative_is_an_error():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 3))
+    x, y = torch.randint(9, (40, 3)), data()[1]
+    with pytest.raises(RuntimeError, match="forward-mode derivatives, which torch lacks"):
+        optimizer_of(model).step(closure_of(model, x, y))
 
 
 @pytest.mark.filterwarnings("ignore:.*step.* skipped:RuntimeWarning")
@@ -211,6 +289,22 @@ def test_a_batch_that_is_not_finite_changes_nothing():
     fresh.step(closure_of(fresh.kfac.model, bad, y))
     assert np.array_equal(flat(fresh.kfac.model), flat(network()))
     assert fresh.skipped_steps == 1
+
+
+def test_batches_that_say_nothing_of_each_other_are_warned_of():
+    model = network()
+    optimizer = optimizer_of(model, damping=5e3)
+    labels = torch.Generator().manual_seed(0)
+
+    def train():
+        for number in range(40):
+            x, _ = data(count=8, seed=number)
+            optimizer.step(closure_of(model, x, torch.randint(3, (8,), generator=labels)))
+
+    with pytest.warns(RuntimeWarning, match="damping has reached 10000") as caught:
+        train()
+    assert caught[0].filename == __file__
+    assert optimizer.damping <= 1e4
 
 
 def test_what_is_wrong_with_a_closure_is_said():
@@ -236,12 +330,15 @@ def test_what_is_wrong_with_a_closure_is_said():
         "loss is a function of second": lambda: (closure_of(model, x, y)()[0], []),
         "graphs, got detached": lambda: [t.detach() for t in closure_of(model, x, y)()],
         "computed from, got others": lambda: (closure_of(model, x, y)()[0], model(x)),
+        "real tensors, got complex": lambda: (closure_of(model, x, y)()[0], model(x) * 1j),
         "same loss each time": new_batch,
     }
     for message, closure in wrong.items():
         with pytest.raises((RuntimeError, TypeError), match=message):
             optimizer.step(closure)
         assert np.array_equal(flat(model), before)
+        assert all(p.grad is None for p in model.parameters())
+        assert optimizer.damping == 0.1
 
 
 def test_a_parameter_that_a_module_hides_is_found_out():
@@ -276,6 +373,8 @@ def test_bad_arguments_are_errors():
         AdaptiveKFAC(kfac, fallback=0.1)
     with pytest.raises(ValueError, match=r"parameters that K-FAC covers, got \['0.weight'\]"):
         AdaptiveKFAC(kfac, torch.optim.SGD([kfac.model[0].weight], lr=0.1))
+    with pytest.raises(ValueError, match=r"of the model only, got some of shapes \[\(2,\)\]"):
+        AdaptiveKFAC(kfac, torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
     with pytest.raises(ValueError, match="fixed at construction"):
         AdaptiveKFAC(kfac).add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
@@ -323,7 +422,10 @@ def test_a_state_that_does_not_fit_is_an_error():
     state = optimizer.state_dict()
     with pytest.raises(ValueError, match=r"keys \['adaptive', 'kfac'\], got \['kfac'\]"):
         optimizer.load_state_dict({"kfac": state["kfac"]})
-    state["adaptive"]["last_step"]["0.weight"] = torch.zeros(3)
+    bad = {**state, "adaptive": {"found": {}}}
+    with pytest.raises(ValueError, match=r"must have \['rejected_steps', 'skipped_steps'\]"):
+        optimizer.load_state_dict(bad)
+    state["adaptive"]["last_step"]["0.weight"]["change"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"others: \['0.weight'\]"):
         optimizer.load_state_dict(state)
 

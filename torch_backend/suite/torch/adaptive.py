@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +17,19 @@ from suite.core.step_size import quadratic_step
 from suite.torch.checks import check_number, warn_user
 from suite.torch.dtensors import is_sharded
 from suite.torch.kfac import KFAC
-from suite.torch.replay import Draws, derivatives_along, value_before
+from suite.torch.replay import Buffers, Draws, derivatives_along, value_with
 
 Tensors = Sequence[torch.Tensor]
+_HIGHEST = 1e4  # of damping
 
 
 class _LastStep(NamedTuple):
-    moves: list[tuple[torch.Tensor, torch.Tensor]]  # (parameter, what was added to it)
+    moves: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # parameter, value before, change
     predicted: float  # change of the loss
+
+    def before(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters, those frozen since left out, and their values before the step."""
+        return [(p, value) for p, value, _ in self.moves if p.requires_grad]
 
 
 class AdaptiveKFAC(torch.optim.Optimizer):
@@ -48,8 +54,8 @@ class AdaptiveKFAC(torch.optim.Optimizer):
     time; what it does to the model's buffers counts once. A step costs two to three of KFAC's.
 
     Batches have to be large enough that their curvature is that of the problem: from some 50 or 100
-    examples for small networks, the more the better. On smaller ones damping rises until nothing moves;
-    there a `KFAC` with a base optimizer does better.
+    examples for small networks, the more the better. On smaller ones damping rises until nothing moves,
+    with a warning; there a `KFAC` with a base optimizer does better.
 
     Args:
         kfac: a `KFAC` without an optimizer. Its `damping` is where damping starts; 0.1 suits losses
@@ -58,6 +64,12 @@ class AdaptiveKFAC(torch.optim.Optimizer):
 
     Several processes:
         As `KFAC`, with DistributedDataParallel, the same on every rank; losses of ranks are averaged.
+
+    Limits:
+        Outputs that the loss is not convex in end in skipped steps. Derivatives by the inputs (a PINN)
+        are to be carried forward with the activations, as K-FAC's statistics want it. What torch has no
+        forward-mode derivative for (LSTM's and EmbeddingBag's kernels, parametrizations.weight_norm, the
+        reentrant checkpoint) is an error. A step that is taken back leaves the fallback's.
 
     Notes:
         The host waits for the device four times a step.
@@ -126,49 +138,67 @@ class AdaptiveKFAC(torch.optim.Optimizer):
                 outputs do not lead to the loss; parameters have not changed then.
         """
         model, devices = self.kfac.model, list({p.device for p in self._covered})
-        draws = Draws(devices)
+        draws, buffers, damping = Draws(devices), Buffers(model), self.damping
+        self.zero_grad()
 
         def evaluate() -> list[torch.Tensor]:
             draws.rewind()
+            torch.clear_autocast_cache()  # of parameters that have been moved since
             return _loss_and_outputs(closure())
 
-        before = None if self._last is None else value_before(evaluate, model, self._last.moves)[0]
-        self.zero_grad()
-        with torch.enable_grad():
-            loss, *outputs = evaluate()
-        drawn = Draws(devices)
-        if any(p.grad is not None for p in model.parameters()):
-            raise RuntimeError("closure must return the loss, not yet backward(): that is called here")
-        if not (loss.requires_grad and any(x.requires_grad for x in outputs)):
-            raise RuntimeError(
-                "closure must return loss and outputs with their graphs, got detached ones"
-            )
-        if before is None or self._stands(before, loss.detach()):
-            self._take_step(evaluate, loss, outputs)
+        def again() -> list[torch.Tensor]:
+            with torch.no_grad(), buffers.stood_in():
+                return evaluate()
+
+        try:
+            before = None if self._last is None else value_with(again, self._last.before())[0].detach()
+            with torch.enable_grad():
+                loss, *outputs = evaluate()
+            drawn = Draws(devices)
+            _check_graphs(model, loss, outputs)
+            moved = self._stands(before, loss.detach()) and self._take_step(again, loss, outputs)
+        except BaseException:
+            self.kfac.set_hyperparameter("damping", damping)
+            buffers.put_back()
+            self.zero_grad()
+            raise
+        if not moved:
+            buffers.put_back()
+            self.zero_grad()
         drawn.rewind()
         return loss.detach()
 
-    def _stands(self, before: torch.Tensor, now: torch.Tensor) -> bool:
+    def _stands(self, before: torch.Tensor | None, now: torch.Tensor) -> bool:
         """Adapt damping to what the last step did to the loss of this batch; take it back if need be."""
-        assert self._last is not None
+        if before is None or self._last is None:
+            return True
         old, new = self._mean_over_ranks([before, now])
         if not math.isfinite(old):  # not the step's fault; the next batch tells of it
             self._skip("the loss of its batch was not finite")
             return False
-        numbers = torch.tensor([self.damping, new - old, self._last.predicted], dtype=torch.float64)
-        damping, stands = levenberg_marquardt(*numbers.unbind())
+        change = new - old
+        if abs(change) < 8 * torch.finfo(now.dtype).eps * abs(old):
+            change = 0.0  # to rounding
+        numbers = torch.tensor([self.damping, change, self._last.predicted], dtype=torch.float64)
+        damping, stands = levenberg_marquardt(*numbers.unbind(), highest=_HIGHEST)
+        if self.damping < _HIGHEST <= float(damping):
+            warn_user(
+                f"damping has reached {_HIGHEST:g} and parameters hardly move: losses of batches say "
+                "more of the batch than of the step. Take larger ones, or a KFAC around an optimizer"
+            )
         self.kfac.set_hyperparameter("damping", float(damping))
-        self._found["reduction_ratio"] = (new - old) / min(self._last.predicted, -1e-300)
+        self._found["reduction_ratio"] = change / min(self._last.predicted, -1e-300)
         if not stands:
-            for parameter, step in self._last.moves:
-                parameter.sub_(step)
+            for parameter, value in self._last.before():
+                parameter.copy_(value)
             self._last = None
             self._rejected_steps += 1
         return bool(stands)
 
     def _take_step(
-        self, evaluate: Callable[[], list[torch.Tensor]], loss: torch.Tensor, outputs: Tensors
-    ) -> None:
+        self, again: Callable[[], list[torch.Tensor]], loss: torch.Tensor, outputs: Tensors
+    ) -> bool:
+        """Move parameters to the minimum of the quadratic model; False: they have not moved."""
         with torch.enable_grad():
             loss.backward(retain_graph=True)
             slopes = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
@@ -180,45 +210,49 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         self.kfac.step()
         if self.kfac.skipped_steps > skipped:
             self._last = None
-            return
+            return False
         direction = [torch.zeros_like(p) if p.grad is None else p.grad for p in covered]
-        steps = {} if self._last is None else {id(p): step for p, step in self._last.moves}
+        steps = {} if self._last is None else {id(p): step for p, _, step in self._last.moves}
         vectors = [direction, [steps.get(id(p), torch.zeros_like(p)) for p in covered]]
         count = 2 if steps else 1
         found = [
-            derivatives_along(
-                evaluate, self.kfac.model, dict(zip(map(id, covered), vector, strict=True))
-            )
+            derivatives_along(again, self.kfac.model, dict(zip(map(id, covered), vector, strict=True)))
             for vector in vectors[:count]
         ]
         curvature = _gauss_newton(slopes, outputs, [[t for _, t in pairs[1:]] for pairs in found])
-        again, derivative = found[0][0]
-        mean = self._mean_over_ranks([loss, again, derivative, *curvature])
+        repeated, derivative = found[0][0]
+        mean = self._mean_over_ranks([loss, repeated, derivative, *curvature])
         ours = _numbers(
             [_inner(u, v) for i, u in enumerate(vectors[:count]) for v in (gradients, *vectors[i:count])]
         )
         self._check_closure(mean[0], mean[1], mean[2], ours[0])
-        M, b = torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        dtype = torch.promote_types(loss.dtype, torch.float32)  # how well M and b are known
+        M, b = torch.zeros(2, 2, dtype=dtype), torch.zeros(2, dtype=dtype)
         M[0, 0], b[0] = mean[3] + self.damping * ours[1], ours[0]
         if count == 2:
             M[0, 1] = M[1, 0] = mean[4] + self.damping * ours[2]
             M[1, 1], b[1] = mean[5] + self.damping * ours[4], ours[3]
         weights, predicted = quadratic_step(M, b)
         rate, momentum = weights.tolist()
-        if not math.isfinite(rate + momentum + float(predicted)):
+        if not (math.isfinite(rate + momentum + float(predicted)) and (rate != 0 or ours[0] == 0)):
             self._last = None
-            self._skip("its curvature or its slope was not finite")
-            return
+            self.kfac.set_hyperparameter("damping", min(4 * self.damping, _HIGHEST))
+            self._skip(
+                "its curvature was not finite, or negative: the loss is not convex in the outputs"
+            )
+            return False
         moves = []
         for p, d, last, g in zip(covered, *vectors, gradients, strict=True):
-            step = d * rate + last * momentum
-            p.add_(step)
+            value = p.clone()
+            p.add_(d * rate + last * momentum)
             p.grad = g
-            moves.append((p, step))
-        self._last = _LastStep(moves, float(predicted))
+            moves.append((p, value, p - value))
+        # Losses are seldom below zero: a model that promises more than the loss itself is off.
+        self._last = _LastStep(moves, max(float(predicted), -abs(mean[0])))
         self._found |= {"learning_rate": -rate, "momentum": momentum}
         if self.fallback is not None:
             self.fallback.step()
+        return True
 
     def _check_closure(self, loss: float, again: float, derivative: float, slope: float) -> None:
         """Raise unless the closure is one function of the parameters, differentiated correctly."""
@@ -236,7 +270,6 @@ class AdaptiveKFAC(torch.optim.Optimizer):
 
     def _skip(self, why: str) -> None:
         self._skipped_steps += 1
-        self.zero_grad()
         warn_user(f"a step was skipped: {why} ({self.skipped_steps} skipped so far)")
 
     def _mean_over_ranks(self, values: Tensors) -> list[float]:
@@ -248,8 +281,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
 
     @property
     def _covered(self) -> list[torch.Tensor]:
-        covered: list[torch.Tensor] = self.param_groups[0]["params"]
-        return covered
+        return [p for p in self.param_groups[0]["params"] if p.requires_grad]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of the model, and what K-FAC has seen since its last step."""
@@ -278,8 +310,8 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         names = {id(p): name for name, p in self.kfac.model.named_parameters()}
         last: dict[str, Any] = {}
         if self._last is not None:
-            steps = {names[id(p)]: step for p, step in self._last.moves}
-            last = {"last_step": steps, "predicted": self._last.predicted}
+            kept = {names[id(p)]: {"before": x, "change": step} for p, x, step in self._last.moves}
+            last = {"last_step": kept, "predicted": self._last.predicted}
         counts = {"skipped_steps": self._skipped_steps, "rejected_steps": self._rejected_steps}
         return {**counts, "found": dict(self._found), **last}
 
@@ -293,25 +325,37 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         wanted = {"kfac", "adaptive"} | (set() if self.fallback is None else {"fallback"})
         if set(state_dict) != wanted:
             raise ValueError(f"state_dict must have keys {sorted(wanted)}, got {sorted(state_dict)}")
-        own = state_dict["adaptive"]
-        parameters = dict(self.kfac.model.named_parameters())
-        steps = own.get("last_step", {})
-        unlike = [n for n, x in steps.items() if n not in parameters or parameters[n].shape != x.shape]
+        own, parameters = state_dict["adaptive"], dict(self.kfac.model.named_parameters())
+        missing = {"skipped_steps", "rejected_steps", "found"} - set(own)
+        if missing:
+            raise ValueError(f"state_dict['adaptive'] must have {sorted(missing)}, got {sorted(own)}")
+        unlike = [
+            name
+            for name, kept in own.get("last_step", {}).items()
+            if name not in parameters or any(x.shape != parameters[name].shape for x in kept.values())
+        ]
         if unlike:
             raise ValueError(f"last_step must be of this model's parameters, got others: {unlike}")
-        self.kfac.load_state_dict(state_dict["kfac"])
         if self.fallback is not None:
+            old = copy.deepcopy(self.fallback.state_dict())
             self.fallback.load_state_dict(state_dict["fallback"])
+        try:
+            self.kfac.load_state_dict(state_dict["kfac"])
+        except Exception:
+            if self.fallback is not None:
+                self.fallback.load_state_dict(old)
+            raise
         self._load(own, parameters)
 
     def _load(self, own: dict[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
         self._skipped_steps, self._rejected_steps = own["skipped_steps"], own["rejected_steps"]
         self._found, self._last = dict(own["found"]), None
         if "last_step" in own:
-            moves = [
-                (parameters[n], x.to(parameters[n], copy=True)) for n, x in own["last_step"].items()
+            named = [(parameters[name], kept) for name, kept in own["last_step"].items()]
+            both = [
+                (p, *(kept[key].to(p, copy=True) for key in ("before", "change"))) for p, kept in named
             ]
-            self._last = _LastStep(moves, own["predicted"])
+            self._last = _LastStep([(p, x.detach(), y.detach()) for p, x, y in both], own["predicted"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuilt, (type(self), self.kfac, self.fallback, self._own_state())
@@ -338,6 +382,12 @@ def _check_parameters(
     both = [name for name, p in named if id(p) in ours & theirs]
     neither = [name for name, p in named if id(p) not in ours | theirs]
     sharded = [name for name, p in named if is_sharded(p)]
+    known = {id(p) for p in model.parameters()}
+    foreign = [tuple(p.shape) for p in others if id(p) not in known]
+    if foreign:
+        raise ValueError(
+            f"fallback must have parameters of the model only, got some of shapes {foreign}"
+        )
     if both:
         raise ValueError(f"fallback must not have parameters that K-FAC covers, got {both}")
     if neither:
@@ -347,6 +397,13 @@ def _check_parameters(
         )
     if sharded:
         raise ValueError(f"parameters must be whole, got DTensors: {sharded}")
+
+
+def _check_graphs(model: torch.nn.Module, loss: torch.Tensor, outputs: Tensors) -> None:
+    if any(p.grad is not None for p in model.parameters()):
+        raise RuntimeError("closure must return the loss, not yet backward(): that is called here")
+    if not (loss.requires_grad and all(x.requires_grad for x in outputs)):
+        raise RuntimeError("closure must return loss and outputs with graphs, got detached ones")
 
 
 def _loss_and_outputs(returned: Any) -> list[torch.Tensor]:
@@ -366,6 +423,8 @@ def _loss_and_outputs(returned: Any) -> list[torch.Tensor]:
         raise TypeError(
             "closure must return the tensor, or tensors, that the loss is a function of second"
         )
+    if any(x.is_complex() for x in [loss, *listed]):
+        raise TypeError("closure must return real tensors, got complex ones: take torch.view_as_real")
     return [loss, *listed]
 
 

@@ -34,37 +34,49 @@ class Draws:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
-@contextlib.contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """What the model does to its buffers (running statistics) meanwhile is forgotten."""
-    put_back = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    copies = {id(b): b.clone() for _, _, b in put_back}
+class Buffers:
+    """A model's buffers (running statistics) as they are when this is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (m, n, b) for m in model.modules() for n, b in m._buffers.items() if b is not None
+        ]
+        self._values = {id(b): b.clone() for _, _, b in self._places}
+
+    def put_back(self) -> None:
+        """Undo what has been done to them since."""
+        for _, _, buffer in self._places:
+            buffer.copy_(self._values[id(buffer)])
+
+    @contextlib.contextmanager
+    def stood_in(self) -> Iterator[None]:
+        """Copies of what they were are in their places meanwhile, and forgotten then."""
+        copies = {key: value.clone() for key, value in self._values.items()}
+        try:
+            for module, name, buffer in self._places:
+                module._buffers[name] = copies[id(buffer)]
+            yield
+        finally:
+            for module, name, buffer in self._places:
+                module._buffers[name] = buffer
+
+
+def value_with(closure: Callable[[], Any], values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """What `closure` returns where every (parameter, value) has that value, for that call only."""
+    present = [p.detach().clone() for p, _ in values]
     try:
-        for module, name, buffer in put_back:
-            module._buffers[name] = copies[id(buffer)]
-        yield
+        _put(values)
+        return closure()
     finally:
-        for module, name, buffer in put_back:
-            module._buffers[name] = buffer
+        _put([(p, x) for (p, _), x in zip(values, present, strict=True)])
 
 
 @torch.no_grad()
-def value_before(
-    closure: Callable[[], Any], model: nn.Module, moves: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> Any:
-    """What `closure` returns with every (parameter, step) taken back, for that call only."""
-    present = [p.clone() for p, _ in moves]
-    try:
-        for parameter, step in moves:
-            parameter.sub_(step)
-        with buffers_kept(model):
-            return closure()
-    finally:
-        for (parameter, _), value in zip(moves, present, strict=True):
-            parameter.copy_(value)
+def _put(values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for parameter, value in values:
+        parameter.copy_(value)
 
 
-@torch.no_grad()
 def derivatives_along(
     closure: Callable[[], Sequence[torch.Tensor]],
     model: nn.Module,
@@ -72,22 +84,20 @@ def derivatives_along(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The tensors that `closure` returns, each with its derivative along a direction of parameters.
 
-    By forward-mode differentiation. scaled_dot_product_attention, whose fused kernels have none, runs
-    written out, and uncompiled what torch.compile has compiled.
+    By forward-mode differentiation. Attention, whose fused kernels have none, runs written out, and
+    uncompiled what torch.compile has compiled.
 
     Args:
         direction: by the parameters' ids; those that are not there do not move.
+
+    Raises:
+        RuntimeError: an operation without a forward-mode derivative.
     """
     _load_forward_mode()
     places = [
         (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
     ]
-    with (
-        forward_ad.dual_level(),
-        sdpa_kernel(SDPBackend.MATH),
-        _uncompiled(),
-        buffers_kept(model),
-    ):
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), _uncompiled(), _attention_written_out():
         moving: dict[int, Any] = {
             id(p): forward_ad.make_dual(p.detach(), direction[id(p)])
             for _, _, p in places
@@ -97,11 +107,27 @@ def derivatives_along(
             for module, name, parameter in places:
                 module._parameters[name] = moving.get(id(parameter), parameter)
             returned = closure()
+        except NotImplementedError as error:
+            raise RuntimeError(
+                "the model must be made of operations with forward-mode derivatives, which torch lacks "
+                f"for one in it: {error}"
+            ) from error
         finally:
             for module, name, parameter in places:
                 module._parameters[name] = parameter
         pairs = [forward_ad.unpack_dual(x) for x in returned]
-        return [(x, torch.zeros_like(x) if t is None else t) for x, t in pairs]
+        return [(x.detach(), torch.zeros_like(x) if t is None else t.detach()) for x, t in pairs]
+
+
+@contextlib.contextmanager
+def _attention_written_out() -> Iterator[None]:
+    """Without nn.MultiheadAttention's fast path, which evaluation takes."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @functools.cache
