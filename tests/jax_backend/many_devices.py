@@ -30,7 +30,17 @@ from jax.sharding import PartitionSpec as P
 
 from jax_exchange import measured
 from suite.core.placement import LayerShape, plan_placement
-from suite.jax import eigenbases, kfac, kron, lra, scale_by_kron, state_specs, value_and_grad, verify
+from suite.jax import (
+    adaptive_kfac,
+    eigenbases,
+    kfac,
+    kron,
+    lra,
+    scale_by_kron,
+    state_specs,
+    value_and_grad,
+    verify,
+)
 
 STEPS = 12
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -61,10 +71,14 @@ PARAMS = {
 X, Y = normal(16, 6, seed=3), normal(16, 4, seed=4)
 
 
-def loss_fn(p, x, y):
+def apply(p, x):
     h = jnp.tanh(x @ p["w"] + p["b"]) * p["scale"]
     h, _ = lax.scan(lambda h, own: (jnp.tanh(h @ own["w"] + own["b"]), None), h, p["layers"])
-    return jnp.mean(jnp.sum((h @ p["v"] - y) ** 2, 1))
+    return h @ p["v"]
+
+
+def loss_fn(p, x, y):
+    return jnp.mean(jnp.sum((apply(p, x) - y) ** 2, 1))
 
 
 VAG = value_and_grad(loss_fn)
@@ -258,6 +272,72 @@ def capture():
     return out
 
 
+def adaptive():
+    """`adaptive_kfac` on sharded arrays, inside the user's own shard_map, and under explicit axes."""
+    settings = {"damping": 1.0, "factor_update_steps": 2, "inv_update_steps": 3}
+
+    def with_outputs(p, x, y):
+        residuals = apply(p, x) - y
+        return jnp.mean(jnp.sum(residuals**2, 1)), residuals
+
+    vag = value_and_grad(with_outputs, has_aux=True)
+    plan = vag.plan(PARAMS, X, Y)
+
+    def run(params, x, y, place=None, own=False, check_vma=True, **given):
+        tx = adaptive_kfac(plan, **settings, **given)
+
+        def step(params, state, x, y):
+            local = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params) if own else params
+            _, grads, statistics = vag(local, x, y)
+            if own:
+                grads, statistics = lax.pmean((grads, statistics), "data")
+            updates, state = tx.update(
+                grads, state, params, statistics=statistics, value_fn=lambda p: with_outputs(p, x, y)
+            )
+            return optax.apply_updates(params, updates), state
+
+        state = jax.jit(tx.init)(params)
+        if own:
+            specs = state_specs(state, "data")
+            step = jax.shard_map(
+                step,
+                mesh=place,
+                in_specs=(P(), specs, P("data"), P("data")),
+                out_specs=(P(), specs),
+                check_vma=check_vma,
+            )
+        step = jax.jit(step)
+        for _ in range(STEPS):
+            params, state = step(params, state, x, y)
+        return params, [state.damping, state.momentum, state.learning_rate]
+
+    expected = run(PARAMS, X, Y)
+    out = {"moved": moved(expected[0])}
+    for kind in SHARDED:
+        batch = on_mesh((X, Y), (P("data"), P("data")))
+        for given in ({}, {"mesh": MESH}):
+            found = run(on_mesh(PARAMS, SHARDED[kind]), *batch, **given)
+            out[f"{kind} {list(given)}"] = difference(found, expected)
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    whole = on_mesh(PARAMS, SHARDED["data"], mesh), *on_mesh((X, Y), (P("data"), P("data")), mesh)
+    for check_vma in (True, False):
+        for fraction in (1, 1 / 4):
+            given = {"axis_name": "data"} | ({} if fraction == 1 else {"mesh": mesh})
+            given |= {"gradient_worker_fraction": fraction, "own": True, "check_vma": check_vma}
+            out[f"own {check_vma} {fraction}"] = difference(run(*whole, place=mesh, **given), expected)
+    if hasattr(jax.sharding, "auto_axes"):
+        explicit = jax.make_mesh(
+            (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+        )
+        batch = on_mesh((X, Y), (P("data"), P("data")), explicit)
+        for kind in ("data", "weights"):
+            specs = SHARDED["data"] if kind == "data" else {**SHARDED["data"], "w": P("model")}
+            with jax.set_mesh(explicit):
+                found = run(on_mesh(PARAMS, specs, explicit), *batch)
+            out[f"explicit {kind}"] = difference(found, expected)
+    return out
+
+
 def explicit_axes():
     """PSGD on a mesh whose axes are in the types of arrays, which is what `jax.make_mesh` makes."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -356,6 +436,15 @@ def cost():
 if __name__ == "__main__":
     cases = {
         f.__name__: f
-        for f in (trajectories, fractions, own_shard_map, capture, explicit_axes, failures, cost)
+        for f in (
+            trajectories,
+            fractions,
+            own_shard_map,
+            capture,
+            adaptive,
+            explicit_axes,
+            failures,
+            cost,
+        )
     }
     print(json.dumps(cases[sys.argv[1]]()))

@@ -10,6 +10,7 @@ except ImportError as error:
     ) from error
 
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
+from suite.jax.adaptive import adaptive_kfac
 from suite.jax.capture import probe, value_and_grad, verify
 from suite.jax.fisher import Bernoulli, Categorical, Gaussian
 from suite.jax.hessian import hessian_vector_product
@@ -25,6 +26,7 @@ __all__ = [
     "Gaussian",
     "Plan",
     "Statistics",
+    "adaptive_kfac",
     "dense_newton",
     "eigenbases",
     "get_opt_state_partition_specs",

@@ -118,7 +118,7 @@ def scale_by_kfac(
     kind = Factors if spread.alone else KeptFactors if spread.keeps else SpreadFactors
 
     def factors_of(tree: Any) -> tuple[list[Any], Factors]:
-        leaves = _leaves(plan, tree)
+        leaves = plan_leaves(plan, tree)
         here = [leaf is not None for leaf in leaves]
         layers = []
         for layer in plan.layers:
@@ -269,7 +269,7 @@ def kfac(
     covered = plan.covered()
 
     def is_ours(tree: Any) -> list[bool]:
-        here = [leaf is not None for leaf in _leaves(plan, tree)]
+        here = [leaf is not None for leaf in plan_leaves(plan, tree)]
         return [c or fallback is None for c, h in zip(covered, here, strict=True) if h]
 
     def is_of_fallback(tree: Any) -> Any:
@@ -322,7 +322,7 @@ def kfac(
     return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))
 
 
-def _leaves(plan: Plan, tree: Any) -> list[Any]:
+def plan_leaves(plan: Plan, tree: Any) -> list[Any]:
     """Leaves in the plan's order; None for masked ones."""
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_masked)
     leaves = [None if _is_masked(leaf) else leaf for _, leaf in with_paths]
