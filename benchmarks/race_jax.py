@@ -25,7 +25,7 @@ from race_grids import (
     versions,
 )
 from race_problems import Problem, randoms
-from suite.jax import kfac, kron, value_and_grad
+from suite.jax import adaptive_kfac, kfac, kron, value_and_grad
 
 Tree = Any
 
@@ -35,7 +35,7 @@ class Start(NamedTuple):
 
     params: Tree
     draw: Callable[[], Tree]  # the next minibatch
-    loss: Callable[[Tree, Tree], jax.Array]  # of parameters and a minibatch
+    loss: Callable[[Tree, Tree], tuple[jax.Array, Tree]]  # and outputs, of parameters and a minibatch
     fixed: Tree  # the minibatch whose loss has to reach the target
     least: float = 0.0  # what is subtracted from that
 
@@ -56,15 +56,13 @@ def autoencoder(seed: int, data: Callable[[], problems.Autoencoder]) -> Start:
     params = [{"w": jnp.asarray(w.T), "b": jnp.asarray(b)} for w, b in given.first(weights)]
     rows = given.batches(draws)
 
-    def nats(params: Tree, images: jax.Array, outputs: list[jax.Array] | None = None) -> jax.Array:
+    def nats(params: Tree, images: jax.Array) -> tuple[jax.Array, jax.Array]:
         y = images
         for number, layer in enumerate(params):
             y = y @ layer["w"] + layer["b"]
             if number not in (given.code, len(params) - 1):
                 y = jnp.tanh(y)
-        if outputs is not None:
-            outputs.append(y)
-        return optax.sigmoid_binary_cross_entropy(y, images).sum() / len(images)
+        return optax.sigmoid_binary_cross_entropy(y, images).sum() / len(images), y
 
     sample = jnp.asarray(given.sample)
     return Start(params, lambda: given.images[next(rows)], nats, sample, given.entropy)
@@ -77,11 +75,12 @@ def poisson(seed: int) -> Start:
     points = problems.poisson_points(draws)
     batch = tuple(jnp.asarray(x) for x in points)
 
-    def loss(params: Tree, batch: Tree) -> jax.Array:
+    def loss(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         inside, _ = batch
         u = _with_derivatives(params, jnp.concatenate(batch))
         residual = u[: len(inside), 3] / (2 * jnp.pi**2) + jnp.sin(jnp.pi * inside).prod(1)
-        return jnp.mean(residual**2) + jnp.mean(u[len(inside) :, 0] ** 2)
+        around = u[len(inside) :, 0]
+        return jnp.mean(residual**2) + jnp.mean(around**2), (residual, around)
 
     return Start(params, lambda: batch, loss, batch)
 
@@ -106,7 +105,7 @@ def delayed_xor(seed: int) -> Start:
     params = {name: jnp.asarray(w.T) for name, w in problems.xor_first(weights).items()}
     fixed = tuple(jnp.asarray(a) for a in problems.xor_fixed())
 
-    def nats(params: Tree, batch: Tree) -> jax.Array:
+    def nats(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         x, odd = batch
 
         def read(h: jax.Array, seen: jax.Array) -> tuple[jax.Array, None]:
@@ -114,7 +113,7 @@ def delayed_xor(seed: int) -> Start:
 
         h = jax.lax.scan(read, jnp.zeros((x.shape[1], len(params["keep"])), x.dtype), x)[0]
         logits = (h @ params["write"] + params["write bias"])[:, 0]
-        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, odd))
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, odd)), logits
 
     return Start(params, lambda: problems.xor_sequences(draws), nats, fixed)
 
@@ -156,7 +155,7 @@ def contender(name: str, build: Callable[[Start], Built], grid: Grid) -> Contend
                 now[:] = step(now[0], now[1], start.draw(), tuned)
             jax.block_until_ready(now)
 
-        return Training(take, lambda: float(loss(now[0], start.fixed)) - start.least, compiling)
+        return Training(take, lambda: float(loss(now[0], start.fixed)[0]) - start.least, compiling)
 
     return Contender(begin, grid)
 
@@ -185,6 +184,7 @@ def contenders(name: str, problem: Problem, *, variants: bool = False) -> dict[s
         "Kron, every 5": ours(preconditioner_update_probability=0.2),
         "K-FAC": layers(),
         "K-FAC, every 5": layers(factor_update_steps=5),
+        "K-FAC, adaptive": contender(name, adapted, {"damping": (0.1,)}),  # nothing to tune
     }
     if variants:
         found |= {label: ours(**settings) for label, settings in KRON_VARIANTS.items()}
@@ -195,7 +195,7 @@ def plain(make: Callable[..., Any], start: Start) -> Built:
     """An optax optimizer, made of hyperparameters that are arguments of the step."""
 
     def step(params: Tree, state: Tree, batch: Tree, tuned: dict[str, Any]) -> tuple[Tree, Tree]:
-        grads = jax.grad(start.loss)(params, batch)
+        grads, _ = jax.grad(start.loss, has_aux=True)(params, batch)
         updates, state = make(**tuned).update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -204,7 +204,7 @@ def plain(make: Callable[..., Any], start: Start) -> Built:
 
 def captured(settings: dict[str, Any], start: Start) -> Built:
     """K-FAC, with statistics only in those steps that use them."""
-    vag = value_and_grad(start.loss)
+    vag = value_and_grad(start.loss, has_aux=True)
     plan = vag.plan(start.params, start.draw())
     every = settings.get("factor_update_steps", 1)
 
@@ -215,6 +215,22 @@ def captured(settings: dict[str, Any], start: Start) -> Built:
         due = every == 1 or state.preconditioner.steps % every == 0
         _, grads, statistics = vag(params, batch, capture=due)
         updates, state = make(**tuned).update(grads, state, params, statistics=statistics)
+        return optax.apply_updates(params, updates), state
+
+    return Built(lambda params, **point: make(**point).init(params), _jit(step))
+
+
+def adapted(start: Start) -> Built:
+    """K-FAC that finds learning rate, momentum and damping itself."""
+    vag = value_and_grad(start.loss, has_aux=True)
+    plan = vag.plan(start.params, start.draw())
+    make = functools.partial(adaptive_kfac, plan, compute_method="inverse", inv_update_steps=5)
+
+    def step(params: Tree, state: Tree, batch: Tree, tuned: dict[str, Any]) -> tuple[Tree, Tree]:
+        _, grads, statistics = vag(params, batch)
+        updates, state = make(**tuned).update(
+            grads, state, params, statistics=statistics, value_fn=lambda p: start.loss(p, batch)
+        )
         return optax.apply_updates(params, updates), state
 
     return Built(lambda params, **point: make(**point).init(params), _jit(step))
@@ -248,9 +264,8 @@ def kfac_jax(name: str, start: Start) -> Built:
     def registered(params: Tree, batch: Tree) -> jax.Array:
         if name not in ("digits", "curves"):
             raise NotImplementedError(f"no outputs to register in the loss of {name}")
-        outputs: list[jax.Array] = []
-        loss = start.loss(params, batch, outputs)
-        peer.register_multi_bernoulli_predictive_distribution(outputs[0], batch)
+        loss, logits = start.loss(params, batch)
+        peer.register_multi_bernoulli_predictive_distribution(logits, batch)
         return loss
 
     @functools.cache

@@ -39,6 +39,7 @@ def test_every_grid_has_the_same_size_and_starts_at_its_centre():
     for name in race_jax.STARTS:
         problem = PROBLEMS[name]
         field = race_jax.contenders(name, problem, variants=True) | race_jax.peers(name, problem)
+        assert field.pop("K-FAC, adaptive").points() == [{"damping": 0.1}]
         for contender in field.values():
             assert [len(values) for values in contender.grid.values()] == [5, 3]
             assert contender.points()[0] == {k: v[len(v) // 2] for k, v in contender.grid.items()}

@@ -30,6 +30,7 @@ POINTS = {
     "SGD": {"lr": 0.01, "momentum": 0.9},
     "AdamW": {"lr": 0.003, "b2": 0.99},
     "K-FAC": {"damping": 0.01},
+    "K-FAC, adaptive": {"damping": 0.1},
     "Kron": {"lr": 0.003, "b1": 0.9},
 }
 
@@ -42,7 +43,7 @@ POINTS = {
         *(
             pytest.param(name, contender, marks=pytest.mark.slow)
             for name in ("digits", "poisson", "xor")
-            for contender in ("K-FAC", "Kron")
+            for contender in ("K-FAC", "K-FAC, adaptive", "Kron")
         ),
     ],
 )

@@ -7,6 +7,7 @@ an unstable iteration make of it. In float32 the same room is 1e-7 -> 2e-3 (meas
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import networks
 import numpy as np
 import optax
@@ -18,8 +19,8 @@ from suite.core import kfac as core_kfac
 from suite.core import kron as core_kron
 from suite.core.linalg import inner_product
 from suite.core.step_size import kl_clip_coefficient, rms_clip
-from suite.jax import dense_newton, kfac, kron, lra, value_and_grad
-from suite.torch import KFAC, LRA, DenseNewton, Kron
+from suite.jax import adaptive_kfac, dense_newton, kfac, kron, lra, value_and_grad
+from suite.torch import KFAC, LRA, AdaptiveKFAC, DenseNewton, Kron
 
 pytestmark = pytest.mark.slow
 
@@ -104,6 +105,47 @@ def test_kfac(name, compute_method, dtype, rtol):
     )
     assert moved(network, ours)
     assert_same(ours, jax_kfac_trajectory(network, dtype, compute_method=compute_method), rtol)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "attention"])
+def test_adaptive_kfac(name):
+    """Until the loss of the one batch is at rounding, where damping follows rounding errors."""
+    network, settings = KFAC_NETWORKS[name](), {"damping": 1.0, "inv_update_steps": 5}
+    model, _ = networks.torch_model(network, torch.float64)
+    x, y = torch.from_numpy(network.x), torch.from_numpy(network.y)
+    optimizer = AdaptiveKFAC(KFAC(model, **settings))
+
+    def closure():
+        logits = model(x)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten()), logits
+
+    for _ in range(20):
+        optimizer.step(closure)
+    ours = [p.detach().numpy() for p in model.parameters()]
+    assert moved(network, ours)
+    weights, x, y = networks.jax_arguments(network, "float64")
+
+    def loss_fn(weights):
+        logits = network.jax_apply(weights, x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.reshape(y.size, -1), y.ravel())
+        return jnp.mean(losses), logits
+
+    vag = value_and_grad(loss_fn, has_aux=True)
+    tx = adaptive_kfac(vag.plan(weights), **settings)
+    state = tx.init(weights)
+
+    @jax.jit
+    def step(weights, state):
+        _, grads, statistics = vag(weights)
+        updates, state = tx.update(grads, state, weights, statistics=statistics, value_fn=loss_fn)
+        return optax.apply_updates(weights, updates), state
+
+    for _ in range(20):
+        weights, state = step(weights, state)
+    assert_same(ours, network.from_jax([np.asarray(w) for w in weights]), 1e-9)
+    np.testing.assert_allclose(optimizer.damping, state.damping)
+    for name in ("learning_rate", "momentum", "reduction_ratio"):
+        np.testing.assert_allclose(optimizer.metrics()[name], getattr(state, name), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
