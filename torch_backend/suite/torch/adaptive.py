@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from suite.core.damping import levenberg_marquardt
 from suite.core.linalg import inner_product
@@ -100,6 +102,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         super().__init__(covered, {})
         self._last: _LastStep | None = None
         self._skipped_steps = self._rejected_steps = 0
+        self._differentiates = False  # whether the closure takes derivatives itself
         self._found = {"learning_rate": 0.0, "momentum": 0.0, "reduction_ratio": math.nan}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -147,8 +150,13 @@ class AdaptiveKFAC(torch.optim.Optimizer):
             return _loss_and_outputs(closure())
 
         def again() -> list[torch.Tensor]:
-            with torch.no_grad(), buffers.stood_in():
-                return evaluate()
+            if not self._differentiates:
+                with contextlib.suppress(RuntimeError), torch.no_grad(), buffers.stood_in():
+                    return evaluate()
+            with torch.enable_grad(), self._unseen(), buffers.stood_in():
+                returned = evaluate()
+            self._differentiates = True
+            return returned
 
         try:
             before = None if self._last is None else value_with(again, self._last.before())[0].detach()
@@ -167,6 +175,16 @@ class AdaptiveKFAC(torch.optim.Optimizer):
             self.zero_grad()
         drawn.rewind()
         return loss.detach()
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Forward and backward passes meanwhile are nothing to K-FAC, nor to DistributedDataParallel."""
+        model = self.kfac.model
+        silent = (
+            model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+        )
+        with self.kfac._engine.clock.paused(), silent:
+            yield
 
     def _stands(self, before: torch.Tensor | None, now: torch.Tensor) -> bool:
         """Adapt damping to what the last step did to the loss of this batch; take it back if need be."""

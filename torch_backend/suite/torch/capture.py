@@ -8,9 +8,10 @@ under activation checkpointing, never in a forward pass without a backward one.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -217,7 +218,7 @@ class LayerCapture:
         return self.clock.wanted and self._training(site)
 
     def _training(self, site: Site) -> bool:
-        if not site.owner.training or not torch.is_grad_enabled():
+        if self.clock.pausing or not site.owner.training or not torch.is_grad_enabled():
             return False
         # Under torch.func's transforms tensors are wrapped, and hooks cannot tell what is summed.
         return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
@@ -553,6 +554,7 @@ class CaptureClock:
 
     def __init__(self) -> None:
         self.wanted = True
+        self.pausing = False  # neither statistics nor rows are
         self.sampled = False  # statistics come from passes of our own (`fisher`) ...
         self.sampling = False  # ... one of which is running
         self.count = torch.zeros((), dtype=torch.int32)  # steps, for the noise that chooses rows
@@ -568,6 +570,16 @@ class CaptureClock:
         self.calls = 0
         self.stream = 0  # of the noise that chooses examples
         self._examples: tuple[Any, torch.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs meanwhile is not seen."""
+        before = self.wanted, self.pausing
+        self.wanted, self.pausing = False, True
+        try:
+            yield
+        finally:
+            self.wanted, self.pausing = before
 
     def chosen(self, stream: int, count: int, total: int, device: torch.device) -> torch.Tensor:
         """(count,), indices below `total`: from the step count, not from torch's generator."""
