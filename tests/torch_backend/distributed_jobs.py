@@ -39,7 +39,8 @@ class Settings:
     ddp: dict[str, Any] = field(default_factory=dict)
     fsdp: dict[str, Any] = field(default_factory=dict)
     shares: tuple[int, ...] = ()  # examples of each rank; default: equal
-    loss: str = "mean"  # 'global': each rank's is scaled so that their average is that of all
+    loss: str = "mean"  # 'global': each rank's is scaled so that their average is that of all;
+    # 'slopes': with derivatives by the inputs
     steps: int = STEPS
     batch: int = BATCH
 
@@ -171,8 +172,13 @@ def train_adaptively(settings: Settings) -> dict[str, Any]:
         x, y = share_of(batch, settings)
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> Any:
-            outputs = run(x)
-            return F.cross_entropy(outputs, y), outputs
+            if settings.loss != "slopes":
+                outputs = run(x)
+                return F.cross_entropy(outputs, y), outputs
+            points = x.clone().requires_grad_()
+            outputs = run(points)
+            (slopes,) = torch.autograd.grad(outputs.sum(), points, create_graph=True)
+            return F.cross_entropy(outputs, y) + slopes.square().mean(), (outputs, slopes)
 
         losses.append(float(optimizer.step(closure)))
     counts = optimizer.rejected_steps, optimizer.skipped_steps, optimizer.damping

@@ -140,6 +140,63 @@ def test_it_learns_a_poisson_problem_without_tuning():
         assert (model(x) - torch.sin(np.pi * x)).square().mean() < 1e-6
 
 
+def test_a_closure_may_take_derivatives_by_autograd():
+    """Of a network by its inputs: steps are those of dense Jacobians, statistics of one pass alone."""
+
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    model, other, damping, delta, predicted, before = made(), made(), 1.0, None, None, None
+    points = torch.linspace(0, 1, 21, dtype=torch.float64)[:, None]
+    target = torch.sin(np.pi * points[:, 0])
+
+    def closure_of(model):
+        def closure():
+            x = points.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            (bend,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+            residuals = torch.cat([bend[:, 0] / np.pi**2 + target, model(points[[0, -1]])[:, 0]])
+            return residuals.square().sum() / 21, residuals
+
+        return closure
+
+    def residuals(w, b, v, c):
+        """The same by hand: u'' = Σ v w² tanh''(w x + b)."""
+        a = torch.tanh(points @ w.T + b)
+        inside = (-2 * a * (1 - a**2) * w[:, 0] ** 2) @ v[0] / np.pi**2 + target
+        return torch.cat([inside, a[[0, -1]] @ v[0] + c])
+
+    settings = {"compute_method": "inverse", "inv_update_steps": 2, "factor_update_steps": 2}
+    optimizer, kfac = AdaptiveKFAC(KFAC(model, damping=1.0, **settings)), KFAC(other, **settings)
+    for _ in range(7):
+        start = flat(model)
+        other.load_state_dict(model.state_dict())
+        kfac.zero_grad()
+        loss, _ = closure_of(other)()
+        if delta is not None:
+            ratio = (loss.item() - before) / predicted
+            damping *= 0.85 if ratio > 0.25 else 1 / 0.85 if ratio < 0 else 1
+        loss.backward()
+        gradient = np.concatenate([p.grad.numpy().ravel() for p in other.parameters()])
+        kfac.set_hyperparameter("damping", damping)
+        kfac.step()
+        direction = np.concatenate([p.grad.numpy().ravel() for p in other.parameters()])
+        basis = direction[:, None] if delta is None else np.stack([direction, delta], 1)
+        values = [p.detach() for p in model.parameters()]
+        J = torch.cat([j.flatten(1) for j in torch.func.jacrev(residuals, (0, 1, 2, 3))(*values)], 1)
+        J = J.numpy()
+        F_ = 2 * J.T @ J / 21 + damping * np.eye(len(start))
+        c = -np.linalg.solve(basis.T @ F_ @ basis, basis.T @ gradient)
+        returned = optimizer.step(closure_of(model))
+        delta, predicted, before = basis @ c, basis.T @ gradient @ c / 2, loss.item()
+        assert_close(returned.item(), loss.item())
+        assert_close(flat(model) - start, delta, rtol=1e-6)
+        assert_close(optimizer.damping, damping)
+        assert same(optimizer.kfac.state_dict(), kfac.state_dict())
+    assert optimizer.skipped_steps == optimizer.rejected_steps == 0
+
+
 class Noisy(nn.Module):
     """Batch normalization and dropout, whose traces and random numbers are counted."""
 

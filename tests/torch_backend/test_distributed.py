@@ -109,13 +109,20 @@ def test_any_number_of_ranks_follows_the_trajectory_of_one(crew, wrap, world, st
     check(crew, world, settings)
 
 
+@pytest.mark.parametrize("loss", ["mean", "slopes"])
 @pytest.mark.parametrize("strategy", ["COMM_OPT", "MEM_OPT"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_so_it_does_where_learning_rate_and_damping_are_found(crew, world, strategy):
+def test_so_it_does_where_learning_rate_and_damping_are_found(crew, world, strategy, loss):
     kfac = {"compute_method": "inverse", "inv_update_steps": 2}
-    expected = train_adaptively(Settings("none", kfac=kfac))
+    expected = train_adaptively(Settings("none", kfac=kfac, loss=loss))
     found = crew.run(
-        train_adaptively, world, Settings(kfac={**kfac, "gradient_worker_fraction": strategy})
+        train_adaptively,
+        world,
+        Settings(
+            kfac={**kfac, "gradient_worker_fraction": strategy},
+            loss=loss,
+            ddp={"find_unused_parameters": strategy == "MEM_OPT"},
+        ),
     )
     for result in found:
         assert distance(result["parameters"], expected["parameters"]) < 1e-9

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from suite.core.damping import levenberg_marquardt
 from suite.core.linalg import inner_product
@@ -19,7 +18,7 @@ from suite.core.step_size import quadratic_step
 from suite.torch.checks import check_number, warn_user
 from suite.torch.dtensors import is_sharded
 from suite.torch.kfac import KFAC
-from suite.torch.replay import Buffers, Draws, derivatives_along, value_with
+from suite.torch.replay import Buffers, Draws, derivatives_along, value_with, without_reducers
 
 Tensors = Sequence[torch.Tensor]
 _HIGHEST = 1e4  # of damping
@@ -53,7 +52,9 @@ class AdaptiveKFAC(torch.optim.Optimizer):
     is a convex function of: logits, or the residuals of a PINN. It is called four times a step, on the
     same data: with gradients, at the parameters before the last step, and for the derivatives of its
     outputs along d and δ, by forward-mode differentiation. Random numbers (dropout) are the same each
-    time; what it does to the model's buffers counts once. A step costs two to three of KFAC's.
+    time; what it does to the model's buffers counts once. A step costs two to three of KFAC's. It may
+    take derivatives by its inputs with torch.autograd.grad, as PINNs do; carried forward with the
+    activations they are in K-FAC's statistics, too, which then fit better.
 
     Batches have to be large enough that their curvature is that of the problem: from some 50 or 100
     examples for small networks, the more the better. On smaller ones damping rises until nothing moves,
@@ -68,8 +69,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         As `KFAC`, with DistributedDataParallel, the same on every rank; losses of ranks are averaged.
 
     Limits:
-        Outputs that the loss is not convex in end in skipped steps. Derivatives by the inputs (a PINN)
-        are to be carried forward with the activations, as K-FAC's statistics want it. What torch has no
+        Outputs that the loss is not convex in end in skipped steps. What torch has no
         forward-mode derivative for (LSTM's and EmbeddingBag's kernels, parametrizations.weight_norm, the
         reentrant checkpoint) is an error. A step that is taken back leaves the fallback's.
 
@@ -149,11 +149,16 @@ class AdaptiveKFAC(torch.optim.Optimizer):
             torch.clear_autocast_cache()  # of parameters that have been moved since
             return _loss_and_outputs(closure())
 
+        @contextlib.contextmanager
+        def replayed() -> Iterator[None]:
+            with buffers.stood_in(), without_reducers(model):
+                yield
+
         def again() -> list[torch.Tensor]:
             if not self._differentiates:
-                with contextlib.suppress(RuntimeError), torch.no_grad(), buffers.stood_in():
+                with contextlib.suppress(RuntimeError), torch.no_grad(), replayed():
                     return evaluate()
-            with torch.enable_grad(), self._unseen(), buffers.stood_in():
+            with torch.enable_grad(), self.kfac._engine.clock.paused(), replayed():
                 returned = evaluate()
             self._differentiates = True
             return returned
@@ -175,16 +180,6 @@ class AdaptiveKFAC(torch.optim.Optimizer):
             self.zero_grad()
         drawn.rewind()
         return loss.detach()
-
-    @contextlib.contextmanager
-    def _unseen(self) -> Iterator[None]:
-        """Forward and backward passes meanwhile are nothing to K-FAC, nor to DistributedDataParallel."""
-        model = self.kfac.model
-        silent = (
-            model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
-        )
-        with self.kfac._engine.clock.paused(), silent:
-            yield
 
     def _stands(self, before: torch.Tensor | None, now: torch.Tensor) -> bool:
         """Adapt damping to what the last step did to the loss of this batch; take it back if need be."""

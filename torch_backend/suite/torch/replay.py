@@ -61,6 +61,25 @@ class Buffers:
                 module._buffers[name] = buffer
 
 
+@contextlib.contextmanager
+def without_reducers(model: nn.Module) -> Iterator[None]:
+    """A model in DistributedDataParallel runs meanwhile as if it were in none.
+
+    That awaits a backward pass for each forward one, and has functions without forward-mode derivatives.
+    """
+    wrappers = [m for m in model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    own = [vars(wrapper).get("forward") for wrapper in wrappers]
+    try:
+        for wrapper in wrappers:
+            vars(wrapper)["forward"] = wrapper.module.__call__
+        yield
+    finally:
+        for wrapper, forward in zip(wrappers, own, strict=True):
+            vars(wrapper).pop("forward", None)
+            if forward is not None:
+                vars(wrapper)["forward"] = forward
+
+
 def value_with(closure: Callable[[], Any], values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     """What `closure` returns where every (parameter, value) has that value, for that call only."""
     present = [p.detach().clone() for p, _ in values]
