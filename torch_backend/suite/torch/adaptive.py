@@ -52,9 +52,8 @@ class AdaptiveKFAC(torch.optim.Optimizer):
     is a convex function of: logits, or the residuals of a PINN. It is called four times a step, on the
     same data: with gradients, at the parameters before the last step, and for the derivatives of its
     outputs along d and δ, by forward-mode differentiation. Random numbers (dropout) are the same each
-    time; what it does to the model's buffers counts once. A step costs two to three of KFAC's. It may
-    take derivatives by its inputs with torch.autograd.grad, as PINNs do; carried forward with the
-    activations they are in K-FAC's statistics, too, which then fit better.
+    time; what it does to the model's buffers counts once. It may take derivatives by its inputs with
+    torch.autograd.grad, as PINNs do. A step costs two to three of KFAC's.
 
     Batches have to be large enough that their curvature is that of the problem: from some 50 or 100
     examples for small networks, the more the better. On smaller ones damping rises until nothing moves,
@@ -69,9 +68,9 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         As `KFAC`, with DistributedDataParallel, the same on every rank; losses of ranks are averaged.
 
     Limits:
-        Outputs that the loss is not convex in end in skipped steps. What torch has no
-        forward-mode derivative for (LSTM's and EmbeddingBag's kernels, parametrizations.weight_norm, the
-        reentrant checkpoint) is an error. A step that is taken back leaves the fallback's.
+        Outputs that the loss is not convex in end in skipped steps. What torch has no forward-mode
+        derivative for (LSTM's and EmbeddingBag's kernels, parametrizations.weight_norm, the reentrant
+        checkpoint) is an error. A step that is taken back leaves the fallback's.
 
     Notes:
         The host waits for the device four times a step.
