@@ -517,7 +517,8 @@ def test_attention_and_checkpoints_are_differentiated():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
-@pytest.mark.filterwarnings("ignore:.*jit.script.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*jit.script.*deprecated")
+@pytest.mark.filterwarnings("ignore:Skipping serialization")
 def test_a_compiled_model_takes_the_same_steps():
     (x, y), models = data(), [network(), network()]
     optimizers = [optimizer_of(model) for model in models]

@@ -153,7 +153,7 @@ def _attention_written_out() -> Iterator[None]:
 def _load_forward_mode() -> None:
     """torch's first dual number imports what it warns of itself."""
     with warnings.catch_warnings(), forward_ad.dual_level():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
 
 
