@@ -2,6 +2,7 @@
 
     python train_pinn.py --optimizer kfac --output kfac.json
     python train_pinn.py --optimizer adamw --output adamw.json
+    python train_pinn.py --optimizer adaptive --same-points --epochs 3
 
     -Δu = 2 k² π² sin(k π x) sin(k π y) inside, u = 0 on the boundary
 
@@ -19,6 +20,7 @@ import argparse
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +39,13 @@ SETTINGS: training.Settings = {
         "inv_update_steps": 5,
         "compute_method": "inverse",
         "warmup": 0.0,
+    },
+    "adaptive": {
+        "damping": 0.1,  # the first
+        "factor_decay": 0.95,
+        "factor_update_steps": 1,
+        "inv_update_steps": 5,
+        "compute_method": "inverse",
     },
     "kron": {"lr": 3e-3, "b1": 0.9, "weight_decay": 0.0, "warmup": 0.0},
     "adamw": {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "warmup": 0.0},
@@ -105,6 +114,11 @@ def parse() -> argparse.Namespace:
     problem.add_argument(
         "--steps-per-epoch", type=training.whole, default=100, help="each on new points (default: 100)"
     )
+    problem.add_argument(
+        "--same-points",
+        action="store_true",
+        help="the same points in every step, as adaptive wants it with fewer than about 1,000",
+    )
     problem.add_argument("--width", type=training.whole, default=32, help="default: 32")
     problem.add_argument("--depth", type=training.whole, default=3, help="hidden layers (default: 3)")
     options = training.parse(parser)
@@ -122,14 +136,16 @@ def main() -> None:
 
     def batches(epoch: int, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for batch in range(start, run.batches):
-            random = training.generator(options.seed, epoch, batch)
+            random = training.generator(options.seed, *(() if options.same_points else (epoch, batch)))
             yield draw_points(options.batch_size, options.boundary_points, random)
 
-    def loss_of(points: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def loss_of(points: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, Any]:
         inside, boundary = points
         u = model(torch.cat([inside, boundary]))
         residual = u[: len(inside), 3] / scale + solution(inside, options.frequency)
-        return residual.square().mean() + options.boundary_weight * u[len(inside) :, 0].square().mean()
+        around = u[len(inside) :, 0]
+        loss = residual.square().mean() + options.boundary_weight * around.square().mean()
+        return loss, (residual, around)
 
     def evaluate() -> dict[str, float]:
         axis = torch.linspace(0, 1, 101, dtype=torch.float64, device=run.device)

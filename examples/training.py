@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from suite.torch import KFAC, Kron
+from suite.torch import KFAC, AdaptiveKFAC, Kron
 
 Settings: TypeAlias = dict[str, dict[str, float | str]]  # hyperparameters by optimizer
 AMP = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,7 +107,9 @@ def parse(source: argparse.ArgumentParser, arguments: list[str] | None = None) -
             source.error(f"--{name.replace('_', '-')} is not a setting of {options.optimizer}")
         if value is not None:
             options.settings[name] = value
-    if not 0 <= options.settings["warmup"] < 1:
+    if options.optimizer == "adaptive" and (options.accumulate > 1 or options.amp != "none"):
+        source.error("adaptive takes whole batches as they are: --accumulate 1 and --amp none")
+    if not 0 <= options.settings.get("warmup", 0) < 1:
         source.error(f"--warmup must be >= 0 and < 1, got {options.settings['warmup']}")
     if options.resume and options.checkpoint is None:
         source.error("--resume needs --checkpoint")
@@ -142,6 +144,8 @@ def make_optimizer(
         return torch.optim.AdamW(model.parameters(), betas=betas, **settings)
     if options.optimizer == "kron":
         return Kron(model.parameters(), seed=options.seed, **settings)
+    if options.optimizer == "adaptive":
+        return AdaptiveKFAC(KFAC(model, seed=options.seed, **settings))
     # Weight decay joins the direction after K-FAC has made it, hence it is decoupled here, too.
     descent = {name: settings.pop(name) for name in ("lr", "momentum", "weight_decay")}
     return KFAC(
@@ -188,7 +192,9 @@ class Run:
                 return (step + 1) / (warmup + 1)
             return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
+        self.schedule = None  # 'adaptive' finds its own rate
+        if options.optimizer != "adaptive":
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
         self.epoch, self.batch = 0, 0  # the next batch
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)  # of this epoch's losses
         self.seconds = 0.0  # of this epoch
@@ -199,14 +205,14 @@ class Run:
     def train(
         self,
         batches: Callable[[int, int], Iterable[Any]],
-        loss_of: Callable[[Any], torch.Tensor],
+        loss_of: Callable[[Any], Any],
         evaluate: Callable[[], dict[str, float]],
     ) -> None:
         """All epochs that are left.
 
         Args:
             batches: the batches of an epoch, from a given one on; tensors, or tuples of them.
-            loss_of: a batch's mean loss.
+            loss_of: a batch's mean loss; for 'adaptive' and that, what it is computed from.
             evaluate: measurements after an epoch, by name.
         """
         for epoch in range(self.epoch, self.options.epochs):
@@ -220,11 +226,13 @@ class Run:
                 leave=False,
             ) as bar:
                 for batch in batches(epoch, self.batch):
-                    self._backward(self._to_device(batch), loss_of)
+                    last = (
+                        self.batch + 1
+                    ) % self.options.accumulate == 0 or self.batch + 1 == self.batches
+                    self._take(self._to_device(batch), loss_of, last)
                     self.batch += 1
                     bar.update()
-                    if self.batch % self.options.accumulate == 0 or self.batch == self.batches:
-                        self._step()
+                    if last:
                         self._checkpoint_within_epoch(start)
                     if self.batch % 20 == 0:  # reading a loss waits for the device
                         bar.set_postfix_str(f"loss {float(self.total) / self.batch:.4f}", refresh=False)
@@ -235,12 +243,23 @@ class Run:
         kind = AMP[self.options.amp]
         return torch.autocast(self.device.type, kind, enabled=kind is not None)
 
-    def _backward(self, batch: Any, loss_of: Callable[[Any], torch.Tensor]) -> None:
+    def _take(self, batch: Any, loss_of: Callable[[Any], Any], last: bool) -> None:
+        """A batch, and a step if it is the last one of it."""
+        if isinstance(self.optimizer, AdaptiveKFAC):
+            self.total += self.optimizer.step(lambda: loss_of(batch))
+            self.optimizer.zero_grad()
+            return
+        self._backward(batch, loss_of)
+        if last:
+            self._step()
+
+    def _backward(self, batch: Any, loss_of: Callable[[Any], Any]) -> None:
         accumulate = self.options.accumulate
         first = self.batch - self.batch % accumulate
         together = min(accumulate, self.batches - first)  # the epoch's last step may have fewer
         with self.autocast():
             loss = loss_of(batch)
+            loss = loss[0] if isinstance(loss, tuple) else loss
         self.scaler.scale(loss / together).backward()
         self.total += loss.detach()
 
@@ -249,7 +268,8 @@ class Run:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        if self.scaler.get_scale() >= scale:  # it falls where a step was skipped
+        # The scale falls where a step was skipped.
+        if self.schedule is not None and self.scaler.get_scale() >= scale:
             self.schedule.step()
 
     def _finish_epoch(self, epoch: int, evaluate: Callable[[], dict[str, float]], start: float) -> None:
@@ -291,7 +311,7 @@ class Run:
             "identity": {name: getattr(self.options, name) for name in IDENTITY},
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "position": (self.epoch, self.batch, self.total, self.seconds),
             "log": self.log,
@@ -307,7 +327,8 @@ class Run:
                 raise SystemExit(f"{name} must be {value!r}, as in the checkpoint, got {now!r}")
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        self.schedule.load_state_dict(saved["schedule"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(saved["schedule"])
         self.scaler.load_state_dict(saved["scaler"])
         self.epoch, self.batch, total, self.seconds = saved["position"]
         self.total.copy_(total)

@@ -82,9 +82,11 @@ def test_a_script_learns_with_other_optimizers_in_half_precision(optimizer, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SMALL)
-def test_a_killed_and_resumed_run_is_the_uninterrupted_run(script, tmp_path):
-    options = f"{RESUMED[script]} --epochs 4"
+@pytest.mark.parametrize(
+    ("script", "options"), [*RESUMED.items(), ("train_pinn", "--optimizer adaptive --same-points")]
+)
+def test_a_killed_and_resumed_run_is_the_uninterrupted_run(script, options, tmp_path):
+    options += " --epochs 4"
     uninterrupted = run(script, options, tmp_path / "uninterrupted.json")
 
     output, checkpoint = tmp_path / "log.json", tmp_path / "run.pt"

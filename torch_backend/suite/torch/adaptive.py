@@ -56,8 +56,10 @@ class AdaptiveKFAC(torch.optim.Optimizer):
     torch.autograd.grad, as PINNs do. A step costs two to three of KFAC's.
 
     Batches have to be large enough that their curvature is that of the problem: from some 50 or 100
-    examples for small networks, the more the better. On smaller ones damping rises until nothing moves,
-    with a warning; there a `KFAC` with a base optimizer does better.
+    examples for small networks, the more the better: a PINN of 2,300 parameters with new points in every
+    step stands still with 256 of them, and gains on tuned K-FAC with 1,000, or with the same 256 always.
+    On smaller ones damping rises until nothing moves, with a warning; there a `KFAC` with a base
+    optimizer does better.
 
     Args:
         kfac: a `KFAC` without an optimizer. Its `damping` is where damping starts; 0.1 suits losses
