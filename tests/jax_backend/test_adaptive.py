@@ -245,6 +245,89 @@ def test_a_batch_that_is_not_finite_changes_nothing():
     assert fresh.skipped_steps == 1
 
 
+def test_a_loss_that_was_not_finite_before_the_last_step_says_nothing_of_it():
+    first, batch = network(), data()
+
+    def walled(params, both):
+        """Infinite around the first parameters, once `wall` is up."""
+        batch, wall = both
+        loss, logits = loss_fn(params, batch)
+        near = jnp.sum((params[0]["b"] - first[0]["b"]) ** 2) < 1e-12
+        return jnp.where(near & wall, jnp.inf, loss), logits
+
+    tx, step = transformation(first, (batch, False), walled)
+    params, state, _ = step(first, tx.init(first), (batch, False))
+    after, state, _ = step(params, state, (batch, True))
+    assert np.linalg.norm(flat(after) - flat(params)) > 1e-3
+    assert state.skipped_steps == state.rejected_steps == 0
+    assert_close(state.damping, 0.1)
+
+
+@pytest.mark.parametrize("kind", ["clipped", "of a sum", "of other labels"])
+def test_gradients_of_another_loss_move_nothing(kind):
+    params, (x, y) = network(), data()
+    vag = value_and_grad(loss_fn, has_aux=True)
+    tx = adaptive_kfac(vag.plan(params, (x, y)))
+    _, grads, statistics = vag(params, (x, y))
+    labels = (y + 1) % 3 if kind == "of other labels" else y
+    grads = jax.tree.map(lambda g: g * {"clipped": 0.5, "of a sum": 40.0}.get(kind, 1.0), grads)
+    updates, state = tx.update(
+        grads, tx.init(params), params, statistics=statistics, value_fn=lambda p: loss_fn(p, (x, labels))
+    )
+    assert_same(updates, jax.tree.map(jnp.zeros_like, params))
+    assert state.skipped_steps == 1
+
+
+def test_a_loss_may_depend_on_parameters_beside_its_outputs():
+    """Its derivative is then that of all of it, its curvature that by the outputs."""
+    params, batch = network(), data()
+
+    def regularized(params, batch):
+        loss, logits = loss_fn(params, batch)
+        return loss + 0.3 * jnp.sum(params[1]["b"] ** 2), logits
+
+    vag = value_and_grad(regularized, has_aux=True, plain=["[1]['b']"])
+    tx = adaptive_kfac(vag.plan(params, batch), fallback=optax.set_to_zero())
+    _, grads, statistics = vag(params, batch)
+    _, state = tx.update(
+        grads, tx.init(params), params, statistics=statistics, value_fn=lambda p: regularized(p, batch)
+    )
+    assert state.skipped_steps == 0
+    assert state.predicted < 0
+    leaves, treedef = jax.tree.flatten(params)
+    here = linearized(
+        lambda p: regularized(p, batch), leaves, functools.partial(jax.tree.unflatten, treedef)
+    )
+    rng = np.random.default_rng(0)
+    v = [jnp.asarray(rng.normal(size=p.shape)) for p in leaves]
+    assert_close(here.derivative(v)[0], np.dot(flat(grads), flat(v)))
+
+
+@pytest.mark.filterwarnings("ignore:.*jax_debug_nans")
+def test_nothing_in_it_is_nan_where_the_batch_is_finite():
+    params, batch = network(), data()
+    with jax.debug_nans(True):
+        tx, step = transformation(params, batch)
+        state = tx.init(params)
+        for _ in range(3):
+            params, state, _ = step(params, state, batch)
+    assert np.isfinite(flat(params)).all()
+
+
+def test_hyperparameters_may_be_injected():
+    params, batch = network(), data()
+    vag = value_and_grad(loss_fn, has_aux=True)
+    plan = vag.plan(params, batch)
+    _, grads, statistics = vag(params, batch)
+    given = {"statistics": statistics, "value_fn": lambda p: loss_fn(p, batch)}
+    tx = adaptive_kfac(plan, factor_decay=0.5, compute_method="inverse")
+    expected, _ = tx.update(grads, tx.init(params), params, **given)
+    make = optax.inject_hyperparams(adaptive_kfac, static_args=("plan", "compute_method"))
+    tx = make(plan, factor_decay=0.5, compute_method="inverse")
+    updates, _ = tx.update(grads, tx.init(params), params, **given)
+    assert_close(flat(updates), flat(expected))
+
+
 def test_a_batch_that_no_parameter_can_improve_is_no_error():
     params, batch = network(), data()
 
@@ -304,9 +387,6 @@ def test_bad_arguments_are_errors():
     for wrong in ({"damping": 0.0}, {"compute_method": "none"}, {"factor_decay": 2.0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             adaptive_kfac(plan, **wrong)
-    for name in ("lr", "kl_clip"):
-        with pytest.raises(TypeError, match=f"length of steps itself, got \\['{name}'\\]"):
-            adaptive_kfac(plan, **{name: 0.1})
     tx = adaptive_kfac(plan)
     state = tx.init(params)
     _, grads, statistics = vag(params, batch)

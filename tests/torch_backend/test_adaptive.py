@@ -348,6 +348,25 @@ def test_a_batch_that_is_not_finite_changes_nothing():
     assert fresh.skipped_steps == 1
 
 
+def test_a_loss_that_was_not_finite_before_the_last_step_says_nothing_of_it():
+    model, (x, y) = network(), data()
+    optimizer, first = optimizer_of(model), model[0].bias.detach().clone()
+    wall = False
+
+    def closure():
+        """Infinite around the first parameters, once `wall` is up."""
+        outputs = model(x)
+        near = bool((model[0].bias - first).square().sum() < 1e-12)
+        return F.cross_entropy(outputs, y) * (float("inf") if near and wall else 1.0), outputs
+
+    optimizer.step(closure)
+    wall, before = True, flat(model)
+    optimizer.step(closure)
+    assert np.linalg.norm(flat(model) - before) > 1e-3
+    assert optimizer.skipped_steps == optimizer.rejected_steps == 0
+    assert optimizer.damping == 0.1
+
+
 def test_batches_that_say_nothing_of_each_other_are_warned_of():
     model = network()
     optimizer = optimizer_of(model, damping=5e3)
@@ -380,7 +399,21 @@ def test_what_is_wrong_with_a_closure_is_said():
         rows = torch.randint(40, (4,), generator=draws)
         return closure_of(model, x[rows], y[rows])()
 
+    def fails_without_gradients():
+        if not torch.is_grad_enabled():
+            raise RuntimeError("out of paper")
+        return closure_of(model, x, y)()
+
+    def weighted():
+        """By a derivative that is a constant to autograd."""
+        inputs = x.clone().requires_grad_()
+        loss, outputs = closure_of(model, inputs, y)()
+        (slopes,) = torch.autograd.grad(loss, inputs, retain_graph=True)
+        return loss * (slopes.norm() * 1e3), outputs
+
     wrong = {
+        "out of paper": fails_without_gradients,
+        "derivatives taken without create_graph": weighted,
         "not yet backward": calls_backward,
         r"\(loss, outputs\), got Tensor": lambda: closure_of(model, x, y)()[0],
         "0-d tensor first": lambda: closure_of(model, x, y)()[::-1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,13 +10,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import Mesh
 
+from suite.core import kfac as core_kfac
+from suite.core import statistics as core_statistics
 from suite.core.checks import check_number
 from suite.core.damping import levenberg_marquardt
 from suite.core.step_size import quadratic_step
 from suite.jax.finite import select
 from suite.jax.gauss_newton import linearized, total
-from suite.jax.kfac import plan_leaves, scale_by_kfac
+from suite.jax.kfac import Schedule, plan_leaves, scale_by_kfac
 from suite.jax.kfac_state import ScaleByKFACState
 from suite.jax.plan import Plan
 
@@ -32,7 +36,7 @@ class AdaptiveKFACState(NamedTuple):
     damping: jax.Array  # ()
     learning_rate: jax.Array  # (): the coefficient of the direction in the last step
     momentum: jax.Array  # (): that of the step before
-    reduction_ratio: jax.Array  # (): how the loss changed over how it was to change
+    reduction_ratio: jax.Array  # (): how the loss changed over how it was to change; 0: not known yet
     rejected_steps: jax.Array  # (): steps that were taken back
     skipped: jax.Array  # (): skipped for the loss or its curvature, besides the preconditioner's
 
@@ -58,8 +62,18 @@ def adaptive_kfac(
     *,
     damping: float = 0.1,
     fallback: optax.GradientTransformation | None = None,
+    factor_update_steps: Schedule = 1,
+    inv_update_steps: Schedule = 1,
+    factor_decay: Schedule = 0.95,
+    compute_method: core_kfac.ComputeMethod = "eigen",
+    warm_start: bool = False,
+    factor_dtype: Any = None,
+    inv_dtype: Any = None,
+    loss_reduction: core_statistics.LossReduction = "mean",
+    mesh: Mesh | None = None,
     axis_name: str | None = None,
-    **settings: Any,
+    gradient_worker_fraction: float | str | None = None,
+    assignment_strategy: str = "compute",
 ) -> optax.GradientTransformationExtraArgs:
     """K-FAC without a learning rate, momentum or damping to tune, for full or large batches.
 
@@ -78,8 +92,9 @@ def adaptive_kfac(
 
     `value_fn` is a function of the parameters that returns the loss and the array, or pytree of arrays,
     that the loss is a convex function of: logits, or the residuals of a PINN. It is differentiated
-    forward along d and δ, and evaluated at the parameters before the last step: the same batch, and
-    random numbers, as the gradients'.
+    forward along d and δ, and evaluated at the parameters before the last step. Gradients have to be its
+    own, of the same batch and random numbers, unclipped: steps where its derivative along d is another
+    than theirs are skipped, and counted. Call `update` under `jax.jit`.
 
     Batches have to be large enough that their curvature is that of the problem: from some 50 or 100
     examples for small networks, the more the better: a PINN of 2,300 parameters with new points in every
@@ -89,10 +104,13 @@ def adaptive_kfac(
     Args:
         plan: from `value_and_grad(...).plan(params, batch)`.
         damping: where damping starts, > 0; 0.1 suits losses that are means of terms near 1.
-        fallback: the whole optimizer, learning rate included, of all leaves that are not in the plan.
-        axis_name: inside your own `shard_map`: average gradients and statistics over it first; losses
-            of devices are averaged here.
-        settings: `scale_by_kfac`'s, but for `lr` and `kl_clip`, which have no meaning here.
+        fallback: the whole optimizer, learning rate included, of all leaves that are not in the plan;
+            none that takes `value_fn` itself.
+        axis_name: inside your own `shard_map`: average gradients and statistics over it first, those
+            of `lax.pcast(params, axis_name, to="varying")` where `check_vma` is on; `value_fn` is the
+            device's own, and averaged here.
+
+    All others are `scale_by_kfac`'s.
 
     Limits:
         Outputs that the loss is not convex in end in skipped steps. Functions with a reverse rule of
@@ -110,14 +128,24 @@ def adaptive_kfac(
         the loss of the minibatch that made the step, which every step lowers, however noisy.
     """
     check_number("damping", damping, above=0)
-    unknown = sorted({"lr", "kl_clip"} & set(settings))
-    if unknown:
-        raise TypeError(f"adaptive_kfac finds the length of steps itself, got {unknown}")
-
-    def preconditioner(damping: Any) -> optax.GradientTransformationExtraArgs:
-        return scale_by_kfac(plan, damping=damping, kl_clip=None, axis_name=axis_name, **settings)
-
-    start = preconditioner(damping)  # raises what is wrong with settings
+    preconditioner = functools.partial(
+        scale_by_kfac,
+        plan,
+        kl_clip=None,
+        factor_update_steps=factor_update_steps,
+        inv_update_steps=inv_update_steps,
+        factor_decay=factor_decay,
+        compute_method=compute_method,
+        warm_start=warm_start,
+        factor_dtype=factor_dtype,
+        inv_dtype=inv_dtype,
+        loss_reduction=loss_reduction,
+        mesh=mesh,
+        axis_name=axis_name,
+        gradient_worker_fraction=gradient_worker_fraction,
+        assignment_strategy=assignment_strategy,
+    )
+    start = preconditioner(damping=damping)  # raises what is wrong with settings
     covered = plan.covered()
     left = [name for name, ours in zip(plan.names, covered, strict=True) if not ours]
     if left and fallback is None:
@@ -146,7 +174,7 @@ def adaptive_kfac(
             number(damping),
             number(0),
             number(0),
-            number(jnp.nan),
+            number(0),
             jnp.zeros((), jnp.int32),
             jnp.zeros((), jnp.int32),
         )
@@ -178,18 +206,18 @@ def adaptive_kfac(
 
         # Was the last step good? Losses of this batch, before it and now, tell.
         judged = state.predicted < 0
-        known = jnp.isfinite(old) | ~judged  # else it is not the step's fault; the next batch tells
+        adapts = judged & jnp.isfinite(old)  # else it is not the step's fault
+        known = adapts | ~judged | jnp.isfinite(loss)  # else the next batch tells
         change = loss - old
         rounding = 8 * float(jnp.finfo(here.loss.dtype).eps) * jnp.abs(old)
         change = jnp.where(jnp.abs(change) < rounding, 0, change)
         adapted, stands = levenberg_marquardt(state.damping, change, state.predicted, highest=_HIGHEST)
-        adapts = judged & known
         rejected = adapts & ~stands
         damping = jnp.where(adapts, adapted, state.damping)
         ratio = change / jnp.minimum(state.predicted, -float(jnp.finfo(dtype).tiny))
 
         def take() -> _Step:
-            directions, new = preconditioner(damping).update(
+            directions, new = preconditioner(damping=damping).update(
                 updates, state.preconditioner, params, **extra
             )
             finite = new.skipped_steps == state.preconditioner.skipped_steps
@@ -203,7 +231,10 @@ def adaptive_kfac(
             weights, predicted = quadratic_step(M, b)
             convex = jnp.isfinite(jnp.sum(weights) + predicted + loss)
             convex &= (weights[0] != 0) | (b[0] == 0)
-            moved = finite & convex
+            derivative, terms = map(mean, here.derivative(vectors[0]))
+            coarse = max(0.01, *(8 * float(jnp.finfo(x.dtype).eps) for x in (*now, *here.gradient)))
+            sound = convex & (jnp.abs(derivative - b[0]) <= 0.1 * jnp.abs(b[0]) + coarse * terms)
+            moved = finite & sound
             changes = [
                 jnp.where(moved, weights[0] * d + weights[1] * s, 0).astype(d.dtype)
                 for d, s in zip(*vectors, strict=True)
@@ -216,7 +247,7 @@ def adaptive_kfac(
                 jnp.where(moved, predicted, 0),
                 jnp.stack([-weights[0], weights[1]]),
                 moved,
-                finite & ~convex,
+                finite & ~sound,
             )
 
         def stay() -> _Step:

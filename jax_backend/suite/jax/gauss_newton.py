@@ -18,12 +18,22 @@ class Linearized(NamedTuple):
     """A loss and its outputs near some parameters."""
 
     loss: jax.Array
-    push: Callable[[Arrays], Arrays]  # J v
+    push: Callable[
+        [Arrays], tuple[Arrays, Any]
+    ]  # J v, and the same of all else that the loss is made of
+    slope: Callable[[Arrays, Any], jax.Array]  # from these the derivative of the loss
+    gradient: Arrays  # by the outputs
     hessian: Callable[[Arrays], Arrays]  # H u, H the Hessian of the loss by the outputs
+
+    def derivative(self, direction: Arrays) -> tuple[jax.Array, jax.Array]:
+        """Of the loss along a direction, and ‖gradient‖ ‖J v‖, of which it is what is not cancelled."""
+        tangents, others = self.push(list(direction))
+        norms = total(self.gradient, self.gradient), total(tangents, tangents)
+        return self.slope(tangents, others), jnp.sqrt(norms[0]) * jnp.sqrt(norms[1])
 
     def products(self, directions: Sequence[Arrays]) -> list[jax.Array]:
         """(J v)ᵀ H (J w) over pairs v <= w of directions, row by row, each () in at least float32."""
-        tangents = [self.push(v) for v in directions]
+        tangents = [self.push(list(v))[0] for v in directions]
         curved = [self.hessian(u) for u in tangents]
         return [total(h, u) for i, h in enumerate(curved) for u in tangents[i:]]
 
@@ -38,13 +48,10 @@ def linearized(
         ValueError: a loss that is not computed from the outputs.
     """
     halves = jaxprs.cut(lambda given: _flat(value_fn(rebuild(given))), list(leaves))
-    outputs, push, rest = jax.linearize(halves.before, list(leaves), has_aux=True)
-
-    def loss(outputs: Arrays) -> jax.Array:
-        return halves.after(outputs, rest)
-
-    _, hessian = jax.linearize(jax.grad(loss), outputs)
-    return Linearized(loss(outputs), lambda v: push(list(v)), hessian)
+    (outputs, rest), push = jax.linearize(halves.before, list(leaves))
+    loss, slope = jax.linearize(halves.after, outputs, rest)
+    gradient, hessian = jax.linearize(jax.grad(lambda given: halves.after(given, rest)), outputs)
+    return Linearized(loss, push, slope, gradient, hessian)
 
 
 def total(left: Arrays, right: Arrays) -> jax.Array:

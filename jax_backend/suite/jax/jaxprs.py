@@ -622,7 +622,9 @@ def _cut(whole: Any) -> Halves | None:
     for eqn in whole.jaxpr.eqns:
         later = any(v in after for v in eqn.invars if not isinstance(v, jex.Literal))
         if later and any(v in after for v in eqn.outvars):
-            raise ValueError("outputs must not be computed from one another")
+            raise ValueError(
+                "outputs must not be computed from one another: return only what the loss is made of"
+            )
         parts[later].append(eqn)
         after.update(eqn.outvars if later else ())
     if isinstance(result, jex.Literal) or result not in after:

@@ -157,12 +157,15 @@ class AdaptiveKFAC(torch.optim.Optimizer):
 
         def again() -> list[torch.Tensor]:
             if not self._differentiates:
-                with contextlib.suppress(RuntimeError), torch.no_grad(), replayed():
-                    return evaluate()
+                try:
+                    with torch.no_grad(), replayed():
+                        return evaluate()
+                except RuntimeError as error:
+                    if "not require grad" not in str(error):  # else it asks for derivatives itself
+                        raise
+                self._differentiates = True
             with torch.enable_grad(), self.kfac._engine.clock.paused(), replayed():
-                returned = evaluate()
-            self._differentiates = True
-            return returned
+                return evaluate()
 
         try:
             before = None if self._last is None else value_with(again, self._last.before())[0].detach()
@@ -188,8 +191,9 @@ class AdaptiveKFAC(torch.optim.Optimizer):
             return True
         old, new = self._mean_over_ranks([before, now])
         if not math.isfinite(old):  # not the step's fault; the next batch tells of it
-            self._skip("the loss of its batch was not finite")
-            return False
+            if not math.isfinite(new):
+                self._skip("the loss of its batch was not finite")
+            return math.isfinite(new)
         change = new - old
         if abs(change) < 8 * torch.finfo(now.dtype).eps * abs(old):
             change = 0.0  # to rounding
@@ -233,13 +237,16 @@ class AdaptiveKFAC(torch.optim.Optimizer):
             derivatives_along(again, self.kfac.model, dict(zip(map(id, covered), vector, strict=True)))
             for vector in vectors[:count]
         ]
-        curvature = _gauss_newton(slopes, outputs, [[t for _, t in pairs[1:]] for pairs in found])
+        tangents = [[t for _, t in pairs[1:]] for pairs in found]
+        curvature = _gauss_newton(slopes, outputs, tangents)
         repeated, derivative = found[0][0]
-        mean = self._mean_over_ranks([loss, repeated, derivative, *curvature])
+        terms = _sizes(slopes, tangents[0])
+        mean = self._mean_over_ranks([loss, repeated, derivative, *curvature, terms])
         ours = _numbers(
             [_inner(u, v) for i, u in enumerate(vectors[:count]) for v in (gradients, *vectors[i:count])]
         )
-        self._check_closure(mean[0], mean[1], mean[2], ours[0])
+        eps = max(torch.finfo(x.dtype).eps for x in (*covered, *outputs))
+        self._check_closure(mean[0], mean[1], mean[2], ours[0], max(0.01, 8 * eps) * mean[-1])
         dtype = torch.promote_types(loss.dtype, torch.float32)  # how well M and b are known
         M, b = torch.zeros(2, 2, dtype=dtype), torch.zeros(2, dtype=dtype)
         M[0, 0], b[0] = mean[3] + self.damping * ours[1], ours[0]
@@ -268,18 +275,21 @@ class AdaptiveKFAC(torch.optim.Optimizer):
             self.fallback.step()
         return True
 
-    def _check_closure(self, loss: float, again: float, derivative: float, slope: float) -> None:
+    def _check_closure(
+        self, loss: float, again: float, derivative: float, slope: float, rounding: float
+    ) -> None:
         """Raise unless the closure is one function of the parameters, differentiated correctly."""
         if abs(again - loss) > 0.01 * abs(loss) + 1e-30:
             raise RuntimeError(
                 "closure must return the same loss each time it is called in a step, got "
                 f"{loss:.6g} and {again:.6g}: draw the batch before step(), not in the closure"
             )
-        if abs(derivative - slope) > 0.1 * abs(slope) + 1e-30:
+        if abs(derivative - slope) > 0.1 * abs(slope) + rounding:
             raise RuntimeError(
                 f"the loss's derivative along the direction must be the gradient's, {slope:.6g}, got "
                 f"{derivative:.6g}: a module holds parameters elsewhere than among its own, the closure "
-                "is about another model, or an operation in it has a wrong forward-mode derivative"
+                "is about another model or has derivatives taken without create_graph (detach() them), "
+                "or an operation in it has a wrong forward-mode derivative"
             )
 
     def _skip(self, why: str) -> None:
@@ -469,6 +479,13 @@ def _gauss_newton(
             ]
             found.append(torch.stack([part.to(parts[0].device) for part in parts]).sum())
     return found
+
+
+def _sizes(slopes: Sequence[torch.Tensor | None], tangents: Tensors) -> torch.Tensor:
+    """‖slopes‖ ‖tangents‖, of which their product is what does not cancel."""
+    pairs = [(s.detach(), t) for s, t in zip(slopes, tangents, strict=True) if s is not None]
+    s, t = zip(*pairs, strict=True)
+    return (_inner(s, s).sqrt() * _inner(t, t).sqrt()).detach()
 
 
 def _zero(like: torch.Tensor) -> torch.Tensor:
