@@ -38,11 +38,11 @@ class AdaptiveKFACState(NamedTuple):
     momentum: jax.Array  # (): that of the step before
     reduction_ratio: jax.Array  # (): how the loss changed over how it was to change; 0: not known yet
     rejected_steps: jax.Array  # (): steps that were taken back
-    skipped: jax.Array  # (): skipped for the loss or its curvature, besides the preconditioner's
+    skipped: jax.Array  # (): skipped besides the preconditioner's, for the loss or the quadratic model
 
     @property
     def skipped_steps(self) -> jax.Array:
-        """Steps that changed nothing because something was not finite."""
+        """Steps that changed nothing: something was not finite, not convex, or of another loss."""
         return self.preconditioner.skipped_steps + self.skipped
 
 
@@ -54,7 +54,7 @@ class _Step(NamedTuple):
     predicted: jax.Array
     weights: jax.Array  # (2,): learning rate and momentum
     moved: jax.Array  # (): bool
-    skipped: jax.Array  # (): bool, for the loss or its curvature
+    skipped: jax.Array  # (): bool
 
 
 def adaptive_kfac(
@@ -116,8 +116,7 @@ def adaptive_kfac(
         Outputs that the loss is not convex in end in skipped steps. Functions with a reverse rule of
         their own (`jax.custom_vjp`) have no forward derivative, an error of jax's. Outputs that a
         `scan` or `cond` makes together with the loss cannot be told from it. `update` is to be given
-        all parameters, none masked. A step that is taken back leaves the fallback's. Mesh axes have to
-        be automatic.
+        all parameters, none masked. A step that is taken back leaves the fallback's.
 
     Raises:
         ValueError, TypeError: a bad value, leaves that neither the plan nor `fallback` has; in `update`

@@ -76,7 +76,8 @@ def scale_by_kfac(
         loss_reduction: 'mean' or 'sum': what the loss does over its terms.
         mesh: under `jit` with arrays sharded over it, share out the factorizations over its devices.
         axis_name: inside your own `shard_map`, share them out over this axis; average gradients and
-            statistics over it first.
+            statistics over it first, those of `lax.pcast(params, axis_name, to="varying")` where
+            `check_vma` is on.
         gradient_worker_fraction: the share of devices that hold a layer's inverses and compute its
             direction, which the others receive: a number in [1 / devices, 1], or 'COMM_OPT' (1),
             'HYBRID_OPT' (1/2) or 'MEM_OPT' (1 / devices). Default: 1. Below 1 running averages are with
