@@ -98,7 +98,7 @@ def adaptive_kfac(
 
     Batches have to be large enough that their curvature is that of the problem: from some 50 or 100
     examples for small networks, the more the better: a PINN of 2,300 parameters with new points in every
-    step stands still with 256 of them, and gains on tuned K-FAC with 1,000, or with the same 256 always.
+    step stands still with 256 of them, and does well with 1,000, or with the same 256 always.
     On smaller ones `state.damping` rises to 10⁴, where nothing moves; there `kfac` does better.
 
     Args:
