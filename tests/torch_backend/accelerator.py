@@ -64,6 +64,8 @@ def register() -> Any:
     module.device = lambda device: nullcontext()
     module.synchronize = lambda device=None: None
     module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=None: None
     module._is_in_bad_fork = lambda: False
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     torch._register_device_module(DEVICE, module)

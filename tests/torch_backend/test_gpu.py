@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from suite.torch import KFAC, LRA, Kron, replace_recurrent
+from suite.torch import KFAC, LRA, AdaptiveKFAC, Kron, replace_recurrent
 from torch_backend.accelerator import DEVICE, host_must_not_wait, is_available
 from torch_backend.models import MODELS
 
@@ -74,6 +74,32 @@ def test_the_trajectory_is_the_cpus(name):
     assert any(
         float((b - c).norm()) > 1e-2 * float(c.norm()) for b, c in zip(expected, start, strict=True)
     )
+
+
+def test_adaptive_kfac_takes_the_cpus_steps():
+    """With running statistics and dropout of a share that leaves all as it is."""
+
+    def train(device: str) -> tuple[list[torch.Tensor], float]:
+        model = nn.Sequential(network(), nn.Dropout(0.0)).to(device)
+        optimizer = AdaptiveKFAC(KFAC(model, damping=0.3, compute_method="inverse", inv_update_steps=3))
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(8):
+            x = torch.randn(64, 1, 8, 8, generator=generator, dtype=torch.float64).to(device)
+            y = (x[:, 0, :3].sum((1, 2)) > 0).long()
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> Any:
+                outputs = model(x)
+                return F.cross_entropy(outputs, y), outputs
+
+            optimizer.step(closure)
+        state = [*model.parameters(), *model.buffers()]
+        return [x.detach().cpu().double() for x in state], optimizer.damping
+
+    (expected, damping), (found, theirs) = train("cpu"), train(DEVICE)
+    for a, b in zip(found, expected, strict=True):
+        assert float((a - b).norm()) < 1e-8 * float(b.norm() + 1)
+    assert theirs == damping != 0.3
+    assert float((expected[0] - network()[0].weight.detach()).norm()) > 1e-2
 
 
 @pytest.mark.parametrize("place", ["cpu", DEVICE])
