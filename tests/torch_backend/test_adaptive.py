@@ -58,6 +58,19 @@ def dense_gauss_newton(model, x):
     return np.einsum("nci,ncd,ndj->ij", J, H, J) / len(p)
 
 
+def gradient_and_direction(kfac, loss, damping):
+    """Flat, by a K-FAC of its own."""
+    loss.backward()
+    gradient = np.concatenate([p.grad.numpy().ravel() for p in kfac.model.parameters()])
+    kfac.set_hyperparameter("damping", damping)
+    kfac.step()
+    return gradient, np.concatenate([p.grad.numpy().ravel() for p in kfac.model.parameters()])
+
+
+def change_of_damping(ratio):
+    return 0.85 if ratio > 0.25 else 1 / 0.85 if ratio < 0 else 1
+
+
 def test_every_step_is_the_minimum_of_the_dense_quadratic_model():
     """The direction by another KFAC; the rest by explicit matrices and the rule in words."""
     model, damping, delta, predicted, before = network(), 0.1, None, None, None
@@ -78,12 +91,8 @@ def test_every_step_is_the_minimum_of_the_dense_quadratic_model():
         loss = F.cross_entropy(other(x), y)
         if delta is not None:
             ratio = (loss.item() - before) / predicted
-            damping *= 0.85 if ratio > 0.25 else 1 / 0.85 if ratio < 0 else 1
-        loss.backward()
-        gradient = np.concatenate([p.grad.numpy().ravel() for p in other.parameters()])
-        kfac.set_hyperparameter("damping", damping)
-        kfac.step()
-        direction = np.concatenate([p.grad.numpy().ravel() for p in other.parameters()])
+            damping *= change_of_damping(ratio)
+        gradient, direction = gradient_and_direction(kfac, loss, damping)
         basis = direction[:, None] if delta is None else np.stack([direction, delta], 1)
         F_ = dense_gauss_newton(plain, x) + damping * np.eye(len(start))
         M, b = basis.T @ F_ @ basis, basis.T @ gradient
@@ -176,12 +185,8 @@ def test_a_closure_may_take_derivatives_by_autograd():
         loss, _ = closure_of(other)()
         if delta is not None:
             ratio = (loss.item() - before) / predicted
-            damping *= 0.85 if ratio > 0.25 else 1 / 0.85 if ratio < 0 else 1
-        loss.backward()
-        gradient = np.concatenate([p.grad.numpy().ravel() for p in other.parameters()])
-        kfac.set_hyperparameter("damping", damping)
-        kfac.step()
-        direction = np.concatenate([p.grad.numpy().ravel() for p in other.parameters()])
+            damping *= change_of_damping(ratio)
+        gradient, direction = gradient_and_direction(kfac, loss, damping)
         basis = direction[:, None] if delta is None else np.stack([direction, delta], 1)
         values = [p.detach() for p in model.parameters()]
         J = torch.cat([j.flatten(1) for j in torch.func.jacrev(residuals, (0, 1, 2, 3))(*values)], 1)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from suite.core.linalg import inner_product
-from suite.jax import jaxprs
+from suite.jax.halves import cut
+from suite.jax.jaxprs import on_automatic_axes
 
 Arrays = Sequence[jax.Array]
 
@@ -47,7 +48,7 @@ def linearized(
         TypeError: not a scalar loss and a pytree of arrays of floats.
         ValueError: a loss that is not computed from the outputs.
     """
-    halves = jaxprs.cut(lambda given: _flat(value_fn(rebuild(given))), list(leaves))
+    halves = cut(lambda given: _flat(value_fn(rebuild(given))), list(leaves))
     (outputs, rest), push = jax.linearize(halves.before, list(leaves))
     loss, slope = jax.linearize(halves.after, outputs, rest)
     gradient, hessian = jax.linearize(jax.grad(lambda given: halves.after(given, rest)), outputs)
@@ -60,7 +61,7 @@ def total(left: Arrays, right: Arrays) -> jax.Array:
     def summed(left: Arrays, right: Arrays) -> jax.Array:
         return jnp.sum(jnp.stack([inner_product(x, y) for x, y in zip(left, right, strict=True)]))
 
-    return jaxprs.on_automatic_axes(summed, left, right)
+    return on_automatic_axes(summed, left, right)
 
 
 def _flat(returned: Any) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""Reading and running jaxprs: the only file that knows what is in one, and how versions of jax differ.
+"""Reading and running jaxprs: what is in one, and how versions of jax differ, only this file knows.
 
 `flatten` turns a program into a list of nodes with numbered values, calls inlined and loops opened, in
 which each operation that K-FAC understands has a name of our own. `evaluate` runs the program as it was
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -148,8 +148,8 @@ class Program:
 
 # ---- flattening --------------------------------------------------------------------------------
 
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "core_closed_call", "xla_call"}
-_REMAT = {"remat", "remat2", "checkpoint"}
+CALLS = {"jit", "pjit", "closed_call", "core_call", "core_closed_call", "xla_call"}
+REMAT = {"remat", "remat2", "checkpoint"}
 _CUSTOM = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _IDENTITIES = {
     "copy", "copy_p", "sharding_constraint", "name", "pvary", "pcast", "reduce_precision",
@@ -208,13 +208,13 @@ class _Flattener:
             self.add(Node(path, label, operation, tuple(inputs), (out,), loops, custom))
             return out
 
-        if name in _CALLS and eqn.params.get("name") == PROBE:
+        if name in CALLS and eqn.params.get("name") == PROBE:
             return [node(ByHand(), values, eqn.outvars[0].aval)]
-        if name in _CALLS or name in _REMAT:
-            inner, _ = _called(eqn)
+        if name in CALLS or name in REMAT:
+            inner, _ = called(eqn)
             return self.body(inner, values, path, loops, custom)
         if name in _CUSTOM:
-            inner, _ = _called(eqn)
+            inner, _ = called(eqn)
             own = custom or Custom(path, name, tuple(values))
             returned = self.body(inner, values, path, loops, own)
             if custom is None:
@@ -312,7 +312,7 @@ def _is_float(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _called(eqn: Any) -> tuple[Any, Sequence[Any]]:
+def called(eqn: Any) -> tuple[Any, Sequence[Any]]:
     """(jaxpr, its constants) of a call."""
     params = eqn.params
     called = next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
@@ -501,7 +501,7 @@ class _Runner:
             if any(len(self.probes[i].path) > len(path) for i in here):
                 outputs = self.call(eqn, values, path, slots)
             else:
-                outputs = _bind(eqn, values)
+                outputs = bind(eqn, values)
             for i in here:
                 probe = self.probes[i]
                 if probe.path == path:
@@ -518,12 +518,12 @@ class _Runner:
 
     def call(self, eqn: Any, values: list[Any], path: Path, slots: Slots) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
-        if name in _CALLS:
-            inner, consts = _called(eqn)
+        if name in CALLS:
+            inner, consts = called(eqn)
             return self.run(inner, consts, values, path, slots)
         own = {i: slots[i] for i in self.at[path]}
-        if name in _REMAT:
-            inner, consts = _called(eqn)
+        if name in REMAT:
+            inner, consts = called(eqn)
 
             def again(values: Any, own: Any) -> list[Any]:
                 return self.run(inner, consts, values, path, own)
@@ -591,90 +591,7 @@ class _Runner:
         return list(mapped(tuple(values), dict(slots)))
 
 
-class Halves(NamedTuple):
-    """A program cut in two: up to some values of it, and from these on."""
-
-    before: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]  # arguments -> values, the rest
-    after: Callable[[Sequence[Any], Sequence[Any]], Any]  # values, the rest -> first output
-
-
-def cut(function: Callable[[Sequence[Any]], Sequence[Any]], arguments: Sequence[Any]) -> Halves:
-    """Cut a function, arrays to arrays, at all of its outputs but the first, which is made of these.
-
-    Calls are opened for that, and rematerialized parts where nothing else helps; loops are not.
-
-    Raises:
-        ValueError: the first output does not depend on the others, or these depend on each other.
-    """
-    closed = jax.make_jaxpr(function)(arguments)
-    for calls in (_CALLS, _CALLS | _REMAT):
-        opened = functools.partial(_opened, closed.jaxpr, closed.consts, calls=calls)
-        halves = _cut(jax.make_jaxpr(opened)(list(arguments)))
-        if halves is not None:
-            return halves
-    raise ValueError("the loss must be computed from the outputs, and not in a loop that makes them")
-
-
-def _cut(whole: Any) -> Halves | None:
-    result, *values = whole.jaxpr.outvars
-    after: set[Any] = {v for v in values if not isinstance(v, jex.Literal)}
-    parts: tuple[list[Any], list[Any]] = ([], [])
-    for eqn in whole.jaxpr.eqns:
-        later = any(v in after for v in eqn.invars if not isinstance(v, jex.Literal))
-        if later and any(v in after for v in eqn.outvars):
-            raise ValueError(
-                "outputs must not be computed from one another: return only what the loss is made of"
-            )
-        parts[later].append(eqn)
-        after.update(eqn.outvars if later else ())
-    if isinstance(result, jex.Literal) or result not in after:
-        return None
-    own = {v for eqn in parts[1] for v in eqn.outvars} | set(values)
-    read = [v for eqn in parts[1] for v in eqn.invars if not isinstance(v, jex.Literal)]
-    rest = list(dict.fromkeys(v for v in read if v not in own))
-
-    def first(given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        env = dict(zip(whole.jaxpr.constvars, whole.consts, strict=True))
-        env.update(zip(whole.jaxpr.invars, given, strict=True))
-        _run_equations(parts[0], env)
-        return [_read(env, v) for v in values], [env[v] for v in rest]
-
-    def then(given: Sequence[Any], kept: Sequence[Any]) -> Any:
-        env = dict(zip(rest, kept, strict=True))
-        env.update(pair for pair in zip(values, given, strict=True) if pair[0] in after)
-        _run_equations(parts[1], env)
-        return env[result]
-
-    return Halves(first, then)
-
-
-def _opened(
-    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], *, calls: Set[str]
-) -> list[Any]:
-    """Run a jaxpr, the equations of calls of these kinds one by one."""
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, arguments, strict=True))
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in calls:
-            inner, own = _called(eqn)
-            outputs = _opened(inner, own, [_read(env, v) for v in eqn.invars], calls=calls)
-            env.update(zip(eqn.outvars, outputs, strict=True))
-        else:
-            _run_equations([eqn], env)
-    return [_read(env, v) for v in jaxpr.outvars]
-
-
-def _run_equations(equations: Sequence[Any], env: dict[Any, Any]) -> None:
-    for eqn in equations:
-        outputs = _bind(eqn, [_read(env, v) for v in eqn.invars])
-        env.update(zip(eqn.outvars, outputs, strict=True))
-
-
-def _read(env: Mapping[Any, Any], v: Any) -> Any:
-    return v.val if isinstance(v, jex.Literal) else env[v]
-
-
-def _bind(eqn: Any, values: list[Any]) -> list[Any]:
+def bind(eqn: Any, values: list[Any]) -> list[Any]:
     bound = eqn.primitive.get_bind_params(eqn.params)
     # Older versions of jax return the functions apart.
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
