@@ -226,11 +226,10 @@ class Run:
                 leave=False,
             ) as bar:
                 for batch in batches(epoch, self.batch):
-                    last = (
-                        self.batch + 1
-                    ) % self.options.accumulate == 0 or self.batch + 1 == self.batches
+                    number = self.batch + 1
+                    last = number % self.options.accumulate == 0 or number == self.batches
                     self._take(self._to_device(batch), loss_of, last)
-                    self.batch += 1
+                    self.batch = number
                     bar.update()
                     if last:
                         self._checkpoint_within_epoch(start)

@@ -425,10 +425,6 @@ for name, likelihood in (
         lambda x, rule=likelihood: rule.square_root(x, 1),
         (normal(B, 2, 4),),
     )
-    CASES[f"likelihoods.{name}.hessian_product"] = (
-        likelihood.hessian_product,
-        (normal(B, 2, 4), normal(B, 2, 4, seed=1)),
-    )
 
 every_case = pytest.mark.parametrize(("function", "args"), list(CASES.values()), ids=list(CASES))
 

@@ -99,15 +99,6 @@ def test_square_root_is_that_of_the_hessian_for_each_term(xp, likelihood, shape)
     assert_close(L @ np.swapaxes(L, -1, -2), dense_hessian(likelihood, z), rtol=1e-12)
 
 
-@every_likelihood
-@pytest.mark.parametrize("shape", [(3,), (5, 1), (2, 3, 4)])
-def test_hessian_product_is_the_dense_one(xp, likelihood, shape):
-    z, t = 2 * normal(*shape), normal(*shape, seed=1)
-    found = xp.run(likelihood.hessian_product, xp.asarray(z), xp.asarray(t))
-    expected = (dense_hessian(likelihood, z) @ t[..., None])[..., 0]
-    np.testing.assert_allclose(to_numpy(found), expected, rtol=1e-12, atol=1e-15)
-
-
 def test_categorical_gradient_is_that_of_the_label_whose_interval_holds_the_noise(xp):
     p = np.array([0.1, 0.5, 0.0, 0.4])
     z = np.log(p, where=p > 0, out=np.full(4, -np.inf)) + 7.0

@@ -74,18 +74,6 @@ class Categorical:
         column = xp.sqrt(p[..., index, None]) * (_one_hot(index, p) - p)
         return xp.astype(column, outputs.dtype)
 
-    def hessian_product(self, outputs: Array, tangents: Array) -> Array:
-        """(diag(p) - p pᵀ) t, (..., C), in at least single precision.
-
-        Args:
-            outputs: (..., C), logits.
-            tangents: t, (..., C).
-        """
-        xp = array_namespace(outputs)
-        _, p = _softmax(outputs)
-        weighted = p * xp.astype(tangents, p.dtype)
-        return weighted - p * xp.sum(weighted, axis=-1, keepdims=True)
-
 
 @dataclass(frozen=True)
 class Bernoulli:
@@ -131,17 +119,6 @@ class Bernoulli:
         # Selected, not multiplied: a NaN elsewhere in the row is not this column's.
         column = xp.where(_one_hot(index, p) > 0, xp.sqrt(p * q), xp.zeros_like(p))
         return xp.astype(column, outputs.dtype)
-
-    def hessian_product(self, outputs: Array, tangents: Array) -> Array:
-        """p (1 - p) t, (..., C), in at least single precision.
-
-        Args:
-            outputs: (..., C), logits.
-            tangents: t, (..., C).
-        """
-        xp = array_namespace(outputs)
-        p, q = _sigmoid(outputs)
-        return p * q * xp.astype(tangents, p.dtype)
 
 
 @dataclass(frozen=True)
@@ -198,16 +175,6 @@ class Gaussian:
         xp = array_namespace(outputs)
         column = xp.broadcast_to(_one_hot(index, outputs) * self.variance**-0.5, outputs.shape)
         return xp.astype(column, outputs.dtype)
-
-    def hessian_product(self, outputs: Array, tangents: Array) -> Array:
-        """t / variance, (..., C), in at least single precision.
-
-        Args:
-            outputs: (..., C); only their dtype matters.
-            tangents: t, (..., C).
-        """
-        x = lift(outputs)
-        return array_namespace(outputs).astype(tangents, x.dtype) / self.variance
 
 
 Likelihood: TypeAlias = Categorical | Bernoulli | Gaussian
