@@ -42,13 +42,13 @@ def main() -> float:
     params, losses = train(
         loss_fn, params, [(points,)], 10 if options.tiny else options.steps,
         has_aux=True, fisher=Gaussian(exact=True),
-        learning_rate=0.1, damping=1e-3, kl_clip=1e-3, inv_update_steps=5,
+        adaptive=True, compute_method="inverse", inv_update_steps=5,
     )  # fmt: skip
     plot(options.plot, losses, "mean squared residual / 2")
     x = jnp.asarray(rng.uniform(size=(1000, 2)), jnp.float32)
     found = jax.vmap(u, (None, 0))(params, x)
     error = float(jnp.linalg.norm(found - solution(x)) / jnp.linalg.norm(solution(x)))
-    print(f"loss {losses[0]:.3g} -> {losses[-1]:.3g}, relative error of u {error:.2%}")
+    print(f"loss {losses[0]:.3g} -> {losses[-1]:.3g}, relative error of u {error:.1e}")
     return error
 
 

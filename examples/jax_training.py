@@ -12,7 +12,7 @@ import matplotlib
 import optax
 from tqdm import tqdm
 
-from suite.jax import kfac, value_and_grad
+from suite.jax import adaptive_kfac, kfac, value_and_grad
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -36,22 +36,29 @@ def train(
     has_aux: bool = False,
     fisher: Any = None,
     factor_update_steps: int = 1,
+    adaptive: bool = False,
     **settings: Any,
 ) -> tuple[Any, list[float]]:
-    """Parameters and losses after `steps` steps of K-FAC; one program for all of them."""
+    """Parameters and losses after `steps` steps of K-FAC; one program for all of them.
+
+    With `adaptive` K-FAC finds learning rate, momentum and damping itself; aux is then what the loss is
+    computed from.
+    """
     vag = value_and_grad(loss_fn, has_aux=has_aux, fisher=fisher)
     batches = iter(batches)
     batch = next(batches)
     plan = vag.plan(params, *batch)
     tqdm.write(str(plan))
-    tx = kfac(plan, fallback=optax.adam(1e-3), factor_update_steps=factor_update_steps, **settings)
+    settings |= {"fallback": optax.adam(1e-3), "factor_update_steps": factor_update_steps}
+    tx = adaptive_kfac(plan, **settings) if adaptive else kfac(plan, **settings)
 
     @jax.jit
     def step(params: Any, state: Any, key: Any, batch: tuple[Any, ...]) -> Any:
         due = state.preconditioner.steps % factor_update_steps == 0
         given = {"key": key} if fisher is not None and not fisher.exact else {}
         value, grads, statistics = vag(params, *batch, capture=due, **given)
-        updates, state = tx.update(grads, state, params, statistics=statistics)
+        extra = {"value_fn": lambda params: loss_fn(params, *batch)} if adaptive else {}
+        updates, state = tx.update(grads, state, params, statistics=statistics, **extra)
         return optax.apply_updates(params, updates), state, value[0] if has_aux else value
 
     state, losses = tx.init(params), []
@@ -61,8 +68,9 @@ def train(
         losses.append(float(loss))
         bar.set_postfix(loss=f"{losses[-1]:.4g}")
         batch = next(batches, batch)
-    if int(state.skipped_steps) or int(state.missed_updates):
-        tqdm.write(f"skipped {int(state.skipped_steps)}, missed {int(state.missed_updates)}")
+    if int(state.skipped_steps) or int(state.preconditioner.missed_updates):
+        missed = int(state.preconditioner.missed_updates)
+        tqdm.write(f"skipped {int(state.skipped_steps)}, missed {missed}")
     return params, losses
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core as jex
 
-from suite.jax.jaxprs import CALLS, REMAT, bind, called
+from suite.jax.jaxprs import CALLS, REMAT, Reindex, bind, called, operation_of
 
 
 class Halves(NamedTuple):
@@ -37,7 +37,9 @@ def cut(function: Callable[[Sequence[Any]], Sequence[Any]], arguments: Sequence[
 
 
 def _cut(whole: Any) -> Halves | None:
+    makers = {v: eqn for eqn in whole.jaxpr.eqns for v in eqn.outvars}
     result, *values = whole.jaxpr.outvars
+    values = [_whence(v, makers) for v in values]
     after: set[Any] = {v for v in values if not isinstance(v, jex.Literal)}
     parts: tuple[list[Any], list[Any]] = ([], [])
     for eqn in whole.jaxpr.eqns:
@@ -67,6 +69,16 @@ def _cut(whole: Any) -> Halves | None:
         return env[result]
 
     return Halves(first, then)
+
+
+def _whence(v: Any, makers: Mapping[Any, Any]) -> Any:
+    """What `v` is the same numbers as, in another shape or order: the loss may be made of that."""
+    while not isinstance(v, jex.Literal) and v in makers:
+        eqn = makers[v]
+        if not isinstance(operation_of(eqn), Reindex) or eqn.invars[0].aval.size != v.aval.size:
+            break
+        v = eqn.invars[0]
+    return v
 
 
 def _opened(

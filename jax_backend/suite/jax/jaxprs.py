@@ -253,7 +253,7 @@ class _Flattener:
         if name == "optimization_barrier":
             pairs = zip(values, eqn.outvars, strict=True)
             return [node(Reindex(None), (v,), out.aval) for v, out in pairs]
-        operation = _operation(eqn)
+        operation = operation_of(eqn)
         key = None
         if isinstance(operation, Reindex) and None not in values:
             aval = eqn.outvars[0].aval
@@ -343,7 +343,7 @@ def _shard_map_specs(params: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(map(spec, params["in_names"])), tuple(map(spec, params["out_names"]))
 
 
-def _operation(eqn: Any) -> Any:
+def operation_of(eqn: Any) -> Any:
     name, params = eqn.primitive.name, eqn.params
     if len(eqn.outvars) != 1:
         return None
