@@ -255,7 +255,7 @@ def adaptive_kfac(
                 back,
                 state.preconditioner,
                 jnp.where(rejected, 0, state.predicted),
-                jnp.stack([state.learning_rate, state.momentum]),
+                jnp.zeros(2, dtype),
                 jnp.asarray(False),
                 ~known,
             )

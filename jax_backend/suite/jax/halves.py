@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core as jex
 
-from suite.jax.jaxprs import CALLS, REMAT, Reindex, bind, called, operation_of
+from suite.jax.jaxprs import CALLS, REMAT, Reindex, bind, called, dtype_is_float, operation_of
 
 
 class Halves(NamedTuple):
@@ -75,9 +75,12 @@ def _whence(v: Any, makers: Mapping[Any, Any]) -> Any:
     """What `v` is the same numbers as, in another shape or order: the loss may be made of that."""
     while not isinstance(v, jex.Literal) and v in makers:
         eqn = makers[v]
-        if not isinstance(operation_of(eqn), Reindex) or eqn.invars[0].aval.size != v.aval.size:
+        if not isinstance(operation_of(eqn), Reindex):
             break
-        v = eqn.invars[0]
+        (before,) = eqn.invars
+        if before.aval.size != v.aval.size or not dtype_is_float(before.aval):
+            break
+        v = before
     return v
 
 

@@ -657,7 +657,7 @@ def _explicit_mesh(x: Any) -> Any:
     return mesh if getattr(mesh, "explicit_axes", ()) else None
 
 
-def dtype_is_float(aval: Aval) -> bool:
+def dtype_is_float(aval: Any) -> bool:
     return aval.dtype is not None and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
