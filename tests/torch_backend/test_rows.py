@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from conftest import assert_close
+from suite.core import patches
+from suite.core.correlations import second_moment_sum
 from suite.torch import GRU, KFAC, LSTM, RNN
 from suite.torch.rows import stratified
 from torch_backend.rows_by_loops import (
@@ -546,3 +549,14 @@ def test_a_magnitude_of_zero_has_its_curvature_all_the_same():
     along = x @ (v / v.norm(dim=1, keepdim=True)).T  # what each row says of each magnitude
     found = state["A"] / state["A_weight"] * state["G"][:, 0] / state["G_weight"]
     assert_close(found, along.square().sum(0)[None])
+
+
+@pytest.mark.parametrize(
+    ("device", "examples", "made"), [("cpu", 2, 0), ("meta", 2, 1), ("meta", 4096, 0)]
+)
+def test_patches_are_made_where_launches_cost_more_than_products(device, examples, made):
+    x = torch.zeros(examples, 16, 32, 32, device=device)
+    with mock.patch.object(patches, "patches", wraps=patches.patches) as rows:
+        second_moment_sum(x, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), bias=True)
+    whole = [call for call in rows.call_args_list if call.args[0].shape == x.shape]
+    assert len(whole) == made

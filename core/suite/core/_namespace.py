@@ -34,7 +34,8 @@ def factorizations(xp: Namespace) -> Any:
     `grouped_products`, `diagonal`, `trace`, `are_finite`, `largest_entry`, `root_mean_square`,
     `inner_product`, `add_diagonal`, `pack` and `unpack`, which in the standard's words compute, copy or
     compile more than they need to; `usually`, a `where` that may look; `parts`, what to work on at a
-    time; `multiplies_as_it_is`, what hardware is fast at.
+    time; `work_of_a_launch`, what an operation costs beside its products; `multiplies_as_it_is`, what
+    hardware is fast at.
     """
     name = xp.__name__
     if name == "suite.core._torch":
