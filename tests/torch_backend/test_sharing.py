@@ -151,6 +151,27 @@ def test_a_head_does_not_wait_for_one_that_is_no_part_of_the_loss(first):
     assert leader_of(kfac) == {}
 
 
+@pytest.mark.parametrize("first", ["apart", "together"])
+def test_heads_with_a_micro_batch_each_have_an_A_each(first):
+    """Both run in every forward pass, and a loss reaches one of them in each."""
+    torch.manual_seed(0)
+    model = TwoHeads().to(T64)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.0), factor_decay=0.5)
+    inputs = [torch.randn(2, 5, 6, dtype=T64) for _ in range(3)]
+    for step, (for_a, for_b) in enumerate(inputs):
+        kfac.zero_grad()
+        if step == 0 and first == "together":
+            sum(y.square().mean() for y in model(for_b)).backward()
+        else:
+            model(for_a)[0].square().mean().backward()
+            model(for_b)[1].square().mean().backward()
+        kfac.step()
+    weights = (0.125, 0.25, 0.5) if first == "apart" else (0.25, 0.0, 0.5)
+    expected = sum(w * x.T @ x / 5 for w, (_, x) in zip(weights, inputs, strict=True))
+    torch.testing.assert_close(factors(kfac)["b"]["A"][0], expected, rtol=1e-12, atol=1e-12)
+    assert leader_of(kfac) == {}
+
+
 @pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
 def test_a_checkpoint_knows_who_shares(method):
     model, kfac = model_and_kfac(compute_method=method, inv_update_steps=3)

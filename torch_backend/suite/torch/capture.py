@@ -47,6 +47,7 @@ class Captured(NamedTuple):
     positions: tuple[torch.Tensor, torch.Tensor | None]  # (): of the outputs of both kinds of uses
     products: torch.Tensor | None  # (blocks, d_out, d_in), second moments in the eigenbasis
     terms: float  # of the losses that `fisher` drew samples of
+    read: tuple[int, ...]  # tokens of the inputs of its calls that backward passes reached, if noted
 
 
 class _Probe(torch.autograd.Function):
@@ -60,10 +61,11 @@ class _Probe(torch.autograd.Function):
         counts: torch.Tensor,
         spec: LayerSpec,
         clock: CaptureClock | _UnlessBroadcast | _OfSum | None,
+        reading: _Reading | None,
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
         """`rest`: slot of products, scale, chosen rows, bases of A and G, a factor of x; or nothing."""
-        ctx.clock = clock
+        ctx.clock, ctx.reading = clock, reading
         ctx.save_for_backward(x, *rest[1:])
         ctx.spec = spec
         ctx.dtype = G.dtype
@@ -75,9 +77,11 @@ class _Probe(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         if not wanted[3] or (ctx.clock is not None and not ctx.clock.sampling):
             return (gradient, *(None,) * (len(wanted) - 1))
+        if ctx.reading is not None:
+            ctx.reading.read.append(ctx.reading.token)
         x, *rest = ctx.saved_tensors
         scale, chosen, *vectors = rest or (None, None)
-        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[7] else None
+        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[8] else None
         given = ctx, gradient, x, scale, chosen, bases, vectors[2] if vectors else None
         if _is_plain(gradient.device.type):
             A, G, counts, products = _Probe._sums(*given)
@@ -85,8 +89,8 @@ class _Probe(torch.autograd.Function):
             with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                 A, G, counts, products = _Probe._sums(*given)
         if not rest:
-            return gradient, None, A, G, counts, None, None
-        return gradient, None, A, G, counts, None, None, products, *(None,) * 5
+            return gradient, None, A, G, counts, None, None, None
+        return gradient, None, A, G, counts, None, None, None, products, *(None,) * 5
 
     @staticmethod
     def _sums(
@@ -136,6 +140,13 @@ class _OfSum:
         return self.clock is None or self.clock.sampling
 
 
+class _Reading(NamedTuple):
+    """What a backward pass through a call notes."""
+
+    read: list[int]
+    token: int  # of the call's input
+
+
 class _LookedUp(NamedTuple):
     output: weakref.ref[torch.Tensor]
     x: torch.Tensor
@@ -156,6 +167,7 @@ class LayerCapture:
         self.incomplete = False  # what `left_out` was for what was taken last
         self.left_out = False  # whether a call of this step was left to the layer that shares its A
         self.inputs: list[int] = []  # tokens of the inputs of this step's calls
+        self.read: list[int] = []  # of those whose A others share, or may: that a backward pass reached
         self.first_call = 0  # its number among all layers' calls
         self.looked_up: _LookedUp | None = None  # the last call, of an embedding
         self.running = 0  # calls of its modules that are under way, if functional.py asks
@@ -302,6 +314,7 @@ class LayerCapture:
             slots[2],
             spec,
             clock,
+            self._reading(x),
             *rest,
         )
         if isinstance(clock, _UnlessBroadcast):
@@ -357,6 +370,14 @@ class LayerCapture:
         self.clock.strangers.add(self.layer.name)
         return False
 
+    def _reading(self, x: torch.Tensor) -> _Reading | None:
+        """For the backward pass of a call with this input; None: nobody asks whether there was one."""
+        if torch.compiler.is_compiling():
+            return None
+        if not self.clock.discovering and not self.leads and self.input_of is None:
+            return None
+        return _Reading(self.read, self.clock.token(x))
+
     def _chosen(self, spec: LayerSpec, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
         """The examples or rows that statistics are taken from; None: all of them."""
         count = spec.max_examples or spec.max_rows
@@ -379,6 +400,7 @@ class LayerCapture:
     def clear(self) -> None:
         self.sampled.clear()
         self.seen.clear()
+        self.read.clear()
         self.looked_up = None
         self.left_out = False
         self.terms = 0.0
@@ -401,7 +423,7 @@ class LayerCapture:
         sums = [self._sum(slot) for slot in self.transposed]
         if sums and sums[0] is not None and sums[1] is not None and sums[2] is not None:
             transposed, positions = LayerStatistics(sums[0], sums[1], sums[2][0]), sums[2][1]
-        products, terms = self._sum(self.products), self.terms
+        products, terms, read = self._sum(self.products), self.terms, tuple(sorted(self.read))
         self.incomplete, self.left_out = self.left_out, False
         self.clear()
         if counts is None or G is None:
@@ -413,7 +435,7 @@ class LayerCapture:
         if self.layer.spec.kind == "free":
             A = A.reshape(1, -1)
         main = LayerStatistics(A, G, counts[0])
-        return Captured(main, transposed, (counts[1], positions), products, terms)
+        return Captured(main, transposed, (counts[1], positions), products, terms, read)
 
 
 def _prepared(

@@ -329,6 +329,8 @@ class KFACEngine:
         ]
         self._require_parameters(taken)
         names, self.clock.strangers = self.clock.strangers, set()
+        read = [() if t is None else t.read for t in taken]
+        names |= {self.layers[i].name for i, j in self.factors.input_of.items() if read[i] != read[j]}
         functional = self._functional_layers()
         flags = [
             present,
@@ -439,7 +441,7 @@ class KFACEngine:
         self._report_unseen(agreed.seen)
         self._report_thawed()
         self._settle_functions(agreed.functional)
-        partial = self._settle_sharing(agreed)
+        partial = self._settle_sharing(taken, agreed)
         if not self.clock.sampled:  # gradients of the loss of all ranks, of which this is a share
             share = agreed.share
             inverse = 1 / share if isinstance(share, float) else 1 / share.clamp_min(1e-30)
@@ -566,8 +568,11 @@ class KFACEngine:
 
     # ---- layers that read the same input -------------------------------------------------------
 
-    def _settle_sharing(self, agreed: Agreement) -> set[int]:
+    def _settle_sharing(self, taken: Taken, agreed: Agreement) -> set[int]:
         """Which layers share an A: those that read the same tensors in every call of the first passes.
+
+        And, also later, in every call that was a part of the loss: two heads may run in every forward
+        pass and have a micro-batch each.
 
         Returns:
             Layers that shared one and did not in this step, whose own A is therefore incomplete.
@@ -575,11 +580,11 @@ class KFACEngine:
         if self.clock.discovering:
             self.clock.discovering = False
             self._report_strays()
-            found = self._find_sharing(agreed.seen)
+            found = self._find_sharing(taken)
             for capture in self.captures:
                 capture.inputs = []
-            self.clock.forget()
             self._share(found)
+        self.clock.forget()
         # One that leads and was no part of the loss has summed nothing for those that follow.
         alone = {i for i, j in self.factors.input_of.items() if agreed.seen[i] and not agreed.seen[j]}
         strangers = (agreed.strangers | alone) & self.factors.input_of.keys()
@@ -587,20 +592,22 @@ class KFACEngine:
             self._share({i: j for i, j in self.factors.input_of.items() if i not in strangers})
         return strangers & agreed.incomplete
 
-    def _find_sharing(self, seen: Sequence[bool]) -> dict[int, int]:
-        """Layer -> the one whose A is its A, too, on every rank; only layers that were `seen`."""
+    def _find_sharing(self, taken: Taken) -> dict[int, int]:
+        """Layer -> the one whose A is its A, too, on every rank; only layers that were seen."""
         first: dict[Any, int] = {}
         labels: dict[int, int] = {}  # layer -> the first that reads what it reads
         # The one that runs first leads: it has the input when the others come.
         for i in sorted(range(len(self.captures)), key=lambda i: self.captures[i].first_call):
             capture = self.captures[i]
             layer, spec = capture.layer, capture.layer.spec
-            if not seen[i] or not capture.inputs or spec.kind not in ("dense", "convolution"):
+            seen = taken[i]
+            if seen is None or not capture.inputs or spec.kind not in ("dense", "convolution"):
                 continue
             if len(layer.sites) > 1:
                 continue
             alike = spec._replace(diagonal=(layer.diagonal[0], False))
-            key = (tuple(capture.inputs), alike, layer.sizes[0], layer.blocks, layer.dtype, layer.device)
+            calls = tuple(capture.inputs), seen.read
+            key = (calls, alike, layer.sizes[0], layer.blocks, layer.dtype, layer.device)
             labels[i] = first.setdefault(key, i)
         everyone = self.ranks.gather(labels, "K-FAC's agreement on shared inputs")
         leaders: dict[Any, int] = {}

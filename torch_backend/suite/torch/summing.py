@@ -207,7 +207,7 @@ class _Pack:
             main = LayerStatistics(parts[0], parts[1], parts[2][0])
             other = LayerStatistics(parts[3], parts[4], parts[5][0])
             used = other if bool(other.rows > 0) else None
-            captured = Captured(main, used, (main.rows, None), None, 0.0)
+            captured = Captured(main, used, (main.rows, None), None, 0.0, ())
             return _normalized(captured, scaling, 1)[0 if side == "A" else 1]
         kind, rows = scaling.factor_scaling, parts[1][0]
         if side == "A":
