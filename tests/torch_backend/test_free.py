@@ -432,6 +432,43 @@ def test_experts_have_the_squares_of_each_examples_gradient(how):
     assert_squares_of_each_examples_gradient(model, kfac, x, 1e-12)
 
 
+class Blocks(nn.Module):
+    """A token, positions and scales, with layers between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+        self.token = nn.Parameter(torch.randn(1, 1, 6))
+        self.positions = nn.Parameter(torch.randn(1, 6, 6))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1) + self.positions
+        for _ in range(2):
+            x = x + self.scale * torch.tanh(self.linear(self.norm(x)))
+        return self.head(x[:, 0])
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_a_compiled_model_stays_whole(backend):
+    torch._dynamo.reset()
+    model, x = double(Blocks), numbers(5, 5, 4)
+    models = model, copy.deepcopy(model)
+    for one in models:
+        kfac = KFAC(one, torch.optim.SGD(one.parameters(), lr=0.1), damping=0.01)
+        run = torch.compile(one, backend=backend, fullgraph=True) if one is model else one
+        for _ in range(4):
+            kfac.zero_grad()
+            run(x).square().mean().backward()
+            kfac.step()
+        assert all(route.treatment == "kfac" for route in kfac.routing())
+    for got, expected in zip(*(one.parameters() for one in models), strict=True):
+        assert_close(got.detach(), expected.detach(), 1e-9)
+
+
 @pytest.mark.parametrize("place", [torch, F], ids=["_grouped_mm", "grouped_mm"])
 def test_torchs_own_grouped_product_is_one(place):
     function = getattr(place, "grouped_mm" if place is F else "_grouped_mm", None)

@@ -314,8 +314,10 @@ def test_a_subclass_with_a_forward_of_its_own_is_the_layer_it_is(case, method):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 @pytest.mark.parametrize("case", ["linear", "product and bias", "half", "layer norm", "embedding"])
-def test_it_is_seen_under_checkpointing_and_compiled(case):
+def test_it_is_seen_under_checkpointing_and_compiled(case, backend):
+    torch._dynamo.reset()
     make, _, width, feed = CASES[case]
     x = inputs(feed)
     expected, _ = trained(built(make, width), x)
@@ -326,7 +328,7 @@ def test_it_is_seen_under_checkpointing_and_compiled(case):
     optimizer = KFAC(
         compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), kl_clip=None, damping=0.01
     )
-    run = torch.compile(compiled, backend="aot_eager")
+    run = torch.compile(compiled, backend=backend)
     for number in range(3):
         optimizer.zero_grad()
         run(x).square().mean().backward()

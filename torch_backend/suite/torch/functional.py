@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from suite.torch.capture import LayerCapture
 from suite.torch.free import ADDITIONS, CASTS, QUOTIENTS, SUMS, TIMES, T
-from suite.torch.hooks import Enter, Hook, ModeAround, packs_with
+from suite.torch.hooks import Enter, Hook, ModeAround, in_traced_graph, packs_with
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import LayerSpec, paddings
 
@@ -289,7 +289,7 @@ class _Watching(TorchFunctionMode):
         output = function(*args, **kwargs)
         if not isinstance(output, torch.Tensor) or not output.requires_grad:
             return output
-        if packs_with() is not self.saving:
+        if packs_with() is not self.saving or in_traced_graph():
             return output  # a checkpoint inside of the forward runs its part again without this mode
         if function in CASTS:
             self._follow(args[0], output)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from types import CodeType
 from typing import Any
 
 import torch
@@ -101,3 +103,34 @@ def packs_with() -> Any:
         return None
     hooks = _top_hooks(False)
     return None if hooks is None else hooks[0]
+
+
+def applied(function: Any, *args: Any) -> Any:
+    """`function.apply(*args)`, of an autograd function that no mode watches."""
+    if torch.compiler.is_compiling():  # which would let modes watch the backward pass, too
+        with torch._C.DisableTorchFunction():
+            return function.apply(*args)
+    return function.apply(*args)
+
+
+def in_traced_graph() -> bool:
+    """Asked in a mode's `__torch_function__`: whether its caller is a graph that torch.compile traced.
+
+    What the mode does is a part of the graph then. torch.compile's backend 'eager' runs the graph's
+    functions under the modes that it was traced in.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    caller = sys._getframe(2)
+    while caller.f_back is not None and _passes_on(caller.f_code):
+        caller = caller.f_back
+    if not caller.f_code.co_filename.startswith("<eval_with_key>"):  # torch.fx's name for what it writes
+        return False
+    graph = caller.f_locals.get("self")
+    return isinstance(graph, torch.fx.GraphModule) and "dynamo_compile_id" in graph.meta
+
+
+def _passes_on(code: CodeType) -> bool:
+    """Whether it is another mode's, or of a function written in Python, which asks modes itself."""
+    asks = torch.overrides.__file__, torch.nn.functional.__file__
+    return code.co_name == "__torch_function__" or code.co_filename in asks
