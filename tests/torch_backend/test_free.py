@@ -452,6 +452,7 @@ class Blocks(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks off at each parameter")
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_a_compiled_model_stays_whole(backend):
     torch._dynamo.reset()

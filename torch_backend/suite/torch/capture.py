@@ -23,7 +23,7 @@ from suite.core.noise import unit_noise
 from suite.core.statistics import LayerStatistics
 from suite.torch.dtensors import is_sharded, like, local
 from suite.torch.free import FreeParameters, Watched
-from suite.torch.hooks import Hook, ModeAround, applied, in_backward
+from suite.torch.hooks import Hook, ModeAround, in_backward, without_modes
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import (
     Bases,
@@ -306,18 +306,18 @@ class LayerCapture:
         if any([v is not None for v in (bases, scale, chosen, factor)]):  # noqa: C419 (torch.compile)
             slot = None if bases is None else self.products
             rest = (slot, scale, chosen, *(bases or (None, None)), factor)
-        probed = applied(
-            _Probe,
-            y,
-            None if spec.kind == "bias" else x,  # what is saved must not be changed in place
-            None if shared else slots[0],
-            slots[1],
-            slots[2],
-            spec,
-            clock,
-            self._reading(x),
-            *rest,
-        )
+        with without_modes():
+            probed = _Probe.apply(
+                y,
+                None if spec.kind == "bias" else x,  # what is saved must not be changed in place
+                None if shared else slots[0],
+                slots[1],
+                slots[2],
+                spec,
+                clock,
+                self._reading(x),
+                *rest,
+            )
         if isinstance(clock, _UnlessBroadcast):
             self.looked_up = _LookedUp(weakref.ref(probed), x, clock, site)
         return probed

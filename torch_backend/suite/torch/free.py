@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from suite.core.statistics import elementwise_second_moment_sum
-from suite.torch.hooks import applied, in_traced_graph, packs_with
+from suite.torch.hooks import in_traced_graph, packs_with, without_modes
 from suite.torch.rows import counts_like
 
 T: Any = torch.Tensor
@@ -83,8 +83,10 @@ class FreeParameters(TorchFunctionMode):
             self.constants.append(written)
         elif any([written is x for x in operands]):  # noqa: C419
             self.constants = [x for x in self.constants if x is not written]
-        if not isinstance(output, T) or not output.requires_grad or not torch.is_grad_enabled():
-            return output  # a compiled graph's views of leaves require gradients, which are off there
+        if not isinstance(output, T) or not output.requires_grad:
+            return output
+        if not torch.compiler.is_compiling() and output.is_leaf:
+            return output  # a view of a parameter in a compiled graph, whose own derivative autograd has
         in_place = any(output is operand for operand in args[:1])
         if in_place and function in _VIEW | CASTS:
             return output  # nothing to view or to cast
@@ -177,7 +179,9 @@ def _probed(
     if not kind:
         return None
     slots = watched.slot, watched.ones, watched.counts
-    return applied(_FreeProbe, output, other, *slots, kind, watched.clock, ends, in_place)
+    with without_modes():
+        probed: T = _FreeProbe.apply(output, other, *slots, kind, watched.clock, ends, in_place)
+    return probed
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from types import CodeType
@@ -13,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 # torch 2.6 has none.
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+# Whether torch.compile sees all that modes do, and when they are off (pytorch/pytorch#149491).
+_TRACES_MODES = torch.__version__ >= (2, 8)
 
 
 class Hook:
@@ -105,12 +108,11 @@ def packs_with() -> Any:
     return None if hooks is None else hooks[0]
 
 
-def applied(function: Any, *args: Any) -> Any:
-    """`function.apply(*args)`, of an autograd function that no mode watches."""
-    if torch.compiler.is_compiling():  # which would let modes watch the backward pass, too
-        with torch._C.DisableTorchFunction():
-            return function.apply(*args)
-    return function.apply(*args)
+def without_modes() -> Any:
+    """Around the call of an autograd function: torch.compile traces its backward pass there, too."""
+    if _TRACES_MODES and torch.compiler.is_compiling():
+        return torch._C.DisableTorchFunction()
+    return contextlib.nullcontext()
 
 
 def in_traced_graph() -> bool:
@@ -119,7 +121,7 @@ def in_traced_graph() -> bool:
     What the mode does is a part of the graph then. torch.compile's backend 'eager' runs the graph's
     functions under the modes that it was traced in.
     """
-    if torch.compiler.is_compiling():
+    if not _TRACES_MODES or torch.compiler.is_compiling():
         return False
     caller = sys._getframe(2)
     while caller.f_back is not None and _passes_on(caller.f_code):
