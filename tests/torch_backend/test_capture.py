@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from suite.core import statistics
@@ -439,3 +440,61 @@ def test_gradients_do_not_depend_on_whether_statistics_are_captured():
         gradients.append([p.grad for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+class Scaled(nn.Linear):
+    """With parameters of its own beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.body, self.scale = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.body(x) * self.scale)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # forward_ad's own
+def test_derivatives_forward_are_those_without_kfac():
+    model, x = Scaled().double(), torch.randn(5, 3, dtype=torch.float64)
+    _, expected = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    kfac = KFAC(model)
+    with forward_ad.dual_level():
+        y = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+    torch.testing.assert_close(y.tangent, expected, rtol=1e-12, atol=1e-12)
+    kfac.detach()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_inputs_are_rows_like_others(layout):
+    x = torch.randn(7, 4) * (torch.rand(7, 4) > 0.5)
+    found = []
+    for given in (x, x.to_sparse(layout=layout)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(given).square().mean().backward()
+        kfac.step()
+        found.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_inputs_pass_and_what_they_reach_keeps_its_gradient(layout):
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.stack([part.mean(0) for part in self.first(x).unbind()]))
+
+    model = Nested()
+    x = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=layout)
+    plain = torch.autograd.grad(model(x).square().mean(), model.first.weight)[0]
+    kfac = KFAC(model, kl_clip=None)
+    model(x).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="were not seen running.*'first'"):
+        kfac.step()
+    assert torch.equal(model.first.weight.grad, plain)

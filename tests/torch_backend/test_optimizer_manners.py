@@ -190,3 +190,33 @@ def test_a_thousand_zero_gradients_do_not_stop_what_comes_after(make):
     after = run(model, optimizer, loss_fn, steps=100)
     assert all(bool(p.isfinite().all()) for p in after)
     assert loss_fn().item() < 0.9 * start
+
+
+@every_optimizer
+def test_parameters_may_be_exchanged_before_the_first_step(make):
+    """As who shards a model does it."""
+    ends = []
+    for exchange in (False, True):
+        model, loss_fn = problem()
+        optimizer = make(copy.deepcopy(model).parameters() if exchange else model.parameters())
+        if exchange:
+            optimizer.param_groups[0]["params"][:] = model.parameters()
+        ends.append(run(model, optimizer, lambda model, loss_fn=loss_fn: loss_fn(model)))
+    assert same(*ends)
+
+
+@every_optimizer
+def test_parameters_that_are_exchanged_later_are_an_error(make):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters())
+    run(model, optimizer, loss_fn)
+    before = copy.deepcopy(optimizer.state_dict())
+    old = model[0].weight
+    model[0].weight = torch.nn.Parameter(torch.zeros_like(old))
+    group = optimizer.param_groups[0]
+    known = group["params"]
+    group["params"] = [model[0].weight if p is old else p for p in known]
+    with pytest.raises(RuntimeError, match="param_groups must hold the parameters"):
+        run(model, optimizer, loss_fn, steps=1)
+    group["params"] = known
+    assert same(before, optimizer.state_dict())

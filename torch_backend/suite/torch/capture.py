@@ -110,6 +110,14 @@ class _Probe(torch.autograd.Function):
         return sums(ctx.spec, x, g, chosen=chosen, want_A=ctx.needs_input_grad[2], bases=bases)
 
 
+class _ProbeOfDuals(_Probe):
+    """With a derivative forward, of which torch.compile wants none."""
+
+    @staticmethod
+    def jvp(ctx: Any, y: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return y.view_as(y)
+
+
 def _is_plain(device_type: str) -> bool:
     """Whether neither autograd nor autocast would have a part in what is computed now."""
     if torch.compiler.is_compiling():
@@ -241,6 +249,11 @@ class LayerCapture:
         x = args[0] if args else kwargs.get("input")
         if self.clock.discovering and not torch.compiler.is_compiling():
             self.calls += 1
+        if isinstance(x, torch.Tensor) and x.layout is not torch.strided and not x.is_nested:
+            with torch.no_grad():
+                x = x.to_dense()  # sparse features of a graph's nodes
+        if getattr(x, "is_nested", False) or getattr(y, "is_nested", False):
+            return y
         if self.kept is not None and self._keeps(site, x, y):
             y = self.kept.probe(x, y)
         if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.requires_grad:
@@ -306,8 +319,9 @@ class LayerCapture:
         if any([v is not None for v in (bases, scale, chosen, factor)]):  # noqa: C419 (torch.compile)
             slot = None if bases is None else self.products
             rest = (slot, scale, chosen, *(bases or (None, None)), factor)
+        apply = _Probe.apply if torch.compiler.is_compiling() else _ProbeOfDuals.apply
         with without_modes():
-            probed = _Probe.apply(
+            probed = apply(
                 y,
                 None if spec.kind == "bias" else x,  # what is saved must not be changed in place
                 None if shared else slots[0],

@@ -34,6 +34,7 @@ _VIEW = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, 
 # only the operator that transformers has for what those cannot do, which is known by its name.
 _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
+_BASE = T._base.__get__  # no use of a view: another mode looks whose it is
 QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
 # Functions of each entry: their derivatives' squares, by their values.
 _ENTRYWISE: dict[Any, Any] = {
@@ -67,7 +68,7 @@ class FreeParameters(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if packs_with() is not self.saving or in_traced_graph():
+        if packs_with() is not self.saving or in_traced_graph() or function is _BASE:
             # A checkpoint inside of the forward runs its part again without this mode.
             return function(*args, **kwargs)
         if function is F.linear and kwargs:
@@ -179,8 +180,9 @@ def _probed(
     if not kind:
         return None
     slots = watched.slot, watched.ones, watched.counts
+    apply = _FreeProbe.apply if torch.compiler.is_compiling() else _FreeProbeOfDuals.apply
     with without_modes():
-        probed: T = _FreeProbe.apply(output, other, *slots, kind, watched.clock, ends, in_place)
+        probed: T = apply(output, other, *slots, kind, watched.clock, ends, in_place)
     return probed
 
 
@@ -206,6 +208,7 @@ class _FreeProbe(torch.autograd.Function):
     ) -> T:
         ctx.save_for_backward(other, ends)
         ctx.kind, ctx.shape, ctx.dtype, ctx.clock = kind, slot.shape, slot.dtype, clock
+        ctx.in_place = in_place
         if in_place:  # whoever changed a tensor goes on with that, not with what is returned
             ctx.mark_dirty(y)
             return y
@@ -222,3 +225,11 @@ class _FreeProbe(torch.autograd.Function):
             squares = elementwise_second_moment_sum(g, other, ctx.kind, tuple(ctx.shape), ends)
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
         return gradient, None, squares, one, counts_like(one, 1, 0), *(None,) * 4
+
+
+class _FreeProbeOfDuals(_FreeProbe):
+    """With a derivative forward, of which torch.compile wants none."""
+
+    @staticmethod
+    def jvp(ctx: Any, y: T, *rest: Any) -> T:
+        return y.add_(0) if ctx.in_place else y.view_as(y)  # torch asks for a change in place

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 # torch 2.6 has none.
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 # Whether torch.compile sees all that modes do, and when they are off (pytorch/pytorch#149491).
-_TRACES_MODES = torch.__version__ >= (2, 8)
+_TRACES_MODES = torch.__version__ >= "2.8"  # by version, not by letter
 
 
 class Hook:

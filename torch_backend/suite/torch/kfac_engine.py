@@ -169,7 +169,12 @@ class KFACEngine:
                 )
 
     def _attach(self, model: nn.Module, found: FoundLayers, seed: int) -> None:
+        sites = [site for layer in self.layers for site in layer.sites]
+        ours = {id(m) for site in sites for m in (site.module, site.owner)}
+        ours |= {id(model), *(id(attention.module) for attention in found.attentions)}
         for name, module in model.named_modules():
+            if id(module) not in ours:
+                continue  # a part that both have and this one leaves alone
             forward = module.__dict__.get("forward")
             hooked = list(module._forward_hooks.values())
             if isinstance(forward, Attention):
@@ -177,7 +182,7 @@ class KFACEngine:
             if any(isinstance(h, Hook) and h.owner() is not None for h in hooked):
                 raise ValueError(
                     f"layer {found.name_of(name)!r} already has a K-FAC attached: "
-                    "detach() that one first"
+                    "detach() that one first, or name the layer in skip_layers"
                 )
             if isinstance(forward, Attention):  # of a K-FAC that is gone
                 forward.detach()

@@ -263,6 +263,25 @@ class Kron(torch.optim.Optimizer):
         self._made_for.append({name: group[name] for name in ("seed", *_FIXED)})
         self._attach_state(engine)
 
+    def _require_parameters(self) -> None:
+        """Follow groups whose parameters were exchanged before the first step; RuntimeError after it.
+
+        Who shards a model puts the shards into the optimizer's groups.
+        """
+        held = [[p for p in group["params"] if p.numel()] for group in self.param_groups]
+        known = [engine.parameters for engine in self._engines]
+        if [[id(p) for p in own] for own in held] == [[id(p) for p in own] for own in known]:
+            return
+        if any(group["steps"] for group in self.param_groups):
+            raise RuntimeError(
+                "after the first step param_groups must hold the parameters that Kron has state of, got "
+                "others: use add_param_group for more, and a new Kron where some are exchanged or gone"
+            )
+        self._engines, self._made_for = [], []
+        self.state.clear()
+        for group in self.param_groups:
+            self._add_engine(group)
+
     def _attach_state(self, engine: KronEngine) -> None:
         for index, parameter in enumerate(engine.parameters):
             if self._skipped is None:
@@ -284,9 +303,10 @@ class Kron(torch.optim.Optimizer):
         """One step; returns what `closure`, called first and under grad, returned.
 
         Raises:
-            RuntimeError: no closure where `hvp` needs one.
+            RuntimeError: no closure where `hvp` needs one; groups hold other parameters than the state.
             ValueError: a setting of a group is not valid, or cannot be changed any more.
         """
+        self._require_parameters()
         for group, fixed in zip(self.param_groups, self._made_for, strict=True):
             _require_same(group, fixed)
         plans = [_planned(group) for group in self.param_groups]

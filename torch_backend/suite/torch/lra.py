@@ -73,6 +73,19 @@ class _WholeVector(torch.optim.Optimizer):
             **self._init_preconditioner(numbers, torch.empty(0, dtype=wide, device=like.device), group),
         }
 
+    def _require_parameters(self) -> None:
+        """Follow a group with other parameters before the first step; RuntimeError after it."""
+        first, numbers = self._parameters[0], sum(p.numel() for p in self._parameters)
+        if first in self.state and self.state[first]["momentum"].numel() == numbers:
+            return
+        if self.param_groups[0]["steps"]:
+            raise RuntimeError(
+                "after the first step param_groups must hold the parameters that the state is of, got "
+                f"others: build a new {type(self).__name__}"
+            )
+        self.state.clear()
+        self.state[first] = self._init_state()
+
     def _streams(self, like: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         numbers = noise.stream_numbers(0, 1, group["seed"])
         return torch.tensor(numbers, dtype=torch.int32).to(like.device, non_blocking=True)
@@ -106,8 +119,9 @@ class _WholeVector(torch.optim.Optimizer):
         """One step; returns what `closure`, called first and under grad, returned.
 
         Raises:
-            RuntimeError: no closure where `hvp` needs one.
+            RuntimeError: no closure where `hvp` needs one; the group holds other parameters.
         """
+        self._require_parameters()
         group, parameters = self.param_groups[0], self._parameters
         step = group["steps"] + 1
         probability = _at("preconditioner_update_probability", group, step)
