@@ -752,3 +752,29 @@ def test_a_copy_after_the_optimizer_got_more_parameters_covers_what_the_first_co
     assert same(kfac.state_dict(), copied.state_dict())
     assert [len(group["params"]) for group in copied.param_groups] == [3, 1]
     assert copied.param_groups[1]["params"][0] is other[0].bias
+
+
+def test_a_head_exchanged_for_another_is_reported_and_stays_plain():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model[2] = nn.Linear(3, 5)
+    with pytest.warns(RuntimeWarning, match=r"not covered when K-FAC was attached.*'2.weight', '2.bias'"):
+        kfac.add_param_group({"params": model[2].parameters()})
+    routes = {route.parameter: route for route in kfac.routing()}
+    assert {name: route.treatment for name, route in routes.items()} == {
+        **dict.fromkeys(("0.weight", "0.bias"), "kfac"),
+        **dict.fromkeys(("2.weight", "2.bias"), "plain"),
+    }
+    assert routes["2.weight"].shape == (5, 3)
+
+
+def test_a_layer_that_the_optimizer_moves_later_is_covered_from_then_on():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    kfac = KFAC(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    assert [route.treatment for route in kfac.routing()] == ["plain", "plain", "kfac", "kfac"]
+    kfac.add_param_group({"params": model[0].parameters()})
+    assert [route.treatment for route in kfac.routing()] == ["kfac"] * 4
+    model(torch.randn(5, 4)).square().mean().backward()
+    plain = model[0].weight.grad.clone()
+    kfac.step()
+    assert not torch.allclose(model[0].weight.grad, plain)

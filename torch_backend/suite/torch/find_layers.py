@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ _FUNCTIONS = (
 _RECURRENT = (RNN, LSTM, GRU)
 _HIDDEN = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.SyncBatchNorm)
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
+NOT_GIVEN = "not in the optimizer: its gradient is left alone"
 _COMPUTED = "its weight is computed, by a parametrization or a hook that K-FAC does not know"
 _WRAPPERS = re.compile(
     r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)"
@@ -103,7 +104,8 @@ class FoundLayers:
             for parameter in module.parameters(recurse=False):
                 self._owners.setdefault(id(parameter), []).append(full)
         self._walk(model)
-        self.routing = self._routes(model)
+        self.routing = self._routes(model, moved)
+        self.routing_of_all = self._routes(model, None)  # as if the optimizer moved every parameter
 
     def name_of(self, full: str) -> str:
         """The name in reports and checkpoints of a module or parameter with this name in the model."""
@@ -519,7 +521,7 @@ class FoundLayers:
         for parameter in own if bias is None else [*own, bias]:
             self._reasons.setdefault(id(parameter), _COMPUTED)
 
-    def _routes(self, model: nn.Module) -> Routing:
+    def _routes(self, model: nn.Module, moved: Container[int] | None) -> Routing:
         used: dict[int, list[Layer]] = {}
         self.layers = [
             layer
@@ -533,10 +535,9 @@ class FoundLayers:
         for full, parameter in model.named_parameters():
             name, shape = self.name_of(full), tuple(parameter.shape)
             layers = used.get(id(parameter))
-            outside = self._moved is not None and id(parameter) not in self._moved
+            outside = moved is not None and id(parameter) not in moved
             if outside and parameter.requires_grad:
-                reason = "not in the optimizer: its gradient is left alone"
-                routes.append(Route(name, shape, "plain", "", reason))
+                routes.append(Route(name, shape, "plain", "", NOT_GIVEN))
             elif layers:
                 routes.append(Route(name, shape, "kfac", _factors(layers), self._why(layers)))
             elif not parameter.requires_grad:

@@ -416,6 +416,12 @@ class KFAC(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer; it keeps its plain gradient unless a layer has it."""
+        engine = self.__dict__.get("_engine")
+        if engine is not None:
+            given = param_group["params"]
+            given = [given] if isinstance(given, torch.Tensor) else list(given)
+            param_group = {**param_group, "params": given}
+            engine.report_added(p[1] if isinstance(p, tuple) else p for p in given)
         if self._base is not None:
             self._base.add_param_group(param_group)
         else:

@@ -31,7 +31,7 @@ from suite.torch.dtensors import local, sharded_modules
 from suite.torch.factor_refresh import Turn
 from suite.torch.factor_store import at_least_single
 from suite.torch.factors import LayerFactors
-from suite.torch.find_layers import FoundLayers
+from suite.torch.find_layers import NOT_GIVEN, FoundLayers
 from suite.torch.functional import FunctionCapture, RunningLayer, callers, has_functions
 from suite.torch.gradients import GradientExchange
 from suite.torch.hooks import Hook, ModeAround
@@ -100,8 +100,8 @@ class KFACEngine:
         self.loss_reduction: statistics.LossReduction = "sum" if loss_reduction == "sum" else "mean"
         self.factor_scaling: statistics.FactorScaling = factor_scaling
         self.factor_dtype = factor_dtype
-        self.layers, self.routing = found.layers, found.routing
-        self.routing.require_preconditioned("K-FAC")
+        self.layers, self._routing = found.layers, found.routing_of_all
+        found.routing.require_preconditioned("K-FAC")
         self._shapes = [layer.weight.parameter.shape for layer in self.layers]
         self.clock = CaptureClock()
         own_seed = seed + RANK_STRIDE * ranks.rank
@@ -112,6 +112,7 @@ class KFACEngine:
         self._attentions = found.attentions
         self._name_of = found.name_of
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._known = {found.name_of(name): p for name, p in model.named_parameters()}
         try:
             self._attach(model, found, own_seed)
         except Exception:
@@ -559,6 +560,18 @@ class KFACEngine:
                 "plain: detach() and attach again to cover them"
             )
 
+    def report_added(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Warn about the model's parameters that the optimizer moves from now on, not covered."""
+        covered = {id(p) for layer in self.layers for p in layer.parameters()}
+        added = {id(p) for p in parameters} - covered
+        names = [n for n, p in self.model.named_parameters() if id(p) in added]
+        if names:
+            listed = ", ".join(repr(self._name_of(name)) for name in names)
+            warn_user(
+                "these parameters were not covered when K-FAC was attached and keep their gradients "
+                f"plain until you detach() and attach again: {listed}"
+            )
+
     def _report_strays(self) -> None:
         """Once: warn about weights that something else than their layers uses."""
         strays = [*self._uses.strays(), *sorted(self.clock.strays)]
@@ -741,12 +754,17 @@ class KFACEngine:
                 notes.setdefault(number, []).extend(why)
         names = {self._name_of(n): p for n, p in self.model.named_parameters()}
         routes = []
-        for route in self.routing:
+        for name, now in names.items():
+            if self._known.get(name) is not now:
+                reason = "not the model's when K-FAC was attached: attach again to cover it"
+                routes.append(Route(name, tuple(now.shape), "plain", "", reason))
+        for route in self._routing:
             parameter = names.get(route.parameter)
+            if parameter is not self._known.get(route.parameter):
+                continue  # it was exchanged, or is gone
             said = list(notes.get(id(parameter), []))
-            if route.treatment == "kfac" and parameter is not None and not moves(parameter):
-                reason = "not in the optimizer: its gradient is left alone"
-                route = Route(route.parameter, route.shape, "plain", "", reason)
+            if parameter is not None and parameter.requires_grad and not moves(parameter):
+                route = Route(route.parameter, route.shape, "plain", "", NOT_GIVEN)
             if route.treatment == "frozen" and parameter is not None and parameter.requires_grad:
                 reason = "was frozen when K-FAC was attached: attach again to cover it"
                 route = Route(route.parameter, route.shape, "plain", "", reason)
