@@ -721,6 +721,8 @@ def test_gradients_of_any_size_stay_finite():
         ({"factor_dtype": torch.float16}, ValueError, "factor_dtype must have the range"),
         ({"inv_dtype": torch.float16}, ValueError, "inv_dtype must have the range"),
         ({"max_factor_size": 0}, ValueError, "max_factor_size must be >= 1"),
+        ({"terms": 0}, ValueError, "terms must be > 0"),
+        ({"terms": 4, "fisher": "mc"}, ValueError, "terms must be None with fisher='mc'"),
         ({"loss_reduction": "none"}, ValueError, "loss_reduction must be one of"),
         ({"optimizer": 3}, TypeError, "optimizer must be a torch.optim.Optimizer"),
         ({"dampnig": 0.1}, TypeError, "dampnig"),
@@ -731,6 +733,25 @@ def test_bad_settings_are_errors_and_leave_the_model_alone(settings, error, mess
     with pytest.raises(error, match=message):
         KFAC(model, **settings)
     assert all(not module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("kind", ["number", "function", "tensor"])
+def test_labels_that_are_ignored_are_no_terms(kind, parts):
+    """Twice the inputs, half of them without a label, are as many rows of the same moments."""
+    x, y = batch(0)
+    terms = {"number": len(x), "function": lambda: len(x), "tensor": torch.tensor(len(x))}[kind]
+    ends = []
+    for ignored in (False, True):
+        model = network()
+        kfac = KFAC(model, kl_clip=None, damping=0.01, terms=terms if ignored else None)
+        for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            given = (torch.cat([a, a]), torch.cat([b, -100 + 0 * b])) if ignored else (a, b)
+            (nn.functional.cross_entropy(model(given[0]), given[1]) / parts).backward()
+        kfac.step()
+        ends.append([p.grad for p in model.parameters()])
+    for got, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_enums_and_strings_mean_the_same():

@@ -111,6 +111,10 @@ class KFAC(torch.optim.Optimizer):
             have different numbers of terms: with 'mean' each rank's loss is the mean of its own terms,
             and ranks weigh by their counts; with 'global_mean' each rank's loss is scaled so that the
             average over ranks is the mean of all terms.
+        terms: how many terms the loss of a step has, on this rank and in all its micro-batches: a
+            number, or a function that is asked in every step that updates factors. None reads it off
+            the layer that runs last, whose output positions are counted: too many where some do not
+            count (labels that are ignored) or are averaged before the loss. Factors G grow with it.
         grad_scaler: the GradScaler of mixed-precision training, or a function that returns the scale of
             the loss: statistics are taken of scaled gradients and have to be unscaled. Gradients must be
             unscaled before `step()`: `scaler.unscale_(optimizer)`, or `scaler.step(kfac)`. With a
@@ -190,6 +194,7 @@ class KFAC(torch.optim.Optimizer):
         packed_factors: bool = False,
         max_factor_size: int = 8192,
         loss_reduction: str = "mean",
+        terms: float | torch.Tensor | Callable[[], float | torch.Tensor] | None = None,
         grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
         gradient_worker_fraction: DistributedStrategy | str | float | None = None,
         assignment_strategy: AssignmentStrategy | str = AssignmentStrategy.COMPUTE,
@@ -223,6 +228,10 @@ class KFAC(torch.optim.Optimizer):
         check_choice("fisher", fisher, ("empirical", "mc", "type-2"))
         check_choice("factor_scaling", factor_scaling, ("fisher", "kfac_pytorch"))
         check_integer("fisher_samples", fisher_samples, at_least=1)
+        if terms is not None and fisher != "empirical":
+            raise ValueError(f"terms must be None with fisher={fisher!r}, which counts its own")
+        if terms is not None and not callable(terms) and not isinstance(terms, torch.Tensor):
+            check_number("terms", terms, above=0)
         check_integer("seed", seed, at_least=0)
         check_integer("accumulation_steps", accumulation_steps, at_least=1)
         if max_rows is not None:
@@ -315,6 +324,7 @@ class KFAC(torch.optim.Optimizer):
             factor_dtype=factor_dtype,
             inv_dtype=inv_dtype,
             loss_reduction=loss_reduction,
+            terms=terms,
             factor_scaling=factor_scaling,  # type: ignore[arg-type]
             outer_product=compute_eigenvalue_outer_product,
             warm_start=warm_start,
@@ -363,6 +373,7 @@ class KFAC(torch.optim.Optimizer):
             "packed_factors": packed_factors,
             "max_factor_size": max_factor_size,
             "loss_reduction": loss_reduction,
+            "terms": terms,
             "grad_scaler": grad_scaler,
             "gradient_worker_fraction": workers / ranks.world,
             "assignment_strategy": strategy,

@@ -80,6 +80,7 @@ class KFACEngine:
         factor_dtype: torch.dtype | None,
         inv_dtype: torch.dtype | None,
         loss_reduction: str,
+        terms: float | torch.Tensor | Callable[[], float | torch.Tensor] | None,
         factor_scaling: statistics.FactorScaling,
         outer_product: bool,
         warm_start: bool,
@@ -98,6 +99,7 @@ class KFACEngine:
         self.tensor_ranks = tensor_ranks  # those that have other blocks of the same layers
         self.global_mean = loss_reduction == "global_mean"
         self.loss_reduction: statistics.LossReduction = "sum" if loss_reduction == "sum" else "mean"
+        self.terms = terms
         self.factor_scaling: statistics.FactorScaling = factor_scaling
         self.factor_dtype = factor_dtype
         self.layers, self._routing = found.layers, found.routing_of_all
@@ -468,7 +470,7 @@ class KFACEngine:
         return True
 
     def _terms(self, taken: Taken) -> torch.Tensor:
-        """How many terms the loss has: the output positions of the layer that ran last.
+        """How many terms the loss has: if it is not given, output positions of the layer that ran last.
 
         That is the number of examples for a classifier, of tokens for a language model, of pixels for a
         segmentation network. A layer that runs several times counts each time: right for a head that
@@ -479,6 +481,9 @@ class KFACEngine:
             return torch.zeros(())
         if self.clock.sampled:
             return torch.full_like(rows[0], max(t.terms for t in taken if t is not None))
+        if self.terms is not None:
+            given = self.terms() if callable(self.terms) else self.terms
+            return torch.as_tensor(given).to(rows[0])
         known = {
             layer.name: t.positions
             for layer, t in zip(self.layers, taken, strict=True)
