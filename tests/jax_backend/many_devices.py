@@ -36,6 +36,7 @@ from suite.jax import (
     kfac,
     kron,
     lra,
+    scale_by_kfac,
     scale_by_kron,
     state_specs,
     value_and_grad,
@@ -79,6 +80,11 @@ def apply(p, x):
 
 def loss_fn(p, x, y):
     return jnp.mean(jnp.sum((apply(p, x) - y) ** 2, 1))
+
+
+def with_outputs(p, x, y):
+    residuals = apply(p, x) - y
+    return jnp.mean(jnp.sum(residuals**2, 1)), residuals
 
 
 VAG = value_and_grad(loss_fn)
@@ -275,11 +281,6 @@ def capture():
 def adaptive():
     """`adaptive_kfac` on sharded arrays, inside the user's own shard_map, and under explicit axes."""
     settings = {"damping": 1.0, "factor_update_steps": 2, "inv_update_steps": 3}
-
-    def with_outputs(p, x, y):
-        residuals = apply(p, x) - y
-        return jnp.mean(jnp.sum(residuals**2, 1)), residuals
-
     vag = value_and_grad(with_outputs, has_aux=True)
     plan = vag.plan(PARAMS, X, Y)
 
@@ -381,6 +382,52 @@ def explicit_axes():
     return out
 
 
+def explicit_mesh():
+    """K-FAC given a mesh whose axes are explicit, with arrays on it or not, under `set_mesh` or not."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    settings = {"compute_method": "inverse", "damping": 0.1, "inv_update_steps": 3}
+    vag = value_and_grad(with_outputs, has_aux=True)
+    plan = vag.plan(PARAMS, X, Y)
+    optimizers = {
+        "kfac": lambda **given: kfac(plan, 0.1, **settings, **given),
+        "scale_by_kfac": lambda **given: scale_by_kfac(plan, **settings, **given),
+        "adaptive": lambda **given: adaptive_kfac(plan, **settings, **given),
+    }
+
+    def run(make, compiled=True, x=X, y=Y, params=PARAMS, **given):
+        tx = make(**given)
+
+        @jax.jit
+        def step(params, state, x, y):
+            _, grads, statistics = vag(params, x, y)
+            updates, state = tx.update(
+                grads, state, params, statistics=statistics, value_fn=lambda p: with_outputs(p, x, y)
+            )
+            return optax.apply_updates(params, updates), state
+
+        state = jax.jit(tx.init)(params) if compiled else tx.init(params)
+        for _ in range(4):
+            params, state = step(params, state, x, y)
+        return params
+
+    batch = on_mesh({"x": X, "y": Y}, {"x": P("data"), "y": P("data")}, mesh)
+    placed = batch | {"params": on_mesh(PARAMS, SHARDED["data"], mesh)}
+    out = {}
+    for name, make in optimizers.items():
+        expected = run(make)
+        out[f"moved {name}"] = moved(expected)
+        for fraction in (1, 1 / 4) if name == "kfac" else (1 / 4,):
+            given = {"mesh": mesh, "gradient_worker_fraction": fraction}
+            for kind, compiled, arrays in (("new", False, {}), ("placed", True, placed)):
+                found = run(make, compiled, **arrays, **given)
+                whole = [p.sharding.is_fully_replicated for p in jax.tree.leaves(found)]
+                out[f"{name} {fraction} {kind}"] = difference(found, expected)
+                out[f"{name} {fraction} {kind}, shardings"] = float(not all(whole))
+        with jax.set_mesh(mesh):
+            out[f"{name} set_mesh"] = difference(run(make, **placed, **given), expected)
+    return out
+
+
 def failures():
     """A factor that cannot be inverted: counted, and the inverse before it kept, wherever it is."""
     params = {"w": PARAMS["w"], "v": PARAMS["v"]}
@@ -443,6 +490,7 @@ if __name__ == "__main__":
             capture,
             adaptive,
             explicit_axes,
+            explicit_mesh,
             failures,
             cost,
         )

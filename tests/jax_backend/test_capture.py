@@ -263,9 +263,16 @@ def on(w, x):
             lambda p, x: on(p["w"], x) + on(p["u"], x) + jnp.sum(p["u"] * p["u"]),
             "but also used by `mul`",
         ),
+        (
+            lambda p, x: on(p["w"], x) + on(p["w"], x[:, None] + p["u"]) + jnp.sum(jnp.exp(p["u"])),
+            "added or multiplied elementwise, but also used by `exp`",
+        ),
         (lambda p, x: on(p["w"], x), "not used"),
         (lambda p, x: on(p["w"], x) + on(p["u"] @ p["u"], x), "used by `dot_general`"),
-        (lambda p, x: on(p["w"], x) + on(0.1 * p["u"], x), "used by `mul`"),
+        (lambda p, x: on(p["w"], x) + on(jnp.exp(p["u"]), x), "used by `exp`"),
+        (lambda p, x: on(p["w"], x) + on(p["u"] / jnp.max(p["u"]), x), "used by `reduce_max`, `div`"),
+        (lambda p, x: on(p["w"], x) + on(2.0 / p["u"], x), "used by `div`"),
+        (lambda p, x: on(p["w"], x) + on(p["u"] * x[:4], x), "used by `dot_general`"),
         (
             lambda p, x: on(p["w"], x) + on(jnp.concatenate([p["u"], x[:4]]), jnp.ones((2, 8))),
             "concatenate",

@@ -361,10 +361,23 @@ def test_an_inserted_axis_is_not_taken_for_the_batch():
     params = {"shift": normal(4), "w": normal(4, 3, seed=1)}
 
     def loss(p, x):  # the shift meets the rows when it is a sum with the mean
+        h = jnp.tanh(x @ p["w"].T)
+        return jnp.sum(jnp.sin((h + (p["shift"][None] - h.mean(0, keepdims=True))) @ p["w"]))
+
+    plan, _ = check(loss, params, normal(5, 3, seed=2), uncovered=["['shift']"])
+    assert plan.routing["['shift']"].reason == "used by `sub`"
+
+    def of_data(p, x):  # a mean without a derivative leaves it a shift
         return jnp.sum(jnp.sin((x + (p["shift"][None] - x.mean(0, keepdims=True))) @ p["w"]))
 
-    plan, _ = check(loss, params, normal(5, 4, seed=2), uncovered=["['shift']"])
-    assert plan.routing["['shift']"].reason == "used by `sub`"
+    def of_row(p, deviation):
+        return jnp.sum(jnp.sin((deviation + p["shift"]) @ p["w"]))
+
+    x = normal(5, 4, seed=2)
+    _, statistics = check(of_data, params, x)
+    rows = jax.vmap(jax.grad(of_row), (None, 0))(params, x - x.mean(0))["shift"]
+    np.testing.assert_allclose(statistics["['shift']"].main.G[0], (rows**2).sum(0), rtol=1e-10)
+    assert float(statistics["['shift']"].main.rows[0]) == 5
 
 
 @pytest.mark.parametrize("others", [(), (np.zeros(2, np.uint32), np.ones(3))])
@@ -766,6 +779,27 @@ def test_a_gradient_that_is_zero_up_to_rounding_is_no_missed_use():
     assert verify(loss, params, x)["['b']"] < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_products_in_low_precision_miss_nothing(dtype):
+    params = {"w": normal(4, 8), "b": normal(8, seed=1), "v": normal(8, 3, seed=2)}
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    x = normal(64, 4, seed=3)
+
+    def loss(p, x, weight=0.0):
+        low = jax.tree.map(lambda p: p.astype(dtype), p)
+        h = x.astype(dtype)
+        h = probe(h, low["w"], h @ low["w"])
+        y = jnp.tanh(h + low["b"]) @ low["v"]
+        return jnp.mean(jnp.sin(y.astype(jnp.float32))) + weight * jnp.sum(p["w"] ** 2)
+
+    errors = verify(loss, params, x)
+    assert 0 < max(errors.values()) < 0.05
+    with pytest.raises(ValueError, match="miss uses"):
+        verify(loss, params, x, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"miss uses of these parameters.*\['w'\]"):
+        verify(functools.partial(loss, weight=0.1), params, x)
+
+
 def test_required_coverage_and_plain_parameters():
     params = {"w": normal(4, 3), "u": normal(2, seed=1)}
 
@@ -848,3 +882,30 @@ def test_capture_is_chosen_by_a_traced_flag():
     assert aux["size"] == 5
     np.testing.assert_allclose(grads, others, rtol=1e-12)
     assert jax.tree.map(jnp.shape, vag.plan(w, x).no_statistics()) == jax.tree.map(jnp.shape, statistics)
+
+
+@pytest.mark.parametrize("rows", ["expand", "reduce"])
+def test_terms_of_a_loss_whose_trained_leaves_are_not_in_products(rows):
+    """4 examples of 5 positions, with products that are not trained, or not covered."""
+    x, frozen = normal(4, 5, 6, seed=2), normal(6, 3, seed=3)
+    p = {"scale": normal(6), "shift": normal(6, seed=1), "bias": normal(3, seed=4)}
+
+    def loss(p, x):
+        return jnp.mean(jnp.sin((x * p["scale"] + p["shift"]) @ frozen + p["bias"]))
+
+    def scanned(p, x):
+        h, _ = lax.scan(lambda h, s: (jnp.tanh(h * s), None), x, jnp.stack([frozen[:, 0]] * 3))
+        return loss(p, h)
+
+    def again(p, x):  # each of its uses has as many rows
+        return loss(p, jnp.tanh(x * p["scale"] + p["shift"]))
+
+    def trained(p, x):
+        return jnp.mean(jnp.sin((x * p["scale"] + p["shift"]) @ p["w"] + p["bias"]))
+
+    vag = functools.partial(value_and_grad, rows=rows)
+    for f in (loss, scanned, again):
+        assert float(vag(f)(p, x)[2].terms) == 20
+    assert float(vag(trained, plain=["['w']"])(p | {"w": frozen}, x)[2].terms) == 20
+    del p["bias"]
+    assert float(vag(lambda p, x: loss(p | {"bias": 0.0}, x))(p, x)[2].terms) == 20

@@ -43,8 +43,9 @@ def test_eight_devices_follow_one(case):
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="needs jax 0.7")
-def test_optimizers_take_arrays_on_explicit_axes():
-    differences = result(start("many_devices.py", "explicit_axes"))
+@pytest.mark.parametrize("case", ["explicit_axes", "explicit_mesh"])
+def test_optimizers_take_explicit_axes(case):
+    differences = result(start("many_devices.py", case))
     moved = {name: d for name, d in differences.items() if name.startswith("moved")}
     others = {name: d for name, d in differences.items() if name not in moved}
     assert min(moved.values()) > 0.01

@@ -129,7 +129,11 @@ def inner_product(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def add_diagonal(x: jax.Array, value: Any) -> jax.Array:
     """x + value I."""
-    return x + value * jnp.eye(x.shape[-1], dtype=x.dtype)
+    # Axes in front are written out: `jax_numpy_rank_promotion` may be set to refuse them otherwise.
+    axes = max(x.ndim, jnp.ndim(value))
+    parts = x, jnp.eye(x.shape[-1], dtype=x.dtype), jnp.asarray(value, x.dtype)
+    x, eye, value = (lax.expand_dims(part, range(axes - part.ndim)) for part in parts)
+    return x + value * eye
 
 
 def multiplies_as_it_is(x: jax.Array) -> bool:

@@ -66,6 +66,11 @@ def as_scalar(value: Scalar, like: Array) -> Scalar:
     return xp.astype(xp.asarray(value), like.dtype)
 
 
+def padded_axes(x: Array, ndim: int) -> Array:
+    """`x` as (1, ..., 1, *shape) with `ndim` axes: JAX may be set to refuse to add them by itself."""
+    return x[(None,) * (ndim - x.ndim) + (...,)]
+
+
 def lift(x: Array) -> Array:
     """`x` in at least single precision: factorizations and squared sums refuse less."""
     xp = array_namespace(x)

@@ -58,7 +58,7 @@ class Dense:
         scale = 1.0 if self.preconditioner_init_scale is None else self.preconditioner_init_scale
         scale = as_scalar(scale, like) ** (2 if self.geometry == "QUAD4P" else 1)
         ones = xp.zeros((*shape, shape[-1]), **where) + scale
-        return DenseState(ones * xp.eye(shape[-1], **where), xp.zeros(shape[:-1], **where))
+        return DenseState(ones * linalg.eye_like(ones), xp.zeros(shape[:-1], **where))
 
     def update(
         self,

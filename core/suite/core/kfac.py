@@ -189,7 +189,7 @@ class KFAC:
             if diagonal:
                 return xp.ones((*batch, side), dtype=dtype, device=device)
             eye = xp.zeros((*batch, side, side), dtype=dtype, device=device)
-            return eye + xp.eye(side, dtype=dtype, device=device)
+            return eye + linalg.eye_like(eye)
 
         average = identity(like.dtype)
         weight = xp.ones(batch, dtype=lift(like).dtype, device=device)

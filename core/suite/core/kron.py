@@ -99,7 +99,7 @@ class Kron:
         for side, is_diagonal, c in zip(sides, diagonal, cuts, strict=True):
             own = (side,) if is_diagonal else (side, side) if c == 1 else (c, side // c, side // c)
             ones = xp.zeros((*batch, *own), **where) + scale ** (1 / len(sides))
-            factors.append(ones if is_diagonal else ones * xp.eye(own[-1], **where))
+            factors.append(ones if is_diagonal else ones * linalg.eye_like(ones))
         lipschitz = tuple(xp.zeros(batch, **where) for _ in sides)
         return self.square(KronState(tuple(factors), lipschitz, tuple(factors)))
 

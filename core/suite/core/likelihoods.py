@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from suite.core._namespace import Array, array_namespace, device_of, lift
+from suite.core._namespace import Array, array_namespace, device_of, lift, padded_axes
 from suite.core.checks import check_integer, check_number
 
 Shape: TypeAlias = tuple[int, ...]
@@ -203,9 +203,9 @@ def _unit(noise: Array, like: Array) -> Array:
 
 
 def _one_hot(index: Array | int, like: Array) -> Array:
-    """1 at `index` on the last axis of `like`, else 0: (C,), or (..., C) for `index` (..., 1)."""
+    """1 at `index` on the last axis of `like`, else 0: (1, ..., C), or (..., C) for `index` (..., 1)."""
     xp = array_namespace(like)
-    classes = xp.arange(like.shape[-1], device=device_of(like))
+    classes = padded_axes(xp.arange(like.shape[-1], device=device_of(like)), like.ndim)
     return xp.astype(classes == index, like.dtype)
 
 

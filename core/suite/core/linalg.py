@@ -18,6 +18,7 @@ from suite.core._namespace import (
     device_of,
     factorizations,
     lift,
+    padded_axes,
 )
 from suite.core.checks import check_integer
 
@@ -86,9 +87,9 @@ def times_block_diagonal(x: Array, blocks: Array) -> Array:
 
 
 def eye_like(x: Array) -> Array:
-    """The identity of the size, dtype and device of the matrices (..., n, n) in `x`."""
+    """The identity of the size, dtype and device of the matrices (..., n, n) in `x`: (1, ..., n, n)."""
     xp = array_namespace(x)
-    return xp.eye(x.shape[-1], dtype=x.dtype, device=device_of(x))
+    return padded_axes(xp.eye(x.shape[-1], dtype=x.dtype, device=device_of(x)), x.ndim)
 
 
 def diagonal(x: Array) -> Array:
@@ -387,7 +388,7 @@ def spectral_norm_bound(x: Array) -> Array:
     largest = largest_entry(x, (-2, -1), keepdims=True)
     x = x / _or_one(largest)
     row = xp.argmax(xp.sum(x * x, axis=-1), axis=-1)
-    positions = xp.arange(x.shape[-1], device=device_of(x))
+    positions = padded_axes(xp.arange(x.shape[-1], device=device_of(x)), row.ndim + 1)
     start = xp.astype(positions == row[..., None], x.dtype)[..., None, :]
     # No entry of x exceeds 1, and one is 1, so that the row's norm is at least 1; entries of `twice` are
     # at most n². No norm below leaves the range of single precision up to sides of millions.

@@ -66,6 +66,6 @@ def fill(average: Array, weight: Array, sides: Sequence[int], *, below: bool) ->
     means = xp.where(usable, sums / behind, xp.zeros_like(sums))
     if below:
         behind = -xp.where(sums > 0, sums, behind)
-    outside = xp.arange(average.shape[-1], device=device) >= own[:, None]
+    outside = xp.arange(average.shape[-1], device=device)[None, :] >= own[:, None]
     added = (xp.astype(outside, wide.dtype) * behind[:, None])[:, :, None] * eye
     return average + xp.astype(added, average.dtype), means

@@ -26,6 +26,7 @@ class Activations:
         self.counting: dict[int, int] = {}  # value -> the axis along which it counts 0, 1, 2, ...
         self.one_hot: dict[int, int] = {}  # value -> the axis along which it is one-hot
         self.constant: dict[int, set[int]] = {}  # value -> axes along which it is constant
+        self.numbers: set[int] = set()  # values that are one number, broadcast
 
     def shape(self, value: int) -> Shape:
         return self.program.avals[value].shape
@@ -34,10 +35,16 @@ class Activations:
         """The output of a product."""
         return Output(site, tuple(range(len(self.shape(value)))))
 
+    def is_number(self, value: int) -> bool:
+        """Whether it is one number, or was before a broadcast; a batch of one is not."""
+        return not self.shape(value) or value in self.numbers
+
     def follow(self, node: jaxprs.Node) -> None:
         """Facts about activations."""
         op, out = node.operation, node.outputs[0] if node.outputs else -1
         first = node.inputs[0] if node.inputs else None
+        if isinstance(op, jaxprs.Reindex) and (first is None or self.is_number(first)):
+            self.numbers.add(out)
         if isinstance(op, jaxprs.Iota):
             self.counting[out] = op.axis
         elif isinstance(op, jaxprs.Returned) and first in self.outputs:

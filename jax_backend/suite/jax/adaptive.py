@@ -17,11 +17,14 @@ from suite.core import statistics as core_statistics
 from suite.core.checks import check_number
 from suite.core.damping import levenberg_marquardt
 from suite.core.step_size import quadratic_step
+from suite.jax.dtypes import at_least_float32
+from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.finite import select
 from suite.jax.gauss_newton import linearized, total
 from suite.jax.kfac import Schedule, plan_leaves, scale_by_kfac
-from suite.jax.kfac_state import ScaleByKFACState
+from suite.jax.kfac_state import ScaleByKFACState, explicit_state_specs
 from suite.jax.plan import Plan
+from suite.jax.spread import spread_of
 
 _HIGHEST = 1e4  # of damping
 
@@ -145,6 +148,19 @@ def adaptive_kfac(
         assignment_strategy=assignment_strategy,
     )
     start = preconditioner(damping=damping)  # raises what is wrong with settings
+    spread = spread_of(mesh, axis_name, gradient_worker_fraction, assignment_strategy)
+
+    def with_damping(
+        updates: Any, state: ScaleByKFACState, params: Any = None, *, damping: Any, **extra: Any
+    ) -> tuple[Any, ScaleByKFACState]:
+        return preconditioner(damping=damping).update(updates, state, params, **extra)
+
+    # Damping is an argument: its mesh axes, too, have to be automatic where they are explicit.
+    direction = across_explicit_axes(
+        optax.GradientTransformationExtraArgs(start.init, with_damping),
+        spread.explicit_mesh,
+        functools.partial(explicit_state_specs, spread=spread),
+    )
     covered = plan.covered()
     left = [name for name, ours in zip(plan.names, covered, strict=True) if not ours]
     if left and fallback is None:
@@ -163,8 +179,9 @@ def adaptive_kfac(
         return [jnp.asarray(x) for x, ours in zip(leaves, covered, strict=True) if ours]
 
     def init(params: Any) -> AdaptiveKFACState:
-        dtype = jnp.promote_types(jnp.result_type(*ours_of(params)), jnp.float32)
-        number = lambda value: jnp.asarray(value, dtype)  # noqa: E731
+        dtype = at_least_float32(*(x.dtype for x in ours_of(params)))
+        # A copy: `optax.inject_hyperparams` has the same array in its own state; both may be donated.
+        number = functools.partial(jnp.array, dtype=dtype)
         return AdaptiveKFACState(
             start.init(params),
             jax.tree.map(jnp.copy, ours_of(params)),
@@ -216,8 +233,8 @@ def adaptive_kfac(
         ratio = change / jnp.minimum(state.predicted, -float(jnp.finfo(dtype).tiny))
 
         def take() -> _Step:
-            directions, new = preconditioner(damping=damping).update(
-                updates, state.preconditioner, params, **extra
+            directions, new = direction.update(
+                updates, state.preconditioner, params, damping=damping, **extra
             )
             finite = new.skipped_steps == state.preconditioner.skipped_steps
             steps = [jnp.where(judged, p - q, 0) for p, q in zip(now, state.before, strict=True)]
@@ -234,9 +251,12 @@ def adaptive_kfac(
             coarse = max(0.01, *(8 * float(jnp.finfo(x.dtype).eps) for x in (*now, *here.gradient)))
             sound = convex & (jnp.abs(derivative - b[0]) <= 0.1 * jnp.abs(b[0]) + coarse * terms)
             moved = finite & sound
-            changes = [
-                jnp.where(moved, weights[0] * d + weights[1] * s, 0).astype(d.dtype)
+            joint = [
+                weights[0] * d.astype(dtype) + weights[1] * s.astype(dtype)
                 for d, s in zip(*vectors, strict=True)
+            ]
+            changes = [
+                jnp.where(moved, x, 0).astype(d.dtype) for x, d in zip(joint, vectors[0], strict=True)
             ]
             # Losses are seldom below zero: a model that promises more than the loss itself is off.
             predicted = jnp.maximum(predicted, -jnp.abs(loss))

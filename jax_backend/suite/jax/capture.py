@@ -363,7 +363,7 @@ def verify(
     *args: Any,
     has_aux: bool = False,
     plain: Sequence[str] = (),
-    rtol: float = 1e-3,
+    rtol: float | None = None,
     **kwargs: Any,
 ) -> dict[str, float]:
     """Check that what capture sees is all there is: Σ g aᵀ over the rows of each layer is its gradient.
@@ -372,6 +372,7 @@ def verify(
         loss_fn, params, args, kwargs: as for `value_and_grad`; arrays, not shapes.
         rtol: allowed error, in units of a leaf's largest gradient; but no less than √ε of the largest
             of all leaves, as some gradients are 0 up to rounding (a bias of keys before a softmax).
+            None: 1e-3, or 16 ε of the coarsest type that its layer computes in, if that is more.
 
     Returns:
         The error of each covered leaf, in those units.
@@ -379,15 +380,25 @@ def verify(
     Raises:
         ValueError: an error above `rtol`, naming the leaf.
     """
-    check_number("rtol", rtol, above=0)
+    if rtol is not None:
+        check_number("rtol", rtol, above=0)
     vag = value_and_grad(loss_fn, has_aux, plain=plain)
     traced = vag._trace(params, args, kwargs)
     plan = vag._plan(traced, params)
     # A layer without its bias's column: the bias is checked through it.
     sites = [(layer, use) for layer in plan.layers for use in layer.uses]
 
+    epsilons: dict[int | None, float] = {}  # of the coarsest type that a leaf meets, found in tracing
+
     def measure(layer: Layer, use: Use) -> Any:
-        return lambda x, gradient, like, own: use_gradient(layer, use, x, gradient.astype(like.dtype))
+        def gradient_of(x: Any, gradient: jax.Array, like: jax.Array, own: None) -> jax.Array:
+            kinds = [v.dtype for v in (*jax.tree.leaves(x), gradient) if jaxprs.dtype_is_float(v)]
+            coarsest = max(float(jnp.finfo(kind).eps) for kind in kinds)
+            for leaf in (layer.leaf, layer.bias):
+                epsilons[leaf] = max(epsilons.get(leaf, 0.0), coarsest)
+            return use_gradient(layer, use, x, gradient.astype(like.dtype))
+
+        return gradient_of
 
     def both(leaves: list[Any]) -> Any:
         probes = [_probe(use, measure(layer, use)) for layer, use in sites]
@@ -419,7 +430,8 @@ def verify(
         scale = max(np.abs(gradient).max(initial=0.0), rounding) or 1.0
         difference = np.abs(np.asarray(total, np.float64) - gradient).max(initial=0.0)
         errors[plan.names[leaf]] = float(difference / scale)
-    wrong = {name: error for name, error in errors.items() if not error <= rtol}
+    allowed = {plan.names[leaf]: rtol or max(1e-3, 16 * epsilons[leaf]) for leaf in sums}
+    wrong = {name: error for name, error in errors.items() if not error <= allowed[name]}
     if wrong:
         listed = ", ".join(f"{name} by {error:.2g}" for name, error in wrong.items())
         raise ValueError(
@@ -457,9 +469,9 @@ def _probe(use: Use, measure: Callable[..., Any]) -> jaxprs.Probe:
     identity.defvjp(forward, backward)
 
     def apply(x: Any, y: jax.Array, slot: Any) -> jax.Array:
-        return identity(y, x, jaxprs.varying_alike(slot, y, *([] if x is None else [x])))
+        return identity(y, x, jaxprs.varying_alike(slot, y, *jax.tree.leaves(x)))
 
-    return jaxprs.Probe(use.path, use.out, use.x_operand, apply, use.scans, use.factor)
+    return jaxprs.Probe(use.path, use.out, use.x_operand, apply, use.scans, use.factor, use.chains)
 
 
 def _by_loop(use: Use, slot: Any) -> Any:

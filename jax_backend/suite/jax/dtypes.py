@@ -1,11 +1,19 @@
-"""Settings that name a dtype or a precision: checked where they are given, not where they are used."""
+"""Dtypes and precisions: how they are joined, and settings checked where they are given."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+
+def at_least_float32(*dtypes: Any) -> Any:
+    """What holds floats of all these and float32; JAX may be set to refuse `jnp.promote_types`."""
+    floats = [dtype for dtype in map(jnp.dtype, dtypes) if jnp.issubdtype(dtype, jnp.inexact)]
+    return functools.reduce(np.promote_types, floats, np.dtype(np.float32))
 
 
 def check_dtype(name: str, value: Any) -> None:

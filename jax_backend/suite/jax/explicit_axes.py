@@ -7,6 +7,7 @@ what comes out has the shardings of what went in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,8 +19,15 @@ from suite.jax.jaxprs import explicit_specs, on_automatic_axes
 
 def across_explicit_axes(
     tx: optax.GradientTransformationExtraArgs,
+    mesh: Any = None,
+    specs: Callable[[Any], Any] = explicit_specs,
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx`, whose updates are like the gradients and whose state keeps its structure."""
+    """`tx`, whose updates are like the gradients and whose state keeps its structure.
+
+    Args:
+        mesh: with explicit axes, see `on_automatic_axes`.
+        specs: of a state, as `explicit_specs`.
+    """
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         arrays = {name: value for name, value in extra.items() if _is_numeric(value)}
@@ -28,8 +36,8 @@ def across_explicit_axes(
         def compute(updates: Any, state: Any, params: Any, arrays: Any) -> tuple[Any, Any]:
             return tx.update(updates, state, params, **arrays, **others)
 
-        out = explicit_specs((updates, state))
-        return on_automatic_axes(compute, updates, state, params, arrays, out=out)
+        out = explicit_specs(updates), specs(state)
+        return on_automatic_axes(compute, updates, state, params, arrays, out=out, mesh=mesh)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from suite.core import buckets, padding, statistics
 from suite.core import kfac as core_kfac
+from suite.jax.dtypes import at_least_float32
 from suite.jax.layers import Layer
 from suite.jax.plan import Plan
 from suite.jax.spread import Spread
@@ -129,7 +130,7 @@ class FactorLayout:
 
     def dtypes(self, stack: int) -> tuple[Any, Any]:
         """Of the stack's averages and inverses."""
-        wide = jnp.promote_types(self.stacks[stack].dtype, jnp.float32)
+        wide = at_least_float32(self.stacks[stack].dtype)
         return jnp.dtype(self.factor_dtype or wide), jnp.dtype(self.inv_dtype or wide)
 
     @property

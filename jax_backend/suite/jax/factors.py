@@ -11,6 +11,7 @@ import numpy as np
 
 from suite.core import buckets, ekfac, moments, padding, statistics
 from suite.core import kfac as core_kfac
+from suite.jax.dtypes import at_least_float32
 from suite.jax.factor_layout import FactorLayout
 from suite.jax.factors_state import (
     FactorsState,
@@ -44,15 +45,14 @@ class Factors(FactorLayout):
         if self.keeps_products:
             for bucket in self.buckets:
                 sizes, _, dtype, *_ = bucket.key
-                wide = jnp.promote_types(self.inv_dtype or dtype, jnp.float32)
+                wide = at_least_float32(self.inv_dtype or dtype)
                 shape = (bucket.blocks, sizes[1], sizes[0])
                 products.append((jnp.zeros(shape, wide), jnp.ones(bucket.blocks, wide)))
         return FactorsState(tuple(averages), tuple(inverses), *self.no_evidence(), tuple(products))
 
     def no_evidence(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Weight, ready and failures of all factors before the first step."""
-        kinds = [jnp.promote_types(stack.dtype, jnp.float32) for stack in self.stacks]
-        count, kind = self.first[-1], jnp.result_type(*kinds) if kinds else jnp.float32
+        count, kind = self.first[-1], at_least_float32(*(stack.dtype for stack in self.stacks))
         return jnp.zeros(count, kind), jnp.zeros(count, bool), jnp.zeros(count, jnp.int32)
 
     # ---- now and then --------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Which parameter leaves are weights of layers, from the flattened program of a loss.
 
-One fact is carried beside each value: "a view of exactly one parameter leaf". A product that meets such
-a value is a use of a layer; anything else that does is a reason not to cover the leaf.
+One fact is carried beside each value: "a view of exactly one parameter leaf, times a number". A product
+that meets such a value is a use of a layer; anything else that does is a reason not to cover the leaf.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Origin(NamedTuple):
     scans: tuple[jaxprs.Path, ...]
     part: Shape  # of what the innermost of these scans takes; the leaf's, without one
     inner: tuple[Step, ...]
+    multipliers: tuple[jaxprs.Multiplier, ...] = ()
 
     @property
     def widened(self) -> bool:
@@ -56,6 +57,9 @@ class Origin(NamedTuple):
 
     def moved(self, step: Step | None) -> Origin:
         return self if step is None else self._replace(inner=(*self.inner, step))
+
+    def times(self, multiplier: jaxprs.Multiplier) -> Origin:
+        return self._replace(multipliers=(*self.multipliers, multiplier))
 
 
 class Site(NamedTuple):
@@ -139,6 +143,7 @@ class _Finder:
     def __init__(self, program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> None:
         self.program, self.uses = program, Uses()
         self.live = jaxprs.live_values(program, roots)
+        self.differentiable = jaxprs.differentiable_values(program, program.inputs[:leaves])
         self.origins: dict[int, Origin] = {}
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
@@ -158,15 +163,16 @@ class _Finder:
     def run(self) -> Uses:
         for node in self.program.nodes:
             live = any(out in self.live for out in node.outputs)
+            live = live and not jaxprs.stops_gradients(self.program, node)
             known = [None if v is None else self.origins.get(v) for v in node.inputs]
-            if live and node.name != "stop_gradient" and any(v in self.scaled for v in node.inputs):
+            if live and any(v in self.scaled for v in node.inputs):
                 self.meet_scaled(node, known)
             if any(v in self.joined for v in node.inputs):
-                if live and node.name != "stop_gradient":
+                if live:
                     self.meet_joined(node, known)
             elif not any(known):
                 self.activations.follow(node)
-            elif live and node.name != "stop_gradient":
+            elif live:
                 self.meet(node, known)
         for root in self.roots:
             self.uses.rule_out(self.origins.get(root), "being returned")
@@ -191,11 +197,15 @@ class _Finder:
         if isinstance(op, jaxprs.Reindex) and known[0] is not None and self.stays_real(node):
             self.origins[node.outputs[0]] = known[0].moved(op.step)
             return
+        place = next(i for i, origin in enumerate(known) if origin is not None)
+        multiplier = self.multiplier(node, place)
+        if multiplier is not None:
+            self.origins[node.outputs[0]] = known[place].times(multiplier)  # type: ignore[union-attr]
+            return
         if isinstance(op, jaxprs.Add) and None in node.inputs and self.stays_real(node):
-            place = 1 - node.inputs.index(None)
-            if op.signs[place] > 0:  # a leaf and a number, as in 1 + scale, have the leaf's gradient
-                self.origins[node.outputs[0]] = known[place]  # type: ignore[assignment]
-                return
+            # a leaf and a number, as in 1 + scale, have the leaf's gradient
+            self.origins[node.outputs[0]] = known[place]  # type: ignore[assignment]
+            return
         if isinstance(op, jaxprs.LoopSlice) and known[0] is not None and not known[0].widened:
             self.origins[node.outputs[0]] = self.taken_apart(node, known[0], op.length)
             return
@@ -217,6 +227,9 @@ class _Finder:
                     return
                 if self.elementwise(node, met[0]):
                     return
+                if self.straight_through(node, met[0]):
+                    self.origins[node.outputs[0]] = met[0].origin
+                    return
             elif op is not None and not isinstance(op, jaxprs.Concatenate):
                 site = self.product(node, met[-1])
                 if site is not None:
@@ -229,6 +242,46 @@ class _Finder:
         how = op.how if isinstance(op, jaxprs.Moved) else ""
         for one in met:
             self.uses.rule_out(one.origin, f"`{name}`, {how}" if how else f"`{name}`")
+
+    def multiplier(self, node: jaxprs.Node, place: int) -> jaxprs.Multiplier | None:
+        """The number, without a derivative, that the operand at `place` is multiplied with."""
+        op, out = node.operation, node.outputs[0]
+        if node.custom is not None or not self.stays_real(node):
+            return None
+        if isinstance(op, jaxprs.Negate):
+            return jaxprs.Multiplier(node.path, None, False)
+        if isinstance(op, jaxprs.Add):
+            minus = None in node.inputs and op.signs[place] < 0  # 1 - scale
+            return jaxprs.Multiplier(node.path, None, False) if minus else None
+        if not isinstance(op, jaxprs.Multiply) and not (isinstance(op, jaxprs.Divide) and place == 0):
+            return None
+        w, other = node.inputs[place], node.inputs[1 - place]
+        assert w is not None
+        if self.shape(w) != self.shape(out):
+            return None
+        if other is not None:
+            # A leaf that is broadcast already may be multiplied as an activation.
+            widened = w in self.origins and self.origins[w].widened
+            if widened or other in self.differentiable or not self.activations.is_number(other):
+                return None
+        return jaxprs.Multiplier(node.path, 1 - place, isinstance(op, jaxprs.Divide))
+
+    def known_before(self, multiplier: jaxprs.Multiplier, path: jaxprs.Path) -> bool:
+        """Whether a number that is used later can be read when the equation at `path` runs."""
+        if multiplier.operand is None:
+            return True
+        *inside, _ = multiplier.path
+        depth = len(inside)  # else it is of a call that has not begun, or that is over
+        maker = self.program.makers[multiplier.path][multiplier.operand]
+        return path[:depth] == tuple(inside) and maker < path[depth]
+
+    def straight_through(self, node: jaxprs.Node, met: _Meeting) -> bool:
+        """Whether what a leaf is added to has no derivative, as in w + stop_gradient(round(w) - w)."""
+        if not isinstance(node.operation, jaxprs.Add) or node.custom is not None:
+            return False
+        other, out = node.inputs[1 - met.place], node.outputs[0]
+        same = met.shape == self.shape(out) and node.operation.signs[met.place] > 0
+        return same and other not in self.differentiable and self.stays_real(node)
 
     def concatenated(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
         """Leaves side by side, or one that is broadcast (a class token) beside activations."""
@@ -264,6 +317,10 @@ class _Finder:
             if after is not None:
                 self.joined[out] = after
                 return
+        multiplier = self.multiplier(node, places[0])
+        if multiplier is not None:
+            self.joined[out] = tuple(p._replace(origin=p.origin.times(multiplier)) for p in joined)
+            return
         if len(places) == 1 and not any(known):
             whole = self.shape(node.inputs[places[0]])  # type: ignore[arg-type]
             met = [_Meeting(places[0], p.origin, p.shape(whole), p) for p in joined]
@@ -333,7 +390,8 @@ class _Finder:
         steps = origin.steps
         part = self.shape(node.outputs[0])
         path = node.loops[-1][0]
-        return Origin(origin.leaf, steps, (*origin.stack, length), (*origin.scans, path), part, ())
+        stack, scans = (*origin.stack, length), (*origin.scans, path)
+        return Origin(origin.leaf, steps, stack, scans, part, (), origin.multipliers)
 
     def product(self, node: jaxprs.Node, met: _Meeting) -> Site | None:
         w, origin, operand, piece = met
@@ -367,7 +425,9 @@ class _Finder:
         path, out_index, x_operand = where
         use = Use(path, out_index, x_operand, product, False, origin.scans, origin.stack, inner, rows)
         counted = rows if isinstance(product, Lookup) else example_count(product, self.shape(x))
-        use = use._replace(x_window=reads, y_window=owns, examples=min(counted, rows))
+        use = use._replace(
+            x_window=reads, y_window=owns, examples=min(counted, rows), multipliers=origin.multipliers
+        )
         hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
 
@@ -469,12 +529,14 @@ class _Finder:
         path, out_index, x_operand = where
         product = Elementwise(origin.part, inner, multiplies, signs[p])
         owns = None if piece is None else window(self.shape(value), piece.axis, piece)
+        size = math.prod(origin.part)
+        rows = math.prod(shape) // max(size, 1)
         use = Use(
-            path, out_index, x_operand, product, False, origin.scans, origin.stack, 1, 0, None, owns
+            path, out_index, x_operand, product, False, origin.scans, origin.stack, 1, rows, None, owns
         )
+        use = use._replace(examples=rows, multipliers=origin.multipliers)
         k = len(origin.stack)
         view = View(origin.outer, (tuple(range(k)), tuple(range(k, k + len(origin.part))), ()))
-        size = math.prod(origin.part)
         site = Site(origin.leaf, use, view, (size, 1), False, None, value, node.loops)
         if added_to is None:
             self.uses.sites.append(site)
@@ -499,6 +561,8 @@ class _Finder:
             return None
         site = output.site
         if site.loops != node.loops or site.use.scans != origin.scans or node.custom is not None:
+            return None
+        if not all(self.known_before(each, site.use.path) for each in origin.multipliers):
             return None
         if math.prod(origin.part) != site.use.groups * site.block[0]:
             return None

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from suite.core.linalg import finite_marks, inner_product, usually
+from suite.jax.dtypes import at_least_float32
 
 T = TypeVar("T")
 
@@ -18,7 +19,7 @@ def all_finite(tree: Any) -> jax.Array:
     marks = [finite_marks(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not marks:
         return jnp.asarray(True)
-    kind = jnp.result_type(*marks)
+    kind = at_least_float32(*(x.dtype for x in marks))
     together = jnp.concatenate([x.astype(kind) for x in marks])
     return jnp.isfinite(inner_product(together, jnp.zeros_like(together)))
 

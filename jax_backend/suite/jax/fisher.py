@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from suite.core import likelihoods
 from suite.core.checks import check_flag, check_integer
+from suite.jax.dtypes import at_least_float32
 
 
 def _all_of(aux: Any) -> Any:
@@ -55,7 +55,7 @@ class Fisher:
         if self.exact:
             return self.likelihood.square_root(outputs, index)  # type: ignore[arg-type]
         assert key is not None
-        dtype = jnp.promote_types(outputs.dtype, jnp.float32)
+        dtype = at_least_float32(outputs.dtype)
         shape = self.likelihood.noise_shape(outputs.shape)
         noise = jax.random.uniform(jax.random.fold_in(key, index), shape, dtype)
         return self.likelihood.sample_gradient(outputs, noise)

@@ -50,6 +50,8 @@ class LoopSlice(NamedTuple):
 class Returned(NamedTuple):
     """What a function with a derivative of its own returns."""
 
+    given: tuple[int | None, ...]  # the call's inputs
+
 
 class DotGeneral(NamedTuple):
     contracted: tuple[Shape, Shape]
@@ -86,6 +88,14 @@ class Add(NamedTuple):
 
 class Multiply(NamedTuple):
     """Elementwise product."""
+
+
+class Divide(NamedTuple):
+    """Elementwise quotient."""
+
+
+class Negate(NamedTuple):
+    pass
 
 
 class Concatenate(NamedTuple):
@@ -144,6 +154,8 @@ class Program:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int | None, ...] = ()
     back: list[tuple[int, int]] = field(default_factory=list)  # (loop's carry in, carry out)
+    # For each operand of an equation, the equation beside it that makes it; -1: known from the start.
+    makers: dict[Path, tuple[int, ...]] = field(default_factory=dict)
 
 
 # ---- flattening --------------------------------------------------------------------------------
@@ -194,9 +206,14 @@ class _Flattener:
         def read(v: Any) -> int | None:
             return None if isinstance(v, jex.Literal) else env[v]
 
+        makers: dict[Any, int] = {}
         for number, eqn in enumerate(jaxpr.eqns):
             path = (*prefix, number)
             values = [read(v) for v in eqn.invars]
+            self.program.makers[path] = tuple(
+                -1 if isinstance(v, jex.Literal) else makers.get(v, -1) for v in eqn.invars
+            )
+            makers.update(dict.fromkeys(eqn.outvars, number))
             env.update(zip(eqn.outvars, self.equation(eqn, values, path, loops, custom), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -219,7 +236,10 @@ class _Flattener:
             returned = self.body(inner, values, path, loops, own)
             if custom is None:
                 own.outputs.extend(returned)
-            return [node(Returned(), (v,), o.aval) for v, o in zip(returned, eqn.outvars, strict=True)]
+            return [
+                node(Returned(tuple(values)), (v,), o.aval)
+                for v, o in zip(returned, eqn.outvars, strict=True)
+            ]
         if name == "scan":
             return self.scan(eqn, values, path, loops, custom, node)
         if name == "cond":
@@ -299,13 +319,35 @@ def live_values(program: Program, roots: Sequence[int | None]) -> set[int]:
     while before != len(live):
         before = len(live)
         for node in reversed(program.nodes):
-            if node.name == "stop_gradient" or not any(out in live for out in node.outputs):
-                continue
-            if not any(_is_float(program.avals[out].dtype) for out in node.outputs):
+            if not any(out in live for out in node.outputs) or stops_gradients(program, node):
                 continue
             live.update(v for v in node.inputs if v is not None)
         live.update(out for into, out in program.back if into in live)
     return live
+
+
+def differentiable_values(program: Program, inputs: Sequence[int]) -> set[int]:
+    """Values through which a gradient may flow to some of these inputs."""
+    found = {v for v in inputs if _is_float(program.avals[v].dtype)}
+    before = -1
+    while before != len(found):
+        before = len(found)
+        for node in program.nodes:
+            op = node.operation
+            given = (*node.inputs, *op.given) if isinstance(op, Returned) else node.inputs
+            if any(v in found for v in given) and not stops_gradients(program, node):
+                found.update(node.outputs)
+        found.update(into for into, out in program.back if out in found)
+    return found
+
+
+def stops_gradients(program: Program, node: Node) -> bool:
+    """Inside a function with a derivative of its own nothing does: that may be anything."""
+    if node.custom is not None:
+        return False
+    return node.name == "stop_gradient" or not any(
+        _is_float(program.avals[out].dtype) for out in node.outputs
+    )
 
 
 def _is_float(dtype: Any) -> bool:
@@ -343,6 +385,9 @@ def _shard_map_specs(params: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(map(spec, params["in_names"])), tuple(map(spec, params["out_names"]))
 
 
+_ARITHMETIC = {"mul": Multiply(), "div": Divide(), "neg": Negate()}
+
+
 def operation_of(eqn: Any) -> Any:
     name, params = eqn.primitive.name, eqn.params
     if len(eqn.outvars) != 1:
@@ -357,8 +402,8 @@ def operation_of(eqn: Any) -> Any:
         return _gather(eqn)
     if name in ("add", "add_any", "sub"):
         return Add((1, -1 if name == "sub" else 1))
-    if name == "mul":
-        return Multiply()
+    if name in _ARITHMETIC:
+        return _ARITHMETIC[name]
     if name == "concatenate":
         return Concatenate(params["dimension"], False)
     if name == "stack":
@@ -438,9 +483,23 @@ def _gather(eqn: Any) -> Gather | None:
 # ---- running -----------------------------------------------------------------------------------
 
 
+class Multiplier(NamedTuple):
+    """A number that is an operand of the equation at `path`, or its inverse; without one, -1."""
+
+    path: Path
+    operand: int | None
+    divides: bool
+
+
+Numbers = dict[tuple[Path, int], Any]  # (): operands of equations
+
+
 @dataclass(frozen=True)
 class Probe:
-    """Replaces output `out` of the equation at `path` by f(x, y, slots), x an operand of it."""
+    """Replaces output `out` of the equation at `path` by f(x, y, slots), x an operand of it.
+
+    With `multipliers`, f gets (x, the product of each chain of them).
+    """
 
     path: Path
     out: int
@@ -448,6 +507,7 @@ class Probe:
     apply: Callable[[Any, jax.Array, Any], jax.Array]
     stack: tuple[Path, ...]  # scans along which the slots are stacked, outermost first
     factor: tuple[Path, int, tuple[Step, ...]] | None = None  # of x: an operand before, re-indexed
+    multipliers: tuple[tuple[Multiplier, ...], ...] = ()
 
 
 Slots = Mapping[int, Any]  # by number of the probe
@@ -458,27 +518,40 @@ def evaluate(
 ) -> list[Any]:
     """Run a jaxpr with probes.
 
-    Calls that hold a probe are run inline (jit), or as what they are (remat, scan, cond, shard_map);
-    all else is bound as it was traced.
+    Calls that hold a probe, or a number for one, are run inline (jit), or as what they are (remat, scan,
+    cond, shard_map); all else is bound as it was traced.
     """
     at: dict[Path, list[int]] = {}
     for number, probe in enumerate(probes):
         for depth in range(1, len(probe.path) + 1):
             at.setdefault(probe.path[:depth], []).append(number)
-    return _Runner(probes, at).run(jaxpr, consts, arguments, (), slots)
+    return _Runner(probes, at).run(jaxpr, consts, arguments, (), slots, {})
 
 
 class _Runner:
     def __init__(self, probes: Sequence[Probe], at: dict[Path, list[int]]) -> None:
         self.probes, self.at = probes, at
         self.factors: dict[Path, list[int]] = {}
+        self.numbers: dict[Path, set[int]] = {}
+        self.opened = {path[:-1] for path in at}
         for probe in probes:
             if probe.factor is not None:
                 self.factors.setdefault(probe.factor[0], []).append(probe.factor[1])
+            for path, operand, _ in (m for chain in probe.multipliers for m in chain):
+                self.opened.update(path[:depth] for depth in range(1, len(path)))
+                if operand is not None:
+                    self.numbers.setdefault(path, set()).add(operand)
 
     def run(
-        self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], prefix: Path, slots: Slots
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        arguments: Sequence[Any],
+        prefix: Path,
+        slots: Slots,
+        numbers: Numbers,
     ) -> list[Any]:
+        """Adds to `numbers` those that are operands here, as soon as they are known."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, arguments, strict=True))
         factors: dict[tuple[Path, int], Any] = {}
@@ -493,13 +566,22 @@ class _Runner:
         def read(v: Any) -> Any:
             return v.val if isinstance(v, jex.Literal) else env[v]
 
+        awaited: dict[Any, list[tuple[Path, int]]] = {}
+        for number, eqn in enumerate(jaxpr.eqns if self.numbers else ()):
+            for i in self.numbers.get((*prefix, number), ()):
+                v, key = eqn.invars[i], ((*prefix, number), i)
+                if isinstance(v, jex.Literal) or v in env:
+                    numbers[key] = _one_entry(read(v))
+                else:
+                    awaited.setdefault(v, []).append(key)
+
         for number, eqn in enumerate(jaxpr.eqns):
             path = (*prefix, number)
             values = [read(v) for v in eqn.invars]
             here = self.at.get(path, ())
             factors.update(((path, i), values[i]) for i in self.factors.get(path, ()))
-            if any(len(self.probes[i].path) > len(path) for i in here):
-                outputs = self.call(eqn, values, path, slots)
+            if path in self.opened:
+                outputs = self.call(eqn, values, path, slots, numbers)
             else:
                 outputs = bind(eqn, values)
             for i in here:
@@ -509,42 +591,50 @@ class _Runner:
                     if probe.factor is not None:
                         source, operand, steps = probe.factor
                         x = x * apply_steps(factors[source, operand], steps)
+                    if probe.multipliers:
+                        x = x, tuple(_product(chain, numbers) for chain in probe.multipliers)
                     outputs[probe.out] = probe.apply(x, outputs[probe.out], slots[i])
             env.update(zip(eqn.outvars, outputs, strict=True))
+            numbers.update((key, _one_entry(env[v])) for v in eqn.outvars for key in awaited.get(v, ()))
             for v in eqn.invars:  # let go of values as the program itself would
                 if not isinstance(v, jex.Literal) and last_use[v] == number and v not in kept:
                     env.pop(v, None)
         return [read(v) for v in jaxpr.outvars]
 
-    def call(self, eqn: Any, values: list[Any], path: Path, slots: Slots) -> list[Any]:
+    def call(self, eqn: Any, values: list[Any], path: Path, slots: Slots, numbers: Numbers) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
         if name in CALLS:
             inner, consts = called(eqn)
-            return self.run(inner, consts, values, path, slots)
-        own = {i: slots[i] for i in self.at[path]}
+            return self.run(inner, consts, values, path, slots, numbers)
+        own = {i: slots[i] for i in self.at.get(path, ())}
         if name in REMAT:
             inner, consts = called(eqn)
 
-            def again(values: Any, own: Any) -> list[Any]:
-                return self.run(inner, consts, values, path, own)
+            def again(values: Any, own: Any, numbers: Numbers) -> tuple[list[Any], Numbers]:
+                numbers = dict(numbers)
+                return self.run(inner, consts, values, path, own, numbers), numbers
 
             wrapped = jax.checkpoint(again, policy=params["policy"], prevent_cse=params["prevent_cse"])
-            return list(wrapped(values, own))
+            outputs, found = wrapped(values, own, numbers)
+            numbers.update(found)  # what is multiplied inside may be used outside
+            return list(outputs)
         if name == "cond":
             branches = [
-                functools.partial(self.branch, branch, (*path, i), own)
+                functools.partial(self.branch, branch, (*path, i), own, numbers)
                 for i, branch in enumerate(params["branches"])
             ]
             return list(lax.switch(values[0], branches, *values[1:]))
         if name == "scan":
-            return self.scan(eqn, values, path, own)
+            return self.scan(eqn, values, path, own, numbers)
         assert name == "shard_map", name
-        return self.shard_map(eqn, values, path, own)
+        return self.shard_map(eqn, values, path, own, numbers)
 
-    def branch(self, branch: Any, path: Path, slots: Slots, *values: Any) -> list[Any]:
-        return self.run(branch.jaxpr, branch.consts, values, path, slots)
+    def branch(self, branch: Any, path: Path, slots: Slots, numbers: Numbers, *values: Any) -> list[Any]:
+        return self.run(branch.jaxpr, branch.consts, values, path, slots, dict(numbers))
 
-    def scan(self, eqn: Any, values: list[Any], path: Path, slots: Mapping[int, Any]) -> list[Any]:
+    def scan(
+        self, eqn: Any, values: list[Any], path: Path, slots: Mapping[int, Any], numbers: Numbers
+    ) -> list[Any]:
         params = eqn.params
         inner, (consts, carries) = params["jaxpr"], _scan_counts(params)
         fixed = values[:consts]
@@ -554,7 +644,8 @@ class _Runner:
         def step(carry: Any, xs: Any) -> Any:
             slices, own = xs
             arguments = [*fixed, *carry, *slices]
-            out = self.run(inner.jaxpr, inner.consts, arguments, path, {**shared, **own})
+            given = {**shared, **own}
+            out = self.run(inner.jaxpr, inner.consts, arguments, path, given, dict(numbers))
             return tuple(out[:carries]), tuple(out[carries:])
 
         carry, ys = lax.scan(
@@ -567,16 +658,18 @@ class _Runner:
         )
         return [*carry, *ys]
 
-    def shard_map(self, eqn: Any, values: list[Any], path: Path, slots: Mapping[int, Any]) -> list[Any]:
+    def shard_map(
+        self, eqn: Any, values: list[Any], path: Path, slots: Mapping[int, Any], numbers: Numbers
+    ) -> list[Any]:
         params = eqn.params
         in_specs, out_specs = _shard_map_specs(params)
 
-        def inside(values: Any, own: Any) -> Any:
-            return tuple(self.run(params["jaxpr"], (), values, path, own))
+        def inside(values: Any, own: Any, numbers: Numbers) -> Any:
+            return tuple(self.run(params["jaxpr"], (), values, path, own, dict(numbers)))
 
         settings: dict[str, Any] = {
             "mesh": params["mesh"],
-            "in_specs": (in_specs, jax.sharding.PartitionSpec()),
+            "in_specs": (in_specs, jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec()),
             "out_specs": out_specs,
         }
         shard_map: Any = getattr(jax, "shard_map", None)
@@ -588,7 +681,20 @@ class _Runner:
             axes = params.get("newly_manual_axes") or params.get("manual_axes") or ()
             settings |= {"check_vma": params["check_vma"], "axis_names": set(axes)}
         mapped = shard_map(inside, **settings)
-        return list(mapped(tuple(values), dict(slots)))
+        return list(mapped(tuple(values), dict(slots), numbers))
+
+
+def _one_entry(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    return x[(0,) * x.ndim] if x.ndim else x
+
+
+def _product(chain: Sequence[Multiplier], numbers: Numbers) -> jax.Array:
+    product = jnp.ones((), jnp.float32)
+    for path, operand, divides in chain:
+        number = -1.0 if operand is None else numbers[path, operand]
+        product = product / number if divides else product * number
+    return product
 
 
 def bind(eqn: Any, values: list[Any]) -> list[Any]:
@@ -623,22 +729,29 @@ def varying_axes(x: Any) -> set[str]:
     return set(getattr(kind, "vma", ()))
 
 
-def on_automatic_axes(f: Callable[..., Any], *arguments: Any, out: Any = None) -> Any:
+def on_automatic_axes(f: Callable[..., Any], *arguments: Any, out: Any = None, mesh: Any = None) -> Any:
     """f(*arguments), as if mesh axes that are explicit were not.
 
     Args:
         out: PartitionSpecs of the result, a pytree that its structure begins with; None: it is on every
             device.
+        mesh: with explicit axes, which the result gets even where no argument has them.
     """
-    meshes = [mesh for mesh in map(_explicit_mesh, jax.tree.leaves(arguments)) if mesh is not None]
-    if not meshes:
+    around = jax.sharding.get_abstract_mesh()
+    if not around.empty and not getattr(around, "explicit_axes", ()):
+        mesh = None  # they are automatic already
+    meshes = [own for own in map(_explicit_mesh, jax.tree.leaves(arguments)) if own is not None]
+    if mesh is None and not meshes:
         return f(*arguments)
     if not hasattr(jax.sharding, "auto_axes"):
         raise NotImplementedError(
             "arrays with explicit sharding axes need jax >= 0.7: make the mesh with AxisType.Auto"
         )
+    out = jax.sharding.PartitionSpec() if out is None else out
+    if mesh is not None:  # whose devices are known: the arguments may be on others
+        out = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), out)
+        return jax.sharding.auto_axes(f, out_sharding=out)(*arguments)
     with jax.sharding.use_abstract_mesh(meshes[0]):
-        out = jax.sharding.PartitionSpec() if out is None else out
         return jax.sharding.auto_axes(f, out_sharding=out)(*arguments)
 
 

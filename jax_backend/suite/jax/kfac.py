@@ -21,7 +21,7 @@ from suite.jax.factors import Factors
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.given import any_rows, require_fit
 from suite.jax.kept_factors import KeptFactors
-from suite.jax.kfac_state import KFACOptState, ScaleByKFACState
+from suite.jax.kfac_state import KFACOptState, ScaleByKFACState, explicit_state_specs
 from suite.jax.layers import gradient_matrix, write_gradient
 from suite.jax.plan import Plan, Statistics
 from suite.jax.spread import spread_of
@@ -144,7 +144,8 @@ def scale_by_kfac(
     def init(params: Any) -> ScaleByKFACState:
         _, factors = factors_of(params)
         counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
-        return ScaleByKFACState(counts[0], factors.init(), counts[1], counts[2])
+        state = ScaleByKFACState(counts[0], factors.init(), counts[1], counts[2])
+        return spread.on_explicit_mesh(state, explicit_state_specs(state, spread))
 
     def update(
         updates: Any,
@@ -199,7 +200,9 @@ def scale_by_kfac(
         )
         return moved, new_state
 
-    return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))
+    specs = functools.partial(explicit_state_specs, spread=spread)
+    tx = optax.GradientTransformationExtraArgs(init, update)
+    return across_explicit_axes(tx, spread.explicit_mesh, specs)
 
 
 def kfac(
@@ -265,6 +268,7 @@ def kfac(
         gradient_worker_fraction=gradient_worker_fraction,
         assignment_strategy=assignment_strategy,
     )
+    spread = spread_of(mesh, axis_name, gradient_worker_fraction, assignment_strategy)
     # A weight decay that is an array may be anything: it is traced, or changes between steps.
     decays = not isinstance(weight_decay, (int, float)) or weight_decay != 0
     covered = plan.covered()
@@ -320,7 +324,9 @@ def kfac(
         )
         return jax.tree.unflatten(treedef, moved), new_state
 
-    return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))
+    specs = functools.partial(explicit_state_specs, spread=spread)
+    tx = optax.GradientTransformationExtraArgs(init, update)
+    return across_explicit_axes(tx, spread.explicit_mesh, specs)
 
 
 def plan_leaves(plan: Plan, tree: Any) -> list[Any]:

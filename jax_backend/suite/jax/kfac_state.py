@@ -11,6 +11,7 @@ from suite.core import kfac as core_kfac
 from suite.jax.capture import AllBases
 from suite.jax.factors import Factors
 from suite.jax.factors_state import FactorsState, Shares
+from suite.jax.jaxprs import explicit_specs
 from suite.jax.plan import Plan
 from suite.jax.spread import Spread
 
@@ -83,6 +84,16 @@ def state_specs(state: Any, axes: Any) -> Any:
     def specs(x: Any) -> Any:
         spec = PartitionSpec(axes) if isinstance(x, Shares) else PartitionSpec()
         return jax.tree.map(lambda _: spec, x)
+
+    return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, Shares))
+
+
+def explicit_state_specs(state: Any, spread: Spread) -> Any:
+    """`explicit_specs` of a state whose shares are to be divided, wherever they are now."""
+
+    def specs(x: Any) -> Any:
+        divided = isinstance(x, Shares) and spread.axis_name is None
+        return state_specs(x, spread.axes) if divided else explicit_specs(x)
 
     return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, Shares))
 

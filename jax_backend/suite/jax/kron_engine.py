@@ -15,6 +15,7 @@ from suite.core._namespace import lift
 from suite.core.rounding import stochastic_round
 from suite.core.schedules import advance_clock
 from suite.core.step_size import Clip, clipped, normalized
+from suite.jax.dtypes import at_least_float32
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
 from suite.jax.kron_blocks import Blocks, plan
@@ -61,7 +62,7 @@ class Settings:
     seed: int
 
     def factor_dtype(self, leaf_dtype: Any) -> Any:
-        return self.precond_dtype or jnp.promote_types(leaf_dtype, jnp.float32)
+        return self.precond_dtype or at_least_float32(leaf_dtype)
 
     def layout_on(self, tree: Any) -> Layout:
         sharded = self.layout.axes or self.params_partition_specs is not None
@@ -100,7 +101,7 @@ def init(settings: Settings, params: Any) -> ScaleByKronState:
         jnp.zeros((), jnp.int32),
         jnp.ones((), jnp.float32),
         constrain(mu, settings.params_partition_specs, layout),
-        jnp.zeros((), jnp.result_type(jnp.float32, *jax.tree.leaves(params))),
+        jnp.zeros((), at_least_float32(*map(jnp.result_type, jax.tree.leaves(params)))),
         tuple(start()),
         jnp.zeros((), jnp.int32),
     )
@@ -224,7 +225,7 @@ def _make_pair(
     settings: Settings, static: Blocks, step: jax.Array, params: Any, value_fn: Any
 ) -> tuple[Any, Any]:
     leaves, treedef = jax.tree.flatten(params)
-    wide = jnp.result_type(jnp.float32, *leaves)
+    wide = at_least_float32(*map(jnp.result_type, leaves))
     units = static.part(static.noise(step, noise.PAIR, wide), leaves, static.places(step > 0))
     vector = jax.tree.unflatten(treedef, [v.astype(p.dtype) for v, p in zip(units, leaves, strict=True)])
     return vector, hessian_vector_product(value_fn, params, vector, method=settings.hvp_method)

@@ -16,7 +16,7 @@ from suite.core.statistics import (
     elementwise_second_moment_sum,
     second_moment_sum,
 )
-from suite.jax.jaxprs import varying_alike
+from suite.jax.jaxprs import Multiplier, varying_alike
 from suite.jax.views import (
     Shape,
     Step,
@@ -96,17 +96,39 @@ class Use(NamedTuple):
     y_window: Step | None = None  # what part of the output is its own, where leaves are concatenated
     factor: Factor | None = None  # of the input
     examples: int = 0  # rows of one block with 'reduce'
+    multipliers: tuple[Multiplier, ...] = ()  # of the leaf
+    bias_multipliers: tuple[Multiplier, ...] = ()
 
     @property
     def place(self) -> tuple[Any, ...]:
         """One for each use of a leaf in the program."""
         return self.path, self.out, self.x_window, self.y_window
 
-    def own(self, x: Any, gradient: jax.Array) -> tuple[Any, jax.Array]:
-        """Its part of the product's input and of its output's gradient."""
+    @property
+    def chains(self) -> tuple[tuple[Multiplier, ...], ...]:
+        """Of the weight and the bias; () where neither is multiplied, and x comes without them."""
+        both = self.multipliers, self.bias_multipliers
+        return both if any(both) else ()
+
+    def own(self, layer: Layer, x: Any, gradient: jax.Array) -> tuple[Any, jax.Array, jax.Array | None]:
+        """Its part of the product's input and of its output's gradient, and lengths (d_in,).
+
+        y = (c W) a + c' b is W and b on the coordinates (c a, c'), which the lengths are: of (a, 1).
+        Without a bias the gradient gets c, and A stays what other layers with this input share.
+        """
+        lengths = None
+        if self.chains:
+            x, (c, bias_c) = x
+            if layer.bias is None:
+                gradient = gradient * c.astype(gradient.dtype)
+            else:
+                d_in = layer.sizes[0] - 1
+                lengths = jnp.append(jnp.full(d_in, c), bias_c).astype(gradient.dtype)
         if self.x_window is not None:
             x = apply_steps(x, (self.x_window,))
-        return x, gradient if self.y_window is None else apply_steps(gradient, (self.y_window,))
+        if self.y_window is not None:
+            gradient = apply_steps(gradient, (self.y_window,))
+        return x, gradient, lengths
 
 
 class Layer(NamedTuple):
@@ -185,14 +207,12 @@ def use_sums(
         reduce: one row for each example (the leading axis), not for each position.
     """
     product, dtype = use.product, like.G.dtype
-    x, gradient = use.own(x, gradient.astype(dtype))
+    x, gradient, lengths = use.own(layer, x, gradient.astype(dtype))
     rows = jnp.full(like.rows.shape, float(use.rows), jnp.float32)
     if isinstance(product, Elementwise):
         # A of one entry, 1: each entry of the leaf is a layer with one input by itself.
         diagonal = elementwise_sum(product, x, gradient)
-        count = math.prod(gradient.shape) / max(diagonal.size, 1)
-        rows = jnp.full(like.rows.shape, count, jnp.float32)
-        return Sums(jnp.full((1, 1), count, dtype), diagonal.reshape(1, -1), rows, None)
+        return Sums(jnp.full((1, 1), use.rows, dtype), diagonal.reshape(1, -1), rows, None)
     if reduce and use.rows:
         rows = rows * (example_count(product, x.shape) / use.rows)
     diagonal_A, diagonal_G = layer.diagonal[::-1] if use.transposed else layer.diagonal
@@ -218,7 +238,11 @@ def use_sums(
         if bases is None:
             products = jnp.zeros_like(like.products)
         else:
-            products = second_moment_in_basis(inputs, outputs, *bases, bias=bias)
+            products = second_moment_in_basis(inputs, outputs, *_longer(bases, lengths), bias=bias)
+            if lengths is not None and bases[0] is None:
+                products = products * lengths**2
+    if lengths is not None and A is not None:
+        A = A * (lengths**2 if diagonal_A else lengths[:, None] * lengths)
     return Sums(None if like.A is None else A, G, rows, products)
 
 
@@ -226,7 +250,7 @@ def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Arr
     """(groups, d_out, d_in): what one use adds to the layer's gradient, Σ g aᵀ, for `verify`."""
     product = use.product
     bias = layer.bias is not None
-    x, gradient = use.own(x, gradient)
+    x, gradient, lengths = use.own(layer, x, gradient)
     if isinstance(product, Elementwise):
         given = gradient * x if product.multiplies else product.sign * gradient
         return _to_leaf(product, given).reshape(1, -1, 1)
@@ -239,7 +263,16 @@ def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Arr
     else:
         inputs = input_rows(product, x.astype(gradient.dtype), False)
         matrix = cross_moment_sum(outputs, inputs, bias=bias)
+        matrix = matrix if lengths is None else matrix * lengths
     return jnp.matrix_transpose(matrix) if use.transposed else matrix
+
+
+def _longer(bases: Bases, lengths: jax.Array | None) -> Bases:
+    """Qᵀ (D a) = (D Q)ᵀ a."""
+    vectors_A, vectors_G = bases
+    if lengths is None or vectors_A is None:
+        return bases
+    return vectors_A * lengths[:, None].astype(vectors_A.dtype), vectors_G
 
 
 def input_rows(product: Dense | Convolution, x: jax.Array, reduce: bool) -> jax.Array:

@@ -18,6 +18,7 @@ from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip, clipped
 from suite.jax.boxes import rebox, unbox
+from suite.jax.dtypes import at_least_float32
 from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
@@ -174,7 +175,7 @@ def _scale(
         vector = ravel_pytree(unbox(tree))[0]
         if jnp.iscomplexobj(vector):
             raise ValueError("complex parameters are not covered: give real and imaginary parts")
-        return vector.astype(jnp.promote_types(vector.dtype, jnp.float32))
+        return vector.astype(at_least_float32(vector.dtype))
 
     def init(params: Any) -> ScaleByVectorState:
         momentum = jnp.zeros_like(on_automatic_axes(flat, params))

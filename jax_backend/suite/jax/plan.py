@@ -12,6 +12,7 @@ import numpy as np
 
 from suite.core.routing import Route, Routing, describe_factors
 from suite.jax import jaxprs
+from suite.jax.dtypes import at_least_float32
 from suite.jax.find_layers import Site, Uses
 from suite.jax.layers import Elementwise, Layer, LayerSums, Lookup, empty_sums
 from suite.jax.views import Signature, overlap, signature
@@ -49,7 +50,7 @@ class Plan:
 
     def dtype(self, layer: Layer) -> Any:
         """Of a layer's statistics."""
-        return jnp.promote_types(self.dtypes[layer.leaf], jnp.float32)
+        return at_least_float32(self.dtypes[layer.leaf])
 
     def no_statistics(self, *, products: bool = False) -> Statistics:
         """Statistics of nothing: for the branch of a `lax.cond` that computes none.
@@ -162,10 +163,13 @@ class _Assembly:
         """Why a leaf is not covered, whatever its products are; '' if nothing speaks against it."""
         if self.names[leaf] in self.plain:
             return "named in `plain`"
+        products = [s for s in sites if not isinstance(s.use.product, Elementwise)]
         if leaf in self.uses.others and leaf not in self.uses.by_hand:
             kinds = ", ".join(dict.fromkeys(self.uses.others[leaf]))
-            return f"a layer's weight, but also used by {kinds}" if sites else f"used by {kinds}"
-        products = [s for s in sites if not isinstance(s.use.product, Elementwise)]
+            if not sites:
+                return f"used by {kinds}"
+            how = "a layer's weight" if products else "added or multiplied elementwise"
+            return f"{how}, but also used by {kinds}"
         if products and leaf in self.uses.biases:
             return "both weight and bias"
         if not jnp.issubdtype(self.dtypes[leaf], jnp.floating):
@@ -228,7 +232,12 @@ class _Assembly:
             sizes[0] > self.max_factor_size or counts(main) or elementwise,
             sizes[1] > self.max_factor_size or counts(other) or elementwise,
         )
-        uses = tuple(s.use._replace(transposed=transposed) for s, transposed in block)
+        sums = () if bias is None else self.uses.biases[bias]
+        beside = {u.site.use.place: u.instead.use.multipliers for u in sums}
+        uses = tuple(
+            s.use._replace(transposed=transposed, bias_multipliers=beside.get(s.use.place, ()))
+            for s, transposed in block
+        )
         name = self.names[leaf] if number is None else f"{self.names[leaf]} part {number}"
         return Layer(name, leaf, site.view, bias, groups, sizes, diagonal, uses, None)
 
@@ -241,6 +250,8 @@ class _Assembly:
         for layer in sorted(layers, key=lambda layer: order.get(layer.uses[0].place, len(order))):
             use = layer.uses[0]
             if len(layer.uses) > 1 or isinstance(use.product, (Elementwise, Lookup)):
+                continue
+            if use.chains and layer.bias is not None:  # the rows of its A are multiplied
                 continue
             site = site_of[use.place]
             product = use.product._replace(**_without_output(use.product))
@@ -269,9 +280,16 @@ def _oriented(members: list[tuple[Site, bool]]) -> list[tuple[Site, bool]]:
 
 
 def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ...]:
-    """The covered layers whose products come last: those in branches, back to one that always runs."""
+    """The covered layers whose products come last: those in branches, back to one that always runs.
+
+    Where none is covered, those that are added or multiplied elementwise.
+    """
     owner = {u.place: layer for layer in layers for u in layer.uses}
-    products = [s for s in uses.sites if not isinstance(s.use.product, Elementwise)]
+    sites = [*uses.sites, *(u.instead for own in uses.biases.values() for u in own)]
+    sites.sort(key=lambda site: site.use.path)  # as they run
+    products = [s for s in sites if not isinstance(s.use.product, Elementwise)]
+    if not any(s.use.place in owner for s in products):
+        products = [*(s for s in sites if s not in products), *products]
     found: list[Last] = []
     for site in reversed(products):
         layer = owner.get(site.use.place)

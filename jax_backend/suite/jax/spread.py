@@ -51,6 +51,22 @@ class Spread:
         return self.mesh.axis_names
 
     @property
+    def explicit_mesh(self) -> Mesh | None:
+        """The mesh, where results have its axes in their types."""
+        if self.alone or self.axis_name is not None:
+            return None
+        return self.mesh if getattr(self.mesh, "explicit_axes", ()) else None
+
+    @property
+    def automatic_mesh(self) -> Mesh:
+        """The mesh for programs, which run as if explicit axes were automatic: JAX wants them alike."""
+        assert self.mesh is not None
+        if self.explicit_mesh is None:
+            return self.mesh
+        kinds = (jax.sharding.AxisType.Auto,) * len(self.mesh.axis_names)
+        return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=kinds)
+
+    @property
     def devices(self) -> int:
         if self.mesh is None:
             return axis_size(self.axes)
@@ -70,10 +86,21 @@ class Spread:
 
     def divided(self, x: jax.Array) -> jax.Array:
         """(devices, ...) with a row on each device."""
-        if self.axis_name is not None:  # the user's `shard_map` does that
+        # The user's `shard_map` does that, or `on_explicit_mesh`.
+        if self.axis_name is not None or self.explicit_mesh is not None:
             return x
         assert self.mesh is not None
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(self.axes)))
+
+    def on_explicit_mesh(self, tree: Any, specs: Any) -> Any:
+        """A new state, with the axes of the explicit mesh in its types; without such a mesh as it is.
+
+        By a transfer: nothing else tells `jax.jit` which devices an explicit mesh is of.
+        """
+        mesh = self.explicit_mesh
+        if mesh is None:
+            return tree
+        return jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
 
     def rows_here(self) -> int:
         """Rows of a divided array that the program sees: one inside the user's `shard_map`."""
@@ -95,7 +122,7 @@ class Spread:
         if self.axis_name is not None:
             return function(own, common)
         specs = PartitionSpec(self.axes), PartitionSpec()
-        return on_devices(function, self.mesh, specs, specs)(own, common)
+        return on_devices(function, self.automatic_mesh, specs, specs)(own, common)
 
     # ---- inside of them ------------------------------------------------------------------------
 
