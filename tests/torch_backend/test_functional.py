@@ -403,6 +403,95 @@ class Gained(nn.Linear):
         return F.linear(input, weight, self.bias)
 
 
+class LowRank(nn.Linear):
+    """With parameters beside its weight."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.down = nn.Parameter(0.5 * torch.randn(2, sizes[0]))
+        self.up = nn.Parameter(0.5 * torch.randn(sizes[1], 2))
+        self.gain = nn.Parameter(torch.ones(sizes[1]))
+
+    def forward(self, input):
+        return super().forward(input) * self.gain + input @ self.down.T @ self.up.T
+
+
+class Around(nn.Module):
+    """The same, around a layer that torch runs."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.down, self.up, self.gain = inner.down, inner.up, inner.gain
+        self.linear = nn.Linear(inner.in_features, inner.out_features)
+        self.linear.load_state_dict({"weight": inner.weight, "bias": inner.bias})
+
+    def forward(self, input):
+        return self.linear(input) * self.gain + input @ self.down.T @ self.up.T
+
+
+def test_parameters_beside_a_layers_weight_are_free_parameters():
+    x = inputs(sequences)
+    order = ["body.down", "body.up", "body.gain"]
+    model = built(lambda: LowRank(4, 3), 3)
+    around = copy.deepcopy(model)
+    around.body = Around(around.body).double()
+    found, kfac = trained(model, x)
+    expected, _ = trained(around, x)
+    assert_same([[*own[2:5], *own[:2], *own[5:]] for own in found], expected)
+    assert [kfac.routing()[name].treatment for name in order] == ["kfac"] * 3
+    model = built(lambda: LowRank(4, 3), 3)
+    model.body.weight.requires_grad_(False)
+    model.body.bias.requires_grad_(False)
+    routing = trained(model, x)[1].routing()
+    assert [routing[name].treatment for name in order] == ["kfac"] * 3
+    assert routing["body.weight"].treatment == "frozen"
+
+
+class Perturbed(nn.Linear):
+    """Of a weight with something added that has no gradient."""
+
+    def __init__(self, *sizes, how, **settings):
+        super().__init__(*sizes, **settings)
+        self.how = how
+
+    def forward(self, input):
+        return F.linear(input, self.how(self.weight), self.bias)
+
+
+def noise_like(weight):
+    return torch.linspace(-1, 1, weight.numel()).to(weight).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda w: w + ((8 * w).round() / 8 - w).detach(),
+        lambda w: (w.sign() - w).detach() + w,
+        lambda w: 1.0 * w - noise_like(w),
+        lambda w: w + noise_like(w[0]),
+    ],
+)
+def test_what_is_added_to_a_weight_without_a_gradient_leaves_its_own(how, bias):
+    x = inputs(numbers)
+    model = built(lambda: Perturbed(4, 3, bias=bias, how=how), 3)
+    A, G, g = body_and_gradients(model, x, lambda y: y)
+    a = with_one(x) if bias else x
+    assert_exact(A, a.T @ a / len(x))
+    assert_exact(G, g.T @ g)
+
+
+@pytest.mark.parametrize(
+    "how", [torch.Tensor.tanh, lambda w: w + w.tanh(), lambda w: w + w.detach() * w]
+)
+def test_what_is_added_to_a_weight_with_a_gradient_waits(how):
+    model = built(lambda: Perturbed(4, 3, how=how), 3)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(inputs(numbers)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="'body'"):
+        kfac.step()
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_rows_have_factors_of_their_own_where_no_bias_is_beside_them(in_place):
     """By the chain rule: dL/dw = c dL/dw'."""
@@ -466,6 +555,9 @@ MISSED = {
     "one transpose, twice": lambda x, W, b: twice(x, W.T) + F.linear(x, W, b),
     "half, and a function of it": lambda x, W, b: F.linear(x, W / 2, b) + F.linear(x, W.abs()),
     "half, and a product": lambda x, W, b: F.linear(x, W / 2, b) + torch.einsum("bi,oi->bo", x, W),
+    "rounded, straight through, and a function of it": lambda x, W, b: (
+        F.linear(x, W + (W.sign() - W).detach(), b) + F.linear(x, W.abs())
+    ),
     "one cast, twice": lambda x, W, b: F.linear(x, C := W.clone(), b) + x @ C,
 }
 OTHERS = {
@@ -473,8 +565,7 @@ OTHERS = {
     "F.linear of a transpose": lambda x, W, b: F.linear(x, W.T, b),
     "F.linear of half a transpose": lambda x, W, b: F.linear(x, 0.5 * W.T, b),
     "F.linear of rows in another order": lambda x, W, b: F.linear(x, W.flip(0) + 0, b),
-    "noise": lambda x, W, b: F.linear(x, W + torch.ones(4, 4), b),
-    "rounded, straight through": lambda x, W, b: F.linear(x, W + (W.sign() - W).detach(), b),
+    "a function of it, not detached": lambda x, W, b: F.linear(x, W + (W.tanh() - W), b),
     "columns": lambda x, W, b: F.linear(x, W * torch.arange(4.0), b),
     "a mask": lambda x, W, b: F.linear(x, torch.ones(4, 4).tril() * W, b),
     "its inverse": lambda x, W, b: F.linear(x, 1 / W, b),

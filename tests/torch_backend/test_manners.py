@@ -778,3 +778,27 @@ def test_a_layer_that_the_optimizer_moves_later_is_covered_from_then_on():
     plain = model[0].weight.grad.clone()
     kfac.step()
     assert not torch.allclose(model[0].weight.grad, plain)
+
+
+def test_gradients_without_a_backward_pass_are_an_error_that_says_what_made_them():
+    def attached():
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        return model, KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    x = torch.randn(5, 3)
+    model, kfac = attached()
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    found = grad(lambda p: functional_call(model, p, x).square().mean())(values)
+    for name, p in model.named_parameters():
+        p.grad = found[name]
+    with pytest.raises(RuntimeError, match=r"gradients from torch\.func have none"):
+        kfac.step()
+
+    model, kfac = attached()
+    model(x).square().mean().backward()
+    gradients = [p.grad for p in model.parameters()]
+    kfac.zero_grad()
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        p.grad = gradient
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) forgets the pass before it"):
+        kfac.step()

@@ -181,7 +181,8 @@ class LayerCapture:
         self.running = 0  # calls of its modules that are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
         self.calls_of_made = 0  # of these, those of something made of the weight in its place
-        self.uses_to_make = 0  # in the first step, of the weight, to make that
+        self.uses = 0  # in the first step, of the weight
+        self.uses_to_make = 0  # of these, those to make that
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
         self.dtype = dtype

@@ -155,6 +155,9 @@ class FoundLayers:
                 )
             elif isinstance(module, _KINDS):
                 self._module(name, module, own)
+                beside = {key: p for key, p in own.items() if key not in ("weight", "bias")}
+                if beside and _forward_of_its_own(module):  # low-rank terms, gains
+                    self._free_parameters(name, parents[raw], beside)
             elif isinstance(module, _HIDDEN):
                 self._say(module, _why_hidden(module))
             elif _is_linear_by_another_name(module, own):
@@ -169,7 +172,7 @@ class FoundLayers:
     def _module(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """One module of a known kind."""
         kind = next(k for k in _KINDS if isinstance(module, k))
-        own_forward = type(module).forward is not kind.forward or "forward" in vars(module)
+        own_forward = _forward_of_its_own(module)
         if own_forward and kind not in _FUNCTIONS:
             self._say(module, f"this {type(module).__name__} has a forward of its own")
             return
@@ -641,6 +644,12 @@ def _why_hidden(module: nn.Module) -> str:
         if isinstance(module, base):
             return f"a subclass of nn.{kind} hides its steps: derive it from suite.torch.{kind}"
     return f"{type(module).__name__} is not a kind of layer K-FAC covers"
+
+
+def _forward_of_its_own(module: nn.Module) -> bool:
+    """Whether a module of a known kind runs something else than its kind does."""
+    kind = next(k for k in _KINDS if isinstance(module, k))
+    return type(module).forward is not kind.forward or "forward" in vars(module)
 
 
 def _is_linear_by_another_name(module: nn.Module, own: Mapping[str, nn.Parameter]) -> bool:

@@ -30,6 +30,7 @@ _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to
 _PRODUCTS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 _CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _RESHAPE = {T.reshape, torch.reshape, T.view, T.flatten, torch.flatten, T.unflatten, torch.unflatten}
+_DETACH = {torch.detach, T.detach}
 _LIKE = {T.view_as, T.reshape_as, T.expand_as}
 # By function: the names of its arguments, by which it may be called.
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
@@ -212,6 +213,19 @@ class FunctionCapture(ModeAround):
         if capture.clock.discovering and not torch.compiler.is_compiling():
             capture.uses_to_make += 1
 
+    def uses_so_far(self) -> list[tuple[int, int]]:
+        """Of each weight, and of these, those on the way to what may take its place."""
+        if torch.compiler.is_compiling():
+            return [(0, 0)] * len(self.uses)  # which nobody counts
+        return [(capture.uses, capture.uses_to_make) for capture, _ in self.uses]
+
+    def passes_straight(self, place: int, before: tuple[int, int]) -> None:
+        """Uses since made what was added to a weight, detached: w + (w.round() - w).detach()."""
+        capture, _ = self.uses[place]
+        if capture.clock.discovering and not torch.compiler.is_compiling():
+            uses, to_make = before
+            capture.uses_to_make = to_make + capture.uses - uses
+
     def meet(
         self,
         places: list[int],
@@ -272,6 +286,8 @@ class _Watching(TorchFunctionMode):
         self.known: list[_Known] = []
         self.products: list[_Product] = []
         self.made: list[_Made] = []
+        self.detached: list[torch.Tensor] = []
+        self.before = around.uses_so_far()
         for place, (capture, index) in enumerate(around.uses):
             site = capture.layer.sites[index]
             module: Any = site.module
@@ -287,7 +303,11 @@ class _Watching(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
-        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+        if not isinstance(output, torch.Tensor):
+            return output
+        if function in _DETACH:
+            self.detached.append(output)
+        if not output.requires_grad:
             return output
         if packs_with() is not self.saving or in_traced_graph():
             return output  # a checkpoint inside of the forward runs its part again without this mode
@@ -331,6 +351,10 @@ class _Watching(TorchFunctionMode):
             scale = _scale(function, args, kwargs, at[0], made)
             if scale is not None:
                 found.append(made.after(scale, output))
+            straight = [y for y in self.detached if scale is not None and any([x is y for x in args])]  # noqa: C419
+            if straight:
+                self.around.passes_straight(made.place, self.before[made.place])
+                continue
             if not made.is_weight or output._base is made.weight:
                 continue
             rows = made.weight.shape[0]
@@ -386,7 +410,11 @@ def _scale(function: Any, args: Any, kwargs: Any, at: int, made: _Made) -> Any:
         return gain * (x.flatten(2).var((0, 2), unbiased=False) + given.get("eps", 1e-5)).rsqrt()
     if len(args) != 2 or kwargs or args[0] is args[1]:
         return None
-    other = _of_rows(args[1 - at], x, axis)
+    other = args[1 - at]
+    constant = isinstance(other, torch.Tensor) and not other.requires_grad
+    if function in SUMS and constant and torch.broadcast_shapes(other.shape, x.shape) == x.shape:
+        return 1.0  # as in w + (w.round() - w).detach()
+    other = _of_rows(other, x, axis)
     if other is None:
         return None
     if function in SUMS:

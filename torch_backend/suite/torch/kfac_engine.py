@@ -510,16 +510,17 @@ class KFACEngine:
         """
         said = "K-FAC saw no layer run in training mode with gradients since the last step"
         why = (
-            "A model that torch.compile has compiled before K-FAC was attached loses its hooks: attach "
-            "first, or call torch._dynamo.reset()"
+            "A model that torch.compile has compiled before K-FAC was attached loses its hooks (attach "
+            "first, or call torch._dynamo.reset()), and gradients from torch.func have none"
         )
         if all(layer.spec.kind == "free" for layer in self.layers):
             names = ", ".join(repr(layer.name) for layer in self.layers)
             why = f"K-FAC does not know the operations in which {names} are used: see skip_layers"
         elif self.clock.positions:
             why = (
-                "Its hooks ran, so these gradients were made without them: torch.autograd.grad and "
-                "backward(inputs=...) compute what they are asked for alone. Call loss.backward()"
+                "Its hooks ran, so these gradients are not those of a backward pass since: "
+                "torch.autograd.grad and backward(inputs=...) compute what they are asked for alone "
+                "(call loss.backward()), and kfac.zero_grad() forgets the pass before it"
             )
         if self.clock.sampled:
             said = "K-FAC saw no backward pass through the model's output since the last step"

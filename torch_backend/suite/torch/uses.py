@@ -33,7 +33,6 @@ class UseCounter(ModeAround):
             and c.layer.weight.stop is None
             and all(site.module is site.owner and not site.scaling for site in c.layer.sites)
         ]
-        self.counts: dict[int, int] = {}
 
     def make_mode(self) -> _Counting | None:
         clock = self.captures[0].clock if self.captures else None
@@ -42,16 +41,14 @@ class UseCounter(ModeAround):
             return None
         if not self.model.training or not torch.is_grad_enabled():
             return None
-        return _Counting({id(c.layer.weight.parameter) for c in self.captures}, self.counts)
+        return _Counting({id(c.layer.weight.parameter): c for c in self.captures})
 
     def strays(self) -> list[str]:
         """The layers whose weights were used more often than the layers ran."""
         return [
             c.layer.name
             for c in self.captures
-            if c.calls > 0
-            and self.counts.get(id(c.layer.weight.parameter), 0) - c.uses_to_make
-            > c.calls - c.calls_of_made
+            if c.calls > 0 and c.uses - c.uses_to_make > c.calls - c.calls_of_made
         ]
 
     def detach(self) -> None:
@@ -62,9 +59,9 @@ class UseCounter(ModeAround):
 
 
 class _Counting(TorchFunctionMode):
-    def __init__(self, watched: set[int], counts: dict[int, int]) -> None:
+    def __init__(self, watched: dict[int, LayerCapture]) -> None:
         super().__init__()
-        self.watched, self.counts = watched, counts
+        self.watched = watched  # by the weight's id
         self.casts: dict[int, tuple[torch.Tensor, int]] = {}  # a weight's, and which
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,7 +77,7 @@ class _Counting(TorchFunctionMode):
             return output  # a view: what takes it is the use
         for weight in [self._weight(operand) for operand in (*args, *kwargs.values())]:
             if weight:
-                self.counts[weight] = self.counts.get(weight, 0) + 1
+                self.watched[weight].uses += 1
         return output
 
     def _weight(self, operand: Any) -> int:
