@@ -233,7 +233,7 @@ def test_gradients_that_were_asked_for_alone_are_an_error_that_says_so():
     kfac = KFAC(model)
     loss = F.cross_entropy(model(torch.randn(9, 4)), torch.arange(9) % 3)
     loss.backward(inputs=list(model.parameters()))
-    with pytest.raises(RuntimeError, match=r"Call loss.backward\(\)"):
+    with pytest.raises(RuntimeError, match=r"call loss.backward\(\)"):
         kfac.step()
 
 
