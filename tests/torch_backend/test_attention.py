@@ -173,7 +173,7 @@ def test_attention_runs_as_torch_does_in_eval_and_after_detach():
     kfac = KFAC(model)
     model.eval(), reference.eval()
     torch.testing.assert_close(model(*inputs), reference(*inputs), rtol=0, atol=0)
-    assert kfac._engine.take_statistics() == [None] * 5
+    assert kfac._engine.capture.take_statistics() == [None] * 5
     kfac.detach()
     assert "forward" not in model.attention.__dict__
 

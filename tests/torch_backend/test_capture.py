@@ -45,7 +45,7 @@ def double(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def taken(kfac: KFAC) -> list[statistics.LayerStatistics]:
-    found = kfac._engine.take_statistics()
+    found = kfac._engine.capture.take_statistics()
     assert all(one is not None for one in found)
     return [one.main for one in found]
 
@@ -95,7 +95,7 @@ def test_eval_no_grad_and_frozen_input_leave_no_trace():
     with torch.no_grad():
         model(torch.randn(4, 3))
     model(torch.randn(4, 3))  # a forward pass without a backward pass
-    assert kfac._engine.take_statistics() == [None, None]
+    assert kfac._engine.capture.take_statistics() == [None, None]
 
 
 def test_steps_between_factor_updates_capture_nothing():
@@ -104,7 +104,7 @@ def test_steps_between_factor_updates_capture_nothing():
     seen = []
     for _ in range(4):
         model(torch.randn(4, 3)).sum().backward()
-        seen.append(kfac._engine.captures[0].G.grad is not None)
+        seen.append(kfac._engine.capture.by_layer[0].G.grad is not None)
         kfac.step()
     assert seen == [True, False, True, False]
 
@@ -246,7 +246,7 @@ def test_copies_of_the_model_do_not_feed_the_original():
     kfac = KFAC(model)
     twin = copy.deepcopy(model)
     twin(torch.randn(4, 3)).sum().backward()
-    assert kfac._engine.take_statistics() == [None]
+    assert kfac._engine.capture.take_statistics() == [None]
     KFAC(twin)  # and can have a K-FAC of its own
 
 
@@ -373,7 +373,7 @@ def test_a_bias_whose_weight_is_frozen_lets_inputs_change_in_place():
     y = layer(x)
     x.add_(1)
     y.sum().backward()
-    assert kfac._engine.take_statistics()[0] is not None
+    assert kfac._engine.capture.take_statistics()[0] is not None
 
 
 def test_training_in_eval_mode_is_reported():
@@ -416,7 +416,8 @@ def test_the_number_of_terms_survives_checkpointing_and_an_uncovered_head(reentr
     kfac = KFAC(model, skip_layers=skip)
     x = torch.randn(5, 1, 7, dtype=torch.float64, requires_grad=True)
     model(x).square().mean().backward()
-    assert float(kfac._engine._terms(kfac._engine.take_statistics())) == pytest.approx(5)
+    taken = kfac._engine.capture.take_statistics()
+    assert float(kfac._engine.agreements.terms_of(taken)) == pytest.approx(5)
     kfac.detach()
     assert all(not module._forward_hooks for module in model.modules())
 
@@ -435,7 +436,7 @@ def test_gradients_do_not_depend_on_whether_statistics_are_captured():
     for wanted in (True, False):
         model = double(lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)))
         kfac = KFAC(model)
-        kfac._engine.clock.wanted = wanted
+        kfac._engine.capture.clock.wanted = wanted
         model(torch.ones(3, 4, dtype=torch.float64)).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):

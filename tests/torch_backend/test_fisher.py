@@ -310,7 +310,7 @@ def test_the_extra_passes_leave_the_users_gradients_and_reach_no_parameter(optio
     assert len(visits) == 4
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
-    assert all(one is not None for one in kfac._engine.take_statistics())
+    assert all(one is not None for one in kfac._engine.capture.take_statistics())
 
 
 FISHERS = {"empirical": {}, "type-2": {"fisher": "type-2", "likelihood": "categorical"}}

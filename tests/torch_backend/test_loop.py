@@ -125,7 +125,7 @@ def test_a_loss_scale_leaves_statistics_unscaled():
         kfac = KFAC(model, grad_scaler=lambda scale=scale: scale)
         x, y = data(0)
         (F.cross_entropy(model(x), y) * scale).backward()
-        taken.append(kfac._engine.take_statistics(lambda scale=scale: scale))
+        taken.append(kfac._engine.capture.take_statistics(lambda scale=scale: scale))
         kfac.detach()
     for a, b in zip(*taken, strict=True):
         assert a.main.A.dtype == a.main.G.dtype == torch.float32
@@ -163,7 +163,7 @@ def test_a_copy_of_the_model_computes_the_same_and_captures_nothing(copied):
     torch.testing.assert_close(average(x), model(x), rtol=1e-12, atol=1e-12)
     kfac.reset_batch()
     average(x).sum().backward()
-    assert all(taken is None for taken in kfac._engine.take_statistics())
+    assert all(taken is None for taken in kfac._engine.capture.take_statistics())
     other = KFAC(average)  # a copy can have a K-FAC of its own
     step(average, other, *data(2))
 

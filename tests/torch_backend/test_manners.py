@@ -571,10 +571,10 @@ def test_what_the_optimizer_refuses_leaves_the_captures_as_they_were():
 
     kfac, other = trained(1.0), trained(10.0).state_dict()
     other["param_groups"] = []
-    before = copy.deepcopy((kfac.state_dict(), kfac._engine.captures[0].bases))
+    before = copy.deepcopy((kfac.state_dict(), kfac._engine.capture.by_layer[0].bases))
     with pytest.raises(ValueError, match="parameter group"):
         kfac.load_state_dict(other)
-    assert same(before, (kfac.state_dict(), kfac._engine.captures[0].bases))
+    assert same(before, (kfac.state_dict(), kfac._engine.capture.by_layer[0].bases))
 
 
 # ---- mistakes that would train nothing, or something else ------------------------------------------

@@ -157,7 +157,7 @@ def test_a_reset_batch_leaves_no_statistics():
     kfac = KFACPreconditioner(model)
     F.cross_entropy(model(torch.randn(4, 2, 6, 6, dtype=T64)), torch.zeros(4).long()).backward()
     kfac.reset_batch()
-    assert all(taken is None for taken in kfac._engine.take_statistics())
+    assert all(taken is None for taken in kfac._engine.capture.take_statistics())
 
 
 def test_factors_alone_give_inverses_back():

@@ -192,7 +192,7 @@ def test_metrics_copies_and_directions_from_rows_agree(monkeypatch):
             x = torch.randn(6, 40, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
             model(x).square().mean().backward()
             kfac.step()
-        assert all(kept.refusals == 0 for kept in kfac._engine.kept.values())
+        assert all(kept.refusals == 0 for kept in kfac._engine.capture.kept.values())
         found.append((model, kfac.metrics()["layers"]))
     assert_same_parameters(found[0][0], found[1][0])
     for name, record in found[0][1].items():

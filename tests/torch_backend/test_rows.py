@@ -365,10 +365,10 @@ def test_a_random_subset_of_rows_is_unbiased(name):
     for max_rows in (None, 6):
         kfac = KFAC(model, max_rows=max_rows)
         for step in range(steps if max_rows else 1):
-            kfac._engine.clock.count.fill_(step)
+            kfac._engine.capture.clock.count.fill_(step)
             model.zero_grad()
             loss_of(model(x)).backward()
-            sums = kfac._engine.take_statistics()[0].main
+            sums = kfac._engine.capture.take_statistics()[0].main
             statistics.append(torch.cat([sums.A.flatten(), sums.G.flatten(), sums.rows[None]]))
         kfac.detach()
     full, samples = statistics[0], torch.stack(statistics[1:])
@@ -401,10 +401,10 @@ def test_a_random_subset_of_examples_is_unbiased(name):
         kfac = KFAC(model, max_examples=None if noise is None else 3, **settings)
         if noise is not None:
             chosen = stratified(torch.tensor(noise), 6)
-            kfac._engine.clock.chosen = lambda *args, chosen=chosen: chosen
+            kfac._engine.capture.clock.chosen = lambda *args, chosen=chosen: chosen
         model.zero_grad()
         loss_of(model(x)).backward()
-        sums = kfac._engine.take_statistics()[0].main
+        sums = kfac._engine.capture.take_statistics()[0].main
         found[noise] = torch.cat([sums.A.flatten(), sums.G.flatten(), sums.rows[None]])
         kfac.detach()
     expected, samples = found.pop(None), torch.stack(list(found.values()))
@@ -417,10 +417,10 @@ def test_examples_are_drawn_anew_in_every_step():
     model, x = double(lambda: nn.Conv2d(2, 3, 3)), numbers(8, 2, 4, 4)
     kfac, found = KFAC(model, max_examples=4), []
     for step in range(6):
-        kfac._engine.clock.count.fill_(step)
+        kfac._engine.capture.clock.count.fill_(step)
         model.zero_grad()
         loss_of(model(x)).backward()
-        found.append(kfac._engine.take_statistics()[0].main.A)
+        found.append(kfac._engine.capture.take_statistics()[0].main.A)
     assert len({tuple(A.flatten().tolist()) for A in found}) > 2  # of sixteen that there are
 
 

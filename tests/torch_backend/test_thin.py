@@ -277,19 +277,20 @@ def test_rows_of_passes_that_no_step_uses_do_not_pile_up(monkeypatch):
     kfac = KFAC(model, compute_method="inverse")
     for _ in range(20):
         model(torch.randn(ROWS, 24, dtype=torch.float64)).square().mean().backward()
-        assert all(sum(p.x.shape[0] for p in k.pairs) <= 2 * ROWS for k in kfac._engine.kept.values())
+        kept = kfac._engine.capture.kept.values()
+        assert all(sum(p.x.shape[0] for p in k.pairs) <= 2 * ROWS for k in kept)
     kfac.zero_grad()
-    assert all(not k.pairs and not k.made for k in kfac._engine.kept.values())
+    assert all(not k.pairs and not k.made for k in kfac._engine.capture.kept.values())
 
 
 def test_rows_are_kept_only_where_inverses_are_and_layers_are_large(monkeypatch):
-    assert not KFAC(Model(), compute_method="eigen")._engine.kept
+    assert not KFAC(Model(), compute_method="eigen")._engine.capture.kept
     with monkeypatch.context() as patch:
         patch.setattr("suite.torch.thin.SMALLEST", 32 * 32 * 64)
-        kept = KFAC(Model(), compute_method="inverse")._engine.kept.values()
+        kept = KFAC(Model(), compute_method="inverse")._engine.capture.kept.values()
         assert [k.layer.name for k in kept] == ["again"]
     kfac = KFAC(Model(), compute_method="inverse")
-    assert len(kfac._engine.kept) == 4
+    assert len(kfac._engine.capture.kept) == 4
     model = kfac._engine.model
     kfac.detach()
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())

@@ -164,7 +164,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
                     if "not require grad" not in str(error):  # else it asks for derivatives itself
                         raise
                 self._differentiates = True
-            with torch.enable_grad(), self.kfac._engine.clock.paused(), replayed():
+            with torch.enable_grad(), self.kfac._engine.capture.clock.paused(), replayed():
                 return evaluate()
 
         try:

@@ -18,7 +18,7 @@ from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.noise import unit_noise
 from suite.torch.dtensors import kept_whole, sharded_modules
 from suite.torch.hooks import Hook, in_backward
-from suite.torch.kfac_engine import KFACEngine
+from suite.torch.model_capture import ModelCapture
 
 _LARGEST = 1024.0  # of a sampled gradient by an output: layers before it add up to 64 of float16's range
 FisherType = Literal["empirical", "mc", "type-2"]
@@ -31,7 +31,7 @@ class FisherSampler:
     def __init__(
         self,
         model: nn.Module,
-        engine: KFACEngine,
+        capture: ModelCapture,
         *,
         fisher: FisherType,
         likelihood: Likelihood,
@@ -41,7 +41,7 @@ class FisherSampler:
         loss_scale: Callable[[], float],
     ) -> None:
         self.model = weakref.ref(model)
-        self.captures, self.clock = engine.captures, engine.clock
+        self.captures, self.clock = capture.by_layer, capture.clock
         self.fisher, self.likelihood, self.output_of = fisher, likelihood, output_of
         self.samples, self.seed, self._loss_scale = samples, seed, loss_scale
         narrow = likelihood.variance**0.5 if isinstance(likelihood, Gaussian) else 1.0

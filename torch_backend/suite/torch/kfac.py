@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
 from torch import nn
 
 from suite.core import kfac as core_kfac
-from suite.core.checks import check_choice, check_integer, check_number
+from suite.core.checks import check_choice
 from suite.core.routing import Routing
+from suite.torch.agreement import Agreement, Terms
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import check_dtype, warn_user
+from suite.torch.checks import warn_user
 from suite.torch.collectives import SameGroup
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.inplace import HOST_DEVICES
-from suite.torch.kfac_engine import RANK_STRIDE, Agreement, KFACEngine
+from suite.torch.kfac_engine import RANK_STRIDE, KFACEngine
 from suite.torch.settings import (
-    SHARINGS,
     AssignmentStrategy,
     ComputeMethod,
     DistributedStrategy,
     check_hyperparameter,
+    check_model_and_optimizer,
     check_period_of_ekfac,
+    check_settings,
     choice_of,
     likelihood_of,
     ranks_of,
@@ -194,7 +195,7 @@ class KFAC(torch.optim.Optimizer):
         packed_factors: bool = False,
         max_factor_size: int = 8192,
         loss_reduction: str = "mean",
-        terms: float | torch.Tensor | Callable[[], float | torch.Tensor] | None = None,
+        terms: Terms = None,
         grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
         gradient_worker_fraction: DistributedStrategy | str | float | None = None,
         assignment_strategy: AssignmentStrategy | str = AssignmentStrategy.COMPUTE,
@@ -210,84 +211,6 @@ class KFAC(torch.optim.Optimizer):
     ) -> None:
         if isinstance(process_group, SameGroup):
             process_group = process_group.group
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            kind = type(optimizer).__name__
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {kind}")
-        if isinstance(skip_layers, str):
-            raise TypeError(f"skip_layers must be a list of patterns, got the string {skip_layers!r}")
-        if skip_layers is not None and not isinstance(skip_layers, Iterable):
-            raise TypeError(f"skip_layers must be a list of patterns, got {skip_layers!r}")
-        method = choice_of("compute_method", compute_method, ComputeMethod)
-        rule = core_kfac.KFAC(method)
-        rule.check_warm_start(warm_start)
-        check_integer("max_factor_size", max_factor_size, at_least=1)
-        check_choice("loss_reduction", loss_reduction, ("mean", "sum", "global_mean"))
-        check_number("allreduce_bucket_cap_mb", allreduce_bucket_cap_mb, at_least=0)
-        check_choice("fisher", fisher, ("empirical", "mc", "type-2"))
-        check_choice("factor_scaling", factor_scaling, ("fisher", "kfac_pytorch"))
-        check_integer("fisher_samples", fisher_samples, at_least=1)
-        if terms is not None and fisher != "empirical":
-            raise ValueError(f"terms must be None with fisher={fisher!r}, which counts its own")
-        if terms is not None and not callable(terms) and not isinstance(terms, torch.Tensor):
-            check_number("terms", terms, above=0)
-        check_integer("seed", seed, at_least=0)
-        check_integer("accumulation_steps", accumulation_steps, at_least=1)
-        if max_rows is not None:
-            check_integer("max_rows", max_rows, at_least=1)
-            if weight_sharing == "reduce":
-                raise ValueError(
-                    "max_rows must be None with weight_sharing='reduce', whose rows are those of whole "
-                    f"examples, got {max_rows}"
-                )
-        if max_examples is not None:
-            check_integer("max_examples", max_examples, at_least=1)
-        kinds = weight_sharing if isinstance(weight_sharing, Mapping) else {"": weight_sharing}
-        for kind, value in kinds.items():
-            check_choice(f"weight_sharing[{kind!r}]" if kind else "weight_sharing", value, SHARINGS)
-        for name, flag in (
-            ("compute_eigenvalue_outer_product", compute_eigenvalue_outer_product),
-            ("spread_inverses", spread_inverses),
-            ("colocate_factors", colocate_factors),
-            ("symmetry_aware", symmetry_aware),
-            ("packed_factors", packed_factors),
-            ("update_factors_in_hook", update_factors_in_hook),
-            ("compute_factor_in_hook", compute_factor_in_hook),
-        ):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be True or False, got {flag!r}")
-        if output_of is not None and not callable(output_of):
-            raise TypeError(f"output_of must be a function or None, got {output_of!r}")
-        check_integer("loglevel", loglevel, at_least=0)
-        if optimizer is not None:
-            closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-            if closure is not None and closure.default is inspect.Parameter.empty:
-                kind = type(optimizer).__name__
-                raise ValueError(
-                    f"optimizer must step without evaluating the model again, got {kind}, whose step "
-                    "needs a closure"
-                )
-        if method == "ekfac":
-            check_period_of_ekfac(inv_update_steps)
-        strategy = choice_of("assignment_strategy", assignment_strategy, AssignmentStrategy)
-        likelihood = likelihood_of(likelihood, fisher)
-        if factor_scaling == "kfac_pytorch" and method == "ekfac":
-            raise ValueError("compute_method must not be 'ekfac' with factor_scaling='kfac_pytorch'")
-        for name, dtype in {"factor_dtype": factor_dtype, "inv_dtype": inv_dtype}.items():
-            check_dtype(name, dtype)
-            if dtype == torch.float16:
-                raise ValueError(
-                    f"{name} must have the range of float32, got {dtype}: inverses and second moments "
-                    "leave that of float16, torch.bfloat16 takes as little room"
-                )
-        if grad_scaler is not None and not (
-            callable(grad_scaler) or isinstance(grad_scaler, torch.amp.GradScaler)
-        ):
-            kind = type(grad_scaler).__name__
-            raise TypeError(f"grad_scaler must be a GradScaler, a function or None, got {kind}")
-        self._grad_scaler = grad_scaler
-        self._spread_inverses = spread_inverses
         self._hyperparameters: dict[str, Any] = {
             "factor_update_steps": factor_update_steps,
             "inv_update_steps": inv_update_steps,
@@ -296,9 +219,52 @@ class KFAC(torch.optim.Optimizer):
             "kl_clip": kl_clip,
             "lr": lr,
         }
-        for name, value in self._hyperparameters.items():
-            if not callable(value):
-                check_hyperparameter(name, value)
+        settings: dict[str, Any] = {
+            "compute_method": choice_of("compute_method", compute_method, ComputeMethod),
+            "compute_eigenvalue_outer_product": compute_eigenvalue_outer_product,
+            "spread_inverses": spread_inverses,
+            "warm_start": warm_start,
+            "fisher": fisher,
+            "likelihood": likelihood,
+            "output_of": output_of,
+            "fisher_samples": fisher_samples,
+            "seed": seed,
+            "weight_sharing": weight_sharing,
+            "max_rows": max_rows,
+            "max_examples": max_examples,
+            "factor_scaling": factor_scaling,
+            "skip_layers": skip_layers,
+            "factor_dtype": factor_dtype,
+            "inv_dtype": inv_dtype,
+            "packed_factors": packed_factors,
+            "max_factor_size": max_factor_size,
+            "loss_reduction": loss_reduction,
+            "terms": terms,
+            "grad_scaler": grad_scaler,
+            "assignment_strategy": choice_of(
+                "assignment_strategy", assignment_strategy, AssignmentStrategy
+            ),
+            "colocate_factors": colocate_factors,
+            "allreduce_bucket_cap_mb": allreduce_bucket_cap_mb,
+            "symmetry_aware": symmetry_aware,
+            "process_group": SameGroup(process_group),
+            **self._hyperparameters,
+        }
+        check_model_and_optimizer(model, optimizer)
+        check_settings(
+            {
+                **settings,
+                "update_factors_in_hook": update_factors_in_hook,
+                "compute_factor_in_hook": compute_factor_in_hook,
+                "accumulation_steps": accumulation_steps,
+                "loglevel": loglevel,
+            }
+        )
+        rule = core_kfac.KFAC(settings["compute_method"])
+        rule.check_warm_start(warm_start)
+        likelihood = settings["likelihood"] = likelihood_of(likelihood, fisher)
+        self._grad_scaler = grad_scaler
+        self._spread_inverses = spread_inverses
         self._base: torch.optim.Optimizer | None = None
         found = FoundLayers(
             model,
@@ -332,7 +298,7 @@ class KFAC(torch.optim.Optimizer):
             ranks=ranks,
             tensor_ranks=tensor_ranks,
             workers=workers,
-            strategy=strategy,
+            strategy=settings["assignment_strategy"],
             colocate_factors=colocate_factors,
             symmetry_aware=symmetry_aware,
             packed_factors=packed_factors,
@@ -341,7 +307,7 @@ class KFAC(torch.optim.Optimizer):
         if likelihood is not None:
             self._sampler = FisherSampler(
                 model,
-                self._engine,
+                self._engine.capture,
                 fisher=fisher,  # type: ignore[arg-type]
                 likelihood=likelihood,
                 output_of=output_of or _itself,
@@ -353,36 +319,7 @@ class KFAC(torch.optim.Optimizer):
         moved = {id(p) for _, p in named} if optimizer is None else _moved_by(optimizer)
         self._trained = frozenset(name for name, p in named if p.requires_grad)
         self._given = frozenset(name for name, p in named if id(p) in moved)
-        self._settings = {
-            "compute_method": method,
-            "compute_eigenvalue_outer_product": compute_eigenvalue_outer_product,
-            "spread_inverses": spread_inverses,
-            "warm_start": warm_start,
-            "fisher": fisher,
-            "likelihood": likelihood,
-            "output_of": output_of,
-            "fisher_samples": fisher_samples,
-            "seed": seed,
-            "weight_sharing": weight_sharing,
-            "max_rows": max_rows,
-            "max_examples": max_examples,
-            "factor_scaling": factor_scaling,
-            "skip_layers": skip_layers,
-            "factor_dtype": factor_dtype,
-            "inv_dtype": inv_dtype,
-            "packed_factors": packed_factors,
-            "max_factor_size": max_factor_size,
-            "loss_reduction": loss_reduction,
-            "terms": terms,
-            "grad_scaler": grad_scaler,
-            "gradient_worker_fraction": workers / ranks.world,
-            "assignment_strategy": strategy,
-            "colocate_factors": colocate_factors,
-            "allreduce_bucket_cap_mb": allreduce_bucket_cap_mb,
-            "symmetry_aware": symmetry_aware,
-            "process_group": SameGroup(process_group),
-            **self._hyperparameters,
-        }
+        self._settings = {**settings, "gradient_worker_fraction": workers / ranks.world}
         covered = {id(p): p for layer in self._engine.layers for p in layer.parameters()}
         super().__init__(list(covered.values()), {})
         self._base = optimizer
@@ -432,7 +369,7 @@ class KFAC(torch.optim.Optimizer):
             given = param_group["params"]
             given = [given] if isinstance(given, torch.Tensor) else list(given)
             param_group = {**param_group, "params": given}
-            engine.report_added(p[1] if isinstance(p, tuple) else p for p in given)
+            engine.reports.added(p[1] if isinstance(p, tuple) else p for p in given)
         if self._base is not None:
             self._base.add_param_group(param_group)
         else:
@@ -531,12 +468,12 @@ class KFAC(torch.optim.Optimizer):
         self._at("factor_update_steps", self._steps + 1)  # what is wrong with it is said now
         lr_of = self._lr_of()
         self._require_unscaled()
-        self._engine.unwind()
+        self._engine.capture.unwind()
         scale: Callable[[], float] = functools.partial(_scale_of, self._grad_scaler)
         if self._sampler is not None:
             self._sampler.forget()
             scale = self._sampler.scale
-        taken = self._engine.take_statistics(scale)
+        taken = self._engine.capture.take_statistics(scale)
         parameters = self._parameters()
         due = self._spread_inverses or self._steps % inv_update_steps == 0
         agreed = self._engine.agree(parameters, taken, self._moves())
@@ -559,7 +496,7 @@ class KFAC(torch.optim.Optimizer):
             self._steps += int(counts)
         else:
             self._skipped_steps += 1
-            self._engine.forget_rows()
+            self._engine.capture.forget_rows()
             for parameter in parameters:
                 parameter.grad = None
             where = "" if self._engine.ranks.alone else f" on ranks {list(agreed.unusable)}"
@@ -615,8 +552,8 @@ class KFAC(torch.optim.Optimizer):
 
     def _set_clock(self) -> None:
         """Whether the coming step wants statistics, and its number for the noise."""
-        self._engine.clock.wanted = self._steps % self.hyperparameter("factor_update_steps") == 0
-        self._engine.clock.count.fill_(self._steps)
+        self._engine.capture.clock.wanted = self._steps % self.hyperparameter("factor_update_steps") == 0
+        self._engine.capture.clock.count.fill_(self._steps)
 
     def _parameters(self) -> list[torch.Tensor]:
         """What the base optimizer moves; without one, the model's parameters as they are now."""
@@ -675,13 +612,13 @@ class KFAC(torch.optim.Optimizer):
         Gradients of the optimizer's parameters; without an optimizer, of those that are preconditioned.
         """
         super().zero_grad(set_to_none)
-        self._engine.take_statistics()
-        self._engine.forget_rows()
+        self._engine.capture.take_statistics()
+        self._engine.capture.forget_rows()
 
     def reset_batch(self) -> None:
         """Forget statistics, and forward passes, that no step has used."""
-        self._engine.take_statistics()
-        self._engine.forget_rows()
+        self._engine.capture.take_statistics()
+        self._engine.capture.forget_rows()
         if self._sampler is not None:
             self._sampler.forget()
 
@@ -695,7 +632,7 @@ class KFAC(torch.optim.Optimizer):
 
     def routing(self) -> Routing:
         """What happens to every parameter of the model and why; prints as a table."""
-        return self._engine.current_routing(self._moves())
+        return self._engine.routing(self._moves())
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes that K-FAC's own state will take: {'factors': ..., 'inverses': ...}.
@@ -724,7 +661,7 @@ class KFAC(torch.optim.Optimizer):
 
     def detach(self) -> None:
         """Take all hooks off the model. The factors stay; no further statistics arrive."""
-        self._engine.detach()
+        self._engine.capture.detach()
         if self._sampler is not None:
             self._sampler.detach()
 
@@ -761,7 +698,7 @@ class KFAC(torch.optim.Optimizer):
             ),
             # A list: what stores nested dicts flat would lose which keys there are.
             "inputs": [list(pair) for pair in self._engine.factors.sharing().items()],
-            "discovered": not self._engine.clock.discovering,
+            "discovered": not self._engine.capture.clock.discovering,
             "gathered": gather,
             "factors": include_factors and self._engine.factors.allocated,
             "inverses": include_inverses,

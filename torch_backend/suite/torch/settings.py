@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.placement import gradient_workers
+from suite.torch.checks import check_dtype
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import data_group
 from suite.torch.find_layers import FoundLayers
@@ -43,6 +45,28 @@ class AssignmentStrategy(enum.Enum):
 
 
 SHARINGS = ("expand", "reduce")
+HYPERPARAMETERS = (  # which may be functions of the step count
+    "factor_update_steps",
+    "inv_update_steps",
+    "damping",
+    "factor_decay",
+    "kl_clip",
+    "lr",
+)
+_CHOICES = {
+    "loss_reduction": ("mean", "sum", "global_mean"),
+    "fisher": ("empirical", "mc", "type-2"),
+    "factor_scaling": ("fisher", "kfac_pytorch"),
+}
+_FLAGS = (
+    "compute_eigenvalue_outer_product",
+    "spread_inverses",
+    "colocate_factors",
+    "symmetry_aware",
+    "packed_factors",
+    "update_factors_in_hook",
+    "compute_factor_in_hook",
+)
 _LIKELIHOODS: dict[str, Callable[[], Likelihood]] = {
     "categorical": Categorical,
     "bernoulli": Bernoulli,
@@ -105,6 +129,76 @@ def likelihood_of(given: Likelihood | str | None, fisher: str) -> Likelihood | N
     if given is None:
         raise ValueError(f"likelihood must be given with fisher={fisher!r}, got None")
     return given
+
+
+def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
+    """TypeError or ValueError if K-FAC cannot be attached to one or wrapped around the other."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if optimizer is None:
+        return
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {kind}")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer must step without evaluating the model again, got {kind}, whose step needs a "
+            "closure"
+        )
+
+
+def check_settings(given: Mapping[str, Any]) -> None:
+    """TypeError or ValueError if a value is bad, by itself or beside the others; `KFAC`'s names."""
+    for name, flag in given.items():
+        if name in _FLAGS and not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {flag!r}")
+    for name in ("max_factor_size", "fisher_samples", "accumulation_steps"):
+        check_integer(name, given[name], at_least=1)
+    for name in ("seed", "loglevel"):
+        check_integer(name, given[name], at_least=0)
+    for name in ("max_rows", "max_examples"):
+        if given[name] is not None:
+            check_integer(name, given[name], at_least=1)
+    check_number("allreduce_bucket_cap_mb", given["allreduce_bucket_cap_mb"], at_least=0)
+    for name, choices in _CHOICES.items():
+        check_choice(name, given[name], choices)
+    skipped, terms, scaler = given["skip_layers"], given["terms"], given["grad_scaler"]
+    if isinstance(skipped, str):
+        raise TypeError(f"skip_layers must be a list of patterns, got the string {skipped!r}")
+    if skipped is not None and not isinstance(skipped, Iterable):
+        raise TypeError(f"skip_layers must be a list of patterns, got {skipped!r}")
+    if given["output_of"] is not None and not callable(given["output_of"]):
+        raise TypeError(f"output_of must be a function or None, got {given['output_of']!r}")
+    if scaler is not None and not (callable(scaler) or isinstance(scaler, torch.amp.GradScaler)):
+        kind = type(scaler).__name__
+        raise TypeError(f"grad_scaler must be a GradScaler, a function or None, got {kind}")
+    if terms is not None and given["fisher"] != "empirical":
+        raise ValueError(f"terms must be None with fisher={given['fisher']!r}, which counts its own")
+    if terms is not None and not callable(terms) and not isinstance(terms, torch.Tensor):
+        check_number("terms", terms, above=0)
+    sharing = given["weight_sharing"]
+    for kind, value in (sharing if isinstance(sharing, Mapping) else {"": sharing}).items():
+        check_choice(f"weight_sharing[{kind!r}]" if kind else "weight_sharing", value, SHARINGS)
+    if given["max_rows"] is not None and sharing == "reduce":
+        raise ValueError(
+            "max_rows must be None with weight_sharing='reduce', whose rows are those of whole "
+            f"examples, got {given['max_rows']}"
+        )
+    for name in ("factor_dtype", "inv_dtype"):
+        check_dtype(name, given[name])
+        if given[name] == torch.float16:
+            raise ValueError(
+                f"{name} must have the range of float32, got {given[name]}: inverses and second moments "
+                "leave that of float16, torch.bfloat16 takes as little room"
+            )
+    for name in HYPERPARAMETERS:
+        if not callable(given[name]):
+            check_hyperparameter(name, given[name])
+    if given["compute_method"] == "ekfac":
+        check_period_of_ekfac(given["inv_update_steps"])
+        if given["factor_scaling"] == "kfac_pytorch":
+            raise ValueError("compute_method must not be 'ekfac' with factor_scaling='kfac_pytorch'")
 
 
 def check_period_of_ekfac(inv_update_steps: Any) -> None:

@@ -1,0 +1,208 @@
+"""What all ranks know of a step of K-FAC before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from suite.core import statistics
+from suite.torch.capture import Captured
+from suite.torch.collectives import Ranks
+from suite.torch.dtensors import local
+from suite.torch.inplace import all_finite
+from suite.torch.layers import Layer
+from suite.torch.model_capture import ModelCapture, Taken
+
+Terms: TypeAlias = float | torch.Tensor | Callable[[], float | torch.Tensor] | None
+
+
+class Agreement(NamedTuple):
+    """What all ranks know of a step before anything changes."""
+
+    unusable: tuple[int, ...]  # ranks with a gradient or statistic that is not finite
+    finite: torch.Tensor | None  # (): whether all are finite, if no rank had to look yet
+    present: list[int]  # layers with a gradient on every rank
+    torn: list[int]  # layers with a gradient on some
+    seen: list[bool]  # by layer: whether any rank has statistics
+    measured: list[bool]  # by layer: whether any rank has second moments in the eigenbasis
+    strangers: set[int]  # layers that read another input than the one whose A they share
+    incomplete: set[int]  # layers that left out inputs of which another layer has the sum
+    functional: set[int]  # layers whose weights functions got around their modules
+    terms: torch.Tensor  # (): N, of all ranks
+    share: float | torch.Tensor  # of this rank's loss in the loss of all
+
+
+class Agreements:
+    """Makes one before each step; ranks that are not alone call it together."""
+
+    def __init__(
+        self,
+        capture: ModelCapture,
+        *,
+        ranks: Ranks,
+        tensor_ranks: Ranks,
+        loss_reduction: str,
+        terms: Terms,
+        factor_scaling: statistics.FactorScaling,
+        factor_dtype: torch.dtype | None,
+    ) -> None:
+        self.capture = capture
+        self.layers: Sequence[Layer] = capture.layers
+        self.ranks = ranks
+        self.tensor_ranks = tensor_ranks  # those that have other blocks of the same layers
+        self.loss_reduction = loss_reduction
+        self.terms = terms
+        self.factor_scaling = factor_scaling
+        self.factor_dtype = factor_dtype
+
+    def agree(
+        self,
+        parameters: Iterable[torch.Tensor],
+        taken: Taken,
+        moves: Callable[[nn.Parameter], bool],
+        input_of: Mapping[int, int],
+    ) -> Agreement:
+        """Whether the step can be taken and with which layers; ranks that are not alone wait for it.
+
+        Args:
+            parameters: whose gradients must be finite.
+            taken: of this rank.
+            moves: whether the optimizer moves a parameter.
+            input_of: layer -> the one whose A is its A, too.
+        """
+        count, world = len(self.layers), self.ranks.world
+        present = [
+            layer.weight.parameter.grad is not None and moves(layer.weight.parameter)
+            for layer in self.layers
+        ]
+        clock = self.capture.clock
+        names, clock.strangers = clock.strangers, set()
+        read = [() if t is None else t.read for t in taken]
+        names |= {self.layers[i].name for i, j in input_of.items() if read[i] != read[j]}
+        functional = self.capture.functional_layers()
+        flags = [
+            present,
+            [t is not None for t in taken],
+            [t is not None and t.products is not None for t in taken],
+            [layer.name in names for layer in self.layers],
+            [capture.incomplete for capture in self.capture.by_layer],
+            [i in functional for i in range(count)],
+        ]
+        terms = self.terms_of(taken)
+        finite = self._all_finite(parameters, taken, terms)
+        if self.ranks.alone and self.tensor_ranks.alone:
+            return Agreement(
+                unusable=(),
+                finite=finite,
+                present=[i for i, flag in enumerate(flags[0]) if flag],
+                torn=[],
+                seen=flags[1],
+                measured=flags[2],
+                strangers={i for i, flag in enumerate(flags[3]) if flag},
+                incomplete={i for i, flag in enumerate(flags[4]) if flag},
+                functional=functional,
+                terms=torch.where(terms > 0, terms, torch.ones_like(terms)),
+                share=1.0,
+            )
+        header = torch.zeros(world + len(flags) * count, dtype=torch.float64)
+        header[world:] = torch.tensor([flag for row in flags for flag in row])
+        if self.ranks.alone:
+            header[0] = not bool(finite)
+            total = terms
+        else:
+            header = torch.cat([header.to(self.ranks.device), terms.to(self.ranks.device)[None]])
+            header[self.ranks.rank] = (~finite).to(header)
+            header = self.ranks.total(header, "K-FAC's agreement on the step")
+            total, header = header[-1], header[:-1].cpu()
+        counts = [int(x) for x in header.tolist()]
+        if not self.tensor_ranks.alone:
+            bad = torch.tensor([float(sum(counts[:world]))], dtype=torch.float64)
+            bad = self.tensor_ranks.total(bad, "K-FAC's agreement on the step")
+            counts[self.ranks.rank] += int(bad) if not any(counts[:world]) else 0
+        present_on, *others = (counts[world + i * count :][:count] for i in range(len(flags)))
+        seen, measured, strangers, incomplete, anywhere = ([n > 0 for n in row] for row in others)
+        return Agreement(
+            unusable=tuple(r for r in range(world) if counts[r]),
+            finite=None,
+            present=[i for i, n in enumerate(present_on) if n == world],
+            torn=[i for i, n in enumerate(present_on) if 0 < n < world],
+            seen=seen,
+            measured=measured,
+            strangers={i for i, flag in enumerate(strangers) if flag},
+            incomplete={i for i, flag in enumerate(incomplete) if flag},
+            functional={i for i, flag in enumerate(anywhere) if flag},
+            terms=torch.where(total > 0, total, torch.ones_like(total)),
+            share=self._share_of(terms, total),
+        )
+
+    def _share_of(self, terms: torch.Tensor, total: torch.Tensor) -> float | torch.Tensor:
+        """Weight of this rank's loss in that of all: by its terms where it is their mean."""
+        if self.ranks.alone or self.factor_scaling == "kfac_pytorch":
+            return 1.0
+        if self.loss_reduction != "mean":
+            return 1.0 / self.ranks.world
+        equal = torch.full_like(total, 1.0 / self.ranks.world)
+        return torch.where(total > 0, terms.to(total) / total.clamp_min(1), equal)
+
+    def _all_finite(
+        self, parameters: Iterable[torch.Tensor], taken: Taken, terms: torch.Tensor
+    ) -> torch.Tensor:
+        """(): whether all gradients and statistics here are, and factors made of them will be."""
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        tensors = [g._values() if g.is_sparse else g for g in gradients]
+        moments = [x for t in taken if t is not None for x in _arrays(t)]
+        # Of a mean of N terms, over ranks that share them, factors are at most N² times the sums.
+        scale = (terms * self.ranks.world).clamp_min(1).square()
+        given = [x for x in tensors if x.numel()], [x for x in moments if x.numel()]
+        return all_finite(*given, scale, self.factor_dtype)
+
+    def terms_of(self, taken: Taken) -> torch.Tensor:
+        """How many terms the loss has: if it is not given, output positions of the layer that ran last.
+
+        That is the number of examples for a classifier, of tokens for a language model, of pixels for a
+        segmentation network. A layer that runs several times counts each time: right for a head that
+        reads one token at a time, too many for a last layer that is applied to its own output.
+        """
+        clock = self.capture.clock
+        rows = [t.main.rows for t in taken if t is not None]
+        if not rows:
+            return torch.zeros(())
+        if clock.sampled:
+            return torch.full_like(rows[0], max(t.terms for t in taken if t is not None))
+        if self.terms is not None:
+            given = self.terms() if callable(self.terms) else self.terms
+            return torch.as_tensor(given).to(rows[0])
+        known = {
+            layer.name: t.positions
+            for layer, t in zip(self.layers, taken, strict=True)
+            if t is not None and layer.spec.kind != "free"
+        }
+        if not known:  # nothing but free parameters: `agree` makes it one term
+            return torch.zeros_like(rows[0])
+        if clock.last in known:
+            positions, transposed = known[clock.last]
+            if clock.last_transposed and transposed is not None:
+                return transposed
+            return positions
+        name = next(reversed(known))
+        seen = clock.positions.get(name)
+        if clock.last is not None or not seen:
+            return known[name][0]
+        # A layer that is not covered came last: its positions in units of those of one that is.
+        return known[name][0] * (clock.last_positions / seen)
+
+
+def _arrays(captured: Captured) -> list[torch.Tensor]:
+    """What is finite if all of the statistics are: of Σ x xᵀ the diagonal, for |Σ x y|² <= Σ x² Σ y².
+
+    Small ones as they are: read in order they come faster out of memory than their diagonals do.
+    """
+    arrays = [captured.main.A, captured.main.G]
+    if captured.transposed is not None:
+        arrays += [captured.transposed.A, captured.transposed.G]
+    large = (x.ndim == 3 and x.shape[-1] > 128 for x in arrays)
+    arrays = [x.diagonal(dim1=-2, dim2=-1) if d else x for x, d in zip(arrays, large, strict=True)]
+    return arrays if captured.products is None else [*arrays, captured.products]

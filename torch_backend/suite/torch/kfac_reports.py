@@ -1,0 +1,211 @@
+"""What K-FAC tells its user: the routing report, warnings, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from suite.core import linalg
+from suite.core.routing import Route, Routing
+from suite.torch.checks import warn_user
+from suite.torch.collectives import Ranks
+from suite.torch.dtensors import local
+from suite.torch.factors import LayerFactors
+from suite.torch.find_layers import NOT_GIVEN, FoundLayers
+from suite.torch.layers import Layer
+from suite.torch.model_capture import ModelCapture, Taken
+
+_ATTACH_AGAIN = (
+    "After replacing parameters, as load_state_dict(assign=True) and transformers' "
+    "resize_token_embeddings do, detach() and attach again"
+)
+
+
+class Reports:
+    """Remembers what has been said, and how the model was when K-FAC was attached."""
+
+    def __init__(
+        self, model: nn.Module, found: FoundLayers, capture: ModelCapture, ranks: Ranks
+    ) -> None:
+        self.model, self.capture, self.ranks = model, capture, ranks
+        self.layers: Sequence[Layer] = found.layers
+        self._routing = found.routing_of_all
+        self._name_of = found.name_of
+        self._shapes = [layer.weight.parameter.shape for layer in self.layers]
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._known = {found.name_of(name): p for name, p in model.named_parameters()}
+        self._unseen_reported = self._torn_reported = False
+
+    def require_parameters(self, taken: Taken) -> None:
+        """RuntimeError if a layer ran whose weight is not the model's, or not as it was, any more."""
+        shapes = zip(self.layers, self._shapes, strict=True)
+        resized = [layer.name for layer, shape in shapes if layer.weight.parameter.shape != shape]
+        if resized:
+            raise RuntimeError(
+                "the parameters of these layers must have the shapes that they had when K-FAC was "
+                f"attached, got others: {', '.join(map(repr, resized))}. {_ATTACH_AGAIN}"
+            )
+        pairs = zip(self.layers, taken, strict=True)
+        ran = [layer for layer, t in pairs if t is not None and layer.weight.parameter.grad is None]
+        if not ran:
+            return
+        present = {id(p) for p in self.model.parameters()}
+        replaced = [layer.name for layer in ran if id(layer.weight.parameter) not in present]
+        if replaced:
+            raise RuntimeError(
+                "the parameters of these layers must be those that K-FAC was attached to, got others: "
+                f"{', '.join(map(repr, replaced))}. {_ATTACH_AGAIN}"
+            )
+
+    def nothing_seen(self) -> bool:
+        """No layer was seen: an error if none ever was though there are gradients, else a warning.
+
+        Returns False, without a word, where all gradients are zeros.
+        """
+        said = "K-FAC saw no layer run in training mode with gradients since the last step"
+        why = (
+            "A model that torch.compile has compiled before K-FAC was attached loses its hooks (attach "
+            "first, or call torch._dynamo.reset()), and gradients from torch.func have none"
+        )
+        if all(layer.spec.kind == "free" for layer in self.layers):
+            names = ", ".join(repr(layer.name) for layer in self.layers)
+            why = f"K-FAC does not know the operations in which {names} are used: see skip_layers"
+        elif self.capture.clock.positions:
+            why = (
+                "Its hooks ran, so these gradients are not those of a backward pass since: "
+                "torch.autograd.grad and backward(inputs=...) compute what they are asked for alone "
+                "(call loss.backward()), and kfac.zero_grad() forgets the pass before it"
+            )
+        if self.capture.clock.sampled:
+            said = "K-FAC saw no backward pass through the model's output since the last step"
+            why = "With a sampled Fisher call the model itself, not its parts"
+        gradients = [layer.weight.local_grad() for layer in self.layers]
+        here = [g is not None and bool(g.any()) for g in gradients]
+        flags = torch.tensor([any(here), any(g is not None for g in gradients)], dtype=torch.float64)
+        moving, given = (x > 0 for x in self.ranks.total(flags, "K-FAC's report").tolist())
+        if given and not moving:
+            return False
+        if not self.capture.attached:
+            said = "K-FAC was detached: there are no statistics"
+        elif self.model.training and moving:
+            if not self._unseen_reported:
+                raise RuntimeError(f"{said}, although its layers have gradients. {why}")
+            said = f"{said}, although its layers have gradients ({why})"
+        warn_user(f"{said}, so its factors were not updated")
+        return True
+
+    def unseen(self, seen: Sequence[bool]) -> None:
+        """Once: warn about layers that have a gradient but never ran where a hook could see it."""
+        if self._unseen_reported:
+            return
+        self._unseen_reported = True
+        unseen: list[Layer] = []
+        for layer, here in zip(self.layers, seen, strict=True):
+            gradient = layer.weight.local_grad()
+            if not here and gradient is not None and bool(gradient.any()):
+                unseen.append(layer)
+        if unseen:
+            names = ", ".join(repr(layer.name) for layer in unseen)
+            warn_user(
+                "these layers got a gradient but were not seen running in training mode, and keep "
+                f"their plain gradient (times kl_clip's coefficient) until they are: {names}"
+            )
+
+    def thawed(self) -> None:
+        """Once: warn about parameters that were frozen and have a gradient now."""
+        if any(p.requires_grad and p.grad is not None for p in self._frozen):
+            self._frozen = []
+            warn_user(
+                "parameters that were frozen when K-FAC was attached have gradients now and keep them "
+                "plain: detach() and attach again to cover them"
+            )
+
+    def added(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Warn about the model's parameters that the optimizer moves from now on, not covered."""
+        covered = {id(p) for layer in self.layers for p in layer.parameters()}
+        added = {id(p) for p in parameters} - covered
+        names = [n for n, p in self.model.named_parameters() if id(p) in added]
+        if names:
+            listed = ", ".join(repr(self._name_of(name)) for name in names)
+            warn_user(
+                "these parameters were not covered when K-FAC was attached and keep their gradients "
+                f"plain until you detach() and attach again: {listed}"
+            )
+
+    def strays(self) -> None:
+        """Once: warn about weights that something else than their layers uses."""
+        strays = self.capture.strays()
+        if strays:
+            names = ", ".join(repr(name) for name in strays)
+            warn_user(
+                "statistics miss some uses of these weights, outside of their layer (by a function of "
+                f"torch.nn.functional perhaps) or in an operation K-FAC does not know: {names}. Call a "
+                "layer that shares the weight instead, or name them in skip_layers"
+            )
+
+    def torn(self, torn: Sequence[int]) -> None:
+        """Once: warn about layers that have a gradient on some ranks only."""
+        if torn and not self._torn_reported:
+            self._torn_reported = True
+            names = ", ".join(repr(self.layers[i].name) for i in torn)
+            warn_user(
+                f"these layers have a gradient on some ranks and none on others, and keep it plain: "
+                f"{names}. Average gradients over ranks before step(), zeros where there is none"
+            )
+
+    def routing(self, factors: LayerFactors, moves: Callable[[nn.Parameter], bool]) -> Routing:
+        """The routing report; a layer without evidence yet says so, one that shares an A, too."""
+        notes: dict[int, list[str]] = {}
+        ready: set[int] = set()  # parameters with a layer that is
+        for i, layer in enumerate(self.layers):
+            said = notes.setdefault(id(layer.weight.parameter), [])
+            leader = factors.input_of.get(i)
+            if leader is not None:
+                said.append(f"shares A with {self.layers[leader].name}")
+            own = {id(parameter) for parameter in layer.parameters()}
+            if not self._unseen_reported or factors.is_ready(i):
+                ready |= own
+                continue
+            why = ["no statistics yet, its gradient passes through, times kl_clip's coefficient"]
+            if layer.sites[0].functional:
+                kind = type(layer.sites[0].module).__name__
+                why.append(f"the own forward of this {kind} calls no function that K-FAC knows with it")
+            for number in own:
+                notes.setdefault(number, []).extend(why)
+        names = {self._name_of(n): p for n, p in self.model.named_parameters()}
+        routes = []
+        for name, now in names.items():
+            if self._known.get(name) is not now:
+                reason = "not the model's when K-FAC was attached: attach again to cover it"
+                routes.append(Route(name, tuple(now.shape), "plain", "", reason))
+        for route in self._routing:
+            parameter = names.get(route.parameter)
+            if parameter is not self._known.get(route.parameter):
+                continue  # it was exchanged, or is gone
+            said = list(notes.get(id(parameter), []))
+            if parameter is not None and parameter.requires_grad and not moves(parameter):
+                route = Route(route.parameter, route.shape, "plain", "", NOT_GIVEN)
+            if route.treatment == "frozen" and parameter is not None and parameter.requires_grad:
+                reason = "was frozen when K-FAC was attached: attach again to cover it"
+                route = Route(route.parameter, route.shape, "plain", "", reason)
+            if route.treatment == "kfac" and said:
+                reason = "; ".join([route.reason, *dict.fromkeys(said)])
+                treatment = "kfac" if id(parameter) in ready else "waiting"
+                route = Route(route.parameter, route.shape, treatment, route.factors, reason)
+            routes.append(route)
+        return Routing(tuple(routes))
+
+    def metrics(self, factors: LayerFactors) -> dict[str, dict[str, Any]]:
+        """Plain numbers for loggers, by layer; see `KFAC.metrics`."""
+        layers: dict[str, dict[str, Any]] = {}
+        for i, layer in enumerate(self.layers):
+            record = factors.report(i) if factors.allocated else {}
+            gradient = layer.weight.local_grad()
+            if gradient is not None:
+                norm = float(linalg.norm(local(layer.weight.parameter.detach())))
+                record["update_to_weight"] = float(linalg.norm(gradient)) / max(norm, 1e-30)
+            layers[layer.name] = record
+        return layers

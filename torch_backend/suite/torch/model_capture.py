@@ -1,0 +1,225 @@
+"""Capture over a whole model: the hooks on all of its layers, and what these saw since the last step."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from suite.core.noise import stream_numbers
+from suite.torch.attention import Attention
+from suite.torch.capture import CaptureClock, Captured, FreeCapture, LayerCapture, OutputWatch
+from suite.torch.dtensors import sharded_modules
+from suite.torch.factor_store import at_least_single
+from suite.torch.find_layers import FoundLayers
+from suite.torch.functional import FunctionCapture, RunningLayer, callers, has_functions
+from suite.torch.hooks import Hook, ModeAround
+from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
+from suite.torch.thin import KeptRows, can_be_thin
+from suite.torch.uses import UseCounter
+
+Taken = list[Captured | None]
+
+
+class ModelCapture:
+    """Hooks on a model until `detach()`, or until this object is gone."""
+
+    def __init__(self, model: nn.Module, found: FoundLayers, *, seed: int, keeps_rows: bool) -> None:
+        """Attach.
+
+        Args:
+            model: with no K-FAC on any of the layers found.
+            found: its layers.
+            seed: of the noise that chooses rows or examples, this rank's own.
+            keeps_rows: whether layers keep their rows for directions.
+
+        Raises:
+            ValueError: a layer has another K-FAC; nothing is attached then.
+        """
+        self.layers = found.layers
+        self.clock = CaptureClock()
+        (self.clock.stream,) = stream_numbers(-1, 1, seed)  # apart from that of every layer
+        self.by_layer: list[LayerCapture] = []
+        self.kept: dict[int, KeptRows] = {}  # by layer
+        self._attached: list[Any] = []  # everything with hooks
+        self._attentions = found.attentions
+        try:
+            self._attach(model, found, seed, keeps_rows)
+        except Exception:
+            self.detach()
+            raise
+        # Whoever drops the last reference gets the model back as it was.
+        weakref.finalize(self, _take_off, self._attached, self._attentions)
+
+    def _attach(self, model: nn.Module, found: FoundLayers, seed: int, keeps_rows: bool) -> None:
+        sites = [site for layer in self.layers for site in layer.sites]
+        ours = {id(m) for site in sites for m in (site.module, site.owner)}
+        ours |= {id(model), *(id(attention.module) for attention in found.attentions)}
+        for name, module in model.named_modules():
+            if id(module) not in ours:
+                continue  # a part that both have and this one leaves alone
+            forward = module.__dict__.get("forward")
+            hooked = list(module._forward_hooks.values())
+            if isinstance(forward, Attention):
+                hooked += list(forward.product("q")._forward_hooks.values())
+            if any(isinstance(h, Hook) and h.owner() is not None for h in hooked):
+                raise ValueError(
+                    f"layer {found.name_of(name)!r} already has a K-FAC attached: "
+                    "detach() that one first, or name the layer in skip_layers"
+                )
+            if isinstance(forward, Attention):  # of a K-FAC that is gone
+                forward.detach()
+        for attention in found.attentions:
+            attention.attach()
+        fully_sharded = {id(p) for part in sharded_modules(model) for p in part.parameters()}
+        for i, layer in enumerate(self.layers):
+            (stream,) = stream_numbers(i, 1, seed)
+            capture = LayerCapture(layer, at_least_single(layer.dtype), self.clock, stream)
+            capture.held_back = id(layer.weight.parameter) in fully_sharded
+            self.by_layer.append(capture)
+            self._attached.append(capture)
+        if keeps_rows:
+            for i, capture in enumerate(self.by_layer):
+                if can_be_thin(capture.layer):
+                    self.kept[i] = capture.kept = KeptRows(capture.layer, self.clock)
+                    self._attached.append(capture.kept)
+        self._slots = [slot for capture in self.by_layer for slot in capture.slots()]
+        self._uses = UseCounter(model, self.by_layer)
+        self._attached.append(self._uses)
+        capture_of = {id(c.layer): c for c in self.by_layer}
+        for module, layers in found.free.items():
+            captures = [capture_of[id(layer)] for layer in layers if id(layer) in capture_of]
+            if captures:
+                self._attached.append(FreeCapture(module, captures))
+        self._functions = self._attach_functions(model)
+        sites = [site for layer in self.layers for site in layer.sites]
+        covered = {id(site.module) for site in sites if not site.functional}
+        covered |= {id(attention.module.out_proj) for attention in found.attentions}
+        for module in model.modules():
+            if id(module) in covered:
+                continue
+            channels: Any = getattr(module, "out_features", None)
+            if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+                channels = module.out_channels
+            elif not isinstance(module, nn.Linear):
+                continue
+            own = self._functions.get(module)
+            seen = (lambda: False) if own is None else functools.partial(bool, own.found)
+            self._attached.append(OutputWatch(module, channels, self.clock, seen))
+
+    def _attach_functions(self, model: nn.Module) -> dict[nn.Module, FunctionCapture]:
+        """By module, what watches the functions that its forward calls with weights of layers."""
+        uses: dict[nn.Module, list[tuple[LayerCapture, int]]] = {}
+        around = callers(model)
+        for capture in self.by_layer:
+            for index, site in enumerate(capture.layer.sites):
+                if site.functional:
+                    uses.setdefault(site.module, []).append((capture, index))
+                if site.module in around and has_functions(capture.layer, site):
+                    uses.setdefault(around[site.module], []).append((capture, index))
+        found = {module: FunctionCapture(module, own) for module, own in uses.items()}
+        watched = {id(capture): capture for own in uses.values() for capture, _ in own}
+        self._attached += [*found.values(), *map(RunningLayer, watched.values())]
+        return found
+
+    def functional_layers(self) -> set[int]:
+        """The layers whose weights functions around their modules got, here and so far."""
+        modes = self._functions.values()
+        found = {id(own.uses[k][0]) for own in modes for k in own.found if not own.own[k]}
+        return {i for i, capture in enumerate(self.by_layer) if id(capture) in found}
+
+    def settle_functions(self, functional: set[int]) -> None:
+        """After a step: watch no longer where no rank's module gave a child's weight to a function."""
+        given = {id(self.by_layer[i]) for i in functional}
+        gone = {
+            id(own)
+            for own in self._functions.values()
+            if own.ran and not any(own.own) and not any(id(c) in given for c, _ in own.uses)
+        }
+        if not gone:
+            return
+        self._functions = {m: own for m, own in self._functions.items() if id(own) not in gone}
+        left = {id(capture) for own in self._functions.values() for capture, _ in own.uses}
+        for attached in self._attached:
+            unused = isinstance(attached, RunningLayer) and id(attached.capture) not in left
+            if unused or id(attached) in gone:
+                for handle in attached.handles:
+                    handle.remove()
+                gone.add(id(attached))
+        self._attached[:] = [attached for attached in self._attached if id(attached) not in gone]
+
+    def detach(self) -> None:
+        """Take all hooks off the model."""
+        self.unwind()
+        self.forget_rows()
+        _take_off(self._attached, self._attentions)
+        self._attached.clear()
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._attached)
+
+    def unwind(self) -> None:
+        """Leave the modes that an interrupted forward pass left on torch's stack."""
+        around = [attached for attached in self._attached if isinstance(attached, ModeAround)]
+        while any([one.unwind() for one in around]):  # noqa: C419 (each must have its turn)
+            pass
+        for capture in self.by_layer:
+            capture.running = 0
+
+    def take_statistics(self, loss_scale: Callable[[], float] = lambda: 1.0) -> Taken:
+        """What every layer saw since the last call; its gradients were `loss_scale()` times too large.
+
+        It is asked only where there are statistics: a GradScaler's answer has to come from the device.
+        """
+        if not self.clock.sampled and all(slot.grad is None for slot in self._slots):
+            for capture in self.by_layer:
+                capture.take_nothing()
+            return [None for _ in self.by_layer]
+        taken = [capture.take() for capture in self.by_layer]
+        return self.all_unscaled(taken, loss_scale())
+
+    def forget_rows(self) -> None:
+        """Drop what passes left for directions."""
+        for kept in self.kept.values():
+            kept.forget()
+
+    def all_unscaled(self, taken: Taken, scale: Any) -> Taken:
+        return [
+            None if t is None else _unscaled(t, scale, layer.spec.kind)
+            for t, layer in zip(taken, self.layers, strict=True)
+        ]
+
+    def strays(self) -> list[str]:
+        """The layers, by name, whose weights something else used; asked once, after the first step."""
+        found = [*self._uses.strays(), *sorted(self.clock.strays)]
+        self._uses.detach()
+        return found
+
+
+def _unscaled(captured: Captured, scale: Any, kind: str) -> Captured:
+    """Statistics of gradients that were `scale` times too large, of a layer of this kind; in place."""
+    if isinstance(scale, float) and scale == 1.0:
+        return captured
+    scale = scale.to(captured.main.G.device) if isinstance(scale, torch.Tensor) else scale
+    # The gradients of norm and free layers are in A, and their G counts rows.
+    squares = [captured.main.A if kind in ("norm", "free") else captured.main.G]
+    if captured.transposed is not None:
+        squares.append(captured.transposed.G)
+    if captured.products is not None:
+        squares.append(captured.products)
+    for x in squares:
+        x.div_(scale).div_(scale)
+    return captured
+
+
+def _take_off(attached: list[Any], attentions: list[Attention]) -> None:
+    for one in attached:
+        for handle in one.handles:
+            handle.remove()
+    for attention in attentions:
+        attention.detach()
