@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from suite.jax import jaxprs
+from suite.jax import jaxprs, operations
 from suite.jax.views import Shape, Step
 
 
@@ -43,19 +43,19 @@ class Activations:
         """Facts about activations."""
         op, out = node.operation, node.outputs[0] if node.outputs else -1
         first = node.inputs[0] if node.inputs else None
-        if isinstance(op, jaxprs.Reindex) and (first is None or self.is_number(first)):
+        if isinstance(op, operations.Reindex) and (first is None or self.is_number(first)):
             self.numbers.add(out)
-        if isinstance(op, jaxprs.Iota):
+        if isinstance(op, operations.Iota):
             self.counting[out] = op.axis
-        elif isinstance(op, jaxprs.Returned) and first in self.outputs:
+        elif isinstance(op, operations.Returned) and first in self.outputs:
             # Of a product made inside; one from outside has whatever gradient the function gives it.
             made_here = self.outputs[first].site.use.path == node.path
             if made_here and self.readers[first] == 1:
                 self.outputs[out] = self.outputs[first]
-        elif isinstance(op, jaxprs.Reindex) and first is not None:
+        elif isinstance(op, operations.Reindex) and first is not None:
             self.follow_output(first, out, op.step)
             self.follow_counts(first, out, op.step)
-        elif isinstance(op, jaxprs.Add):
+        elif isinstance(op, operations.Add):
             # What is added to a product has no part in its gradient: a bias may still follow.
             for value, sign in zip(node.inputs, op.signs, strict=True):
                 known = None if value is None else self.outputs.get(value)
@@ -65,7 +65,7 @@ class Activations:
                 if alone and self.shape(value) == self.shape(out):
                     self.outputs[out] = known
                     break
-        elif isinstance(op, jaxprs.Equal):
+        elif isinstance(op, operations.Equal):
             for one, other in (node.inputs, node.inputs[::-1]):
                 if one is None or other is None or one not in self.counting:
                     continue

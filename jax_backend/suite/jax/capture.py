@@ -21,6 +21,7 @@ from jax import lax
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.routing import Routing
 from suite.jax import jaxprs
+from suite.jax.explicit_axes import on_automatic_axes
 from suite.jax.find_layers import find_uses
 from suite.jax.fisher import Fisher
 from suite.jax.layers import (
@@ -34,6 +35,8 @@ from suite.jax.layers import (
     use_sums,
 )
 from suite.jax.plan import Plan, Require, Statistics, make_plan
+from suite.jax.probes import Probe, evaluate
+from suite.jax.varying import vary_like, varying_alike
 from suite.jax.views import write_matrices
 
 AllBases = dict[str, Bases]  # by layer
@@ -198,7 +201,7 @@ class value_and_grad:
         leaves = jax.tree.leaves(params)
         # Inside shard_map they are summed over devices where, and only where, gradients are.
         empty = {
-            layer.name: jaxprs.varying_alike(
+            layer.name: varying_alike(
                 empty_sums(layer, plan.dtype(layer), bases is not None), leaves[layer.leaf]
             )
             for layer in plan.layers
@@ -447,12 +450,12 @@ class _Traced:
     arguments: list[Any]
     aux: Any  # (leaves that are no arrays, tree, which are arrays)
 
-    def run(self, leaves: list[Any], probes: Sequence[jaxprs.Probe], slots: Any) -> list[Any]:
+    def run(self, leaves: list[Any], probes: Sequence[Probe], slots: Any) -> list[Any]:
         given = [*leaves, *self.arguments]
-        return jaxprs.evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, given, probes, slots)
+        return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, given, probes, slots)
 
 
-def _probe(use: Use, measure: Callable[..., Any]) -> jaxprs.Probe:
+def _probe(use: Use, measure: Callable[..., Any]) -> Probe:
     @jax.custom_vjp
     def identity(y: jax.Array, x: Any, slot: Any) -> jax.Array:
         del x, slot
@@ -463,15 +466,15 @@ def _probe(use: Use, measure: Callable[..., Any]) -> jaxprs.Probe:
 
     def backward(kept: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
         x, (like, own) = kept
-        sums = jaxprs.on_automatic_axes(measure, x, gradient, like, own)
-        return gradient, None, (jaxprs.vary_like(sums, like), jax.tree.map(jnp.zeros_like, own))
+        sums = on_automatic_axes(measure, x, gradient, like, own)
+        return gradient, None, (vary_like(sums, like), jax.tree.map(jnp.zeros_like, own))
 
     identity.defvjp(forward, backward)
 
     def apply(x: Any, y: jax.Array, slot: Any) -> jax.Array:
-        return identity(y, x, jaxprs.varying_alike(slot, y, *jax.tree.leaves(x)))
+        return identity(y, x, varying_alike(slot, y, *jax.tree.leaves(x)))
 
-    return jaxprs.Probe(use.path, use.out, use.x_operand, apply, use.scans, use.factor, use.chains)
+    return Probe(use.path, use.out, use.x_operand, apply, use.scans, use.factor, use.chains)
 
 
 def _by_loop(use: Use, slot: Any) -> Any:

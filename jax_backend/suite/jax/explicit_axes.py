@@ -14,7 +14,46 @@ import jax
 import numpy as np
 import optax
 
-from suite.jax.jaxprs import explicit_specs, on_automatic_axes
+
+def on_automatic_axes(f: Callable[..., Any], *arguments: Any, out: Any = None, mesh: Any = None) -> Any:
+    """f(*arguments), as if mesh axes that are explicit were not.
+
+    Args:
+        out: PartitionSpecs of the result, a pytree that its structure begins with; None: it is on every
+            device.
+        mesh: with explicit axes, which the result gets even where no argument has them.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    if not around.empty and not getattr(around, "explicit_axes", ()):
+        mesh = None  # they are automatic already
+    meshes = [own for own in map(_explicit_mesh, jax.tree.leaves(arguments)) if own is not None]
+    if mesh is None and not meshes:
+        return f(*arguments)
+    if not hasattr(jax.sharding, "auto_axes"):
+        raise NotImplementedError(
+            "arrays with explicit sharding axes need jax >= 0.7: make the mesh with AxisType.Auto"
+        )
+    out = jax.sharding.PartitionSpec() if out is None else out
+    if mesh is not None:  # whose devices are known: the arguments may be on others
+        out = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), out)
+        return jax.sharding.auto_axes(f, out_sharding=out)(*arguments)
+    with jax.sharding.use_abstract_mesh(meshes[0]):
+        return jax.sharding.auto_axes(f, out_sharding=out)(*arguments)
+
+
+def explicit_specs(tree: Any) -> Any:
+    """How arrays are sharded over explicit axes, as a pytree of PartitionSpecs."""
+
+    def spec(x: Any) -> Any:
+        return jax.sharding.PartitionSpec() if _explicit_mesh(x) is None else jax.typeof(x).sharding.spec
+
+    return jax.tree.map(spec, tree)
+
+
+def _explicit_mesh(x: Any) -> Any:
+    kind = jax.typeof(x) if hasattr(jax, "typeof") else None
+    mesh: Any = getattr(getattr(kind, "sharding", None), "mesh", None)
+    return mesh if getattr(mesh, "explicit_axes", ()) else None
 
 
 def across_explicit_axes(

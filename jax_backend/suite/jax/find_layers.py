@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from suite.jax import jaxprs
+from suite.jax import jaxprs, operations
 from suite.jax.activations import Activations
 from suite.jax.joined import Piece, moved, pieces, window, windows
 from suite.jax.layers import (
@@ -28,6 +28,7 @@ from suite.jax.layers import (
     example_count,
     feature_axes,
 )
+from suite.jax.probes import Multiplier
 from suite.jax.views import Shape, Step, View, apply_steps, lift
 
 
@@ -44,7 +45,7 @@ class Origin(NamedTuple):
     scans: tuple[jaxprs.Path, ...]
     part: Shape  # of what the innermost of these scans takes; the leaf's, without one
     inner: tuple[Step, ...]
-    multipliers: tuple[jaxprs.Multiplier, ...] = ()
+    multipliers: tuple[Multiplier, ...] = ()
 
     @property
     def widened(self) -> bool:
@@ -58,7 +59,7 @@ class Origin(NamedTuple):
     def moved(self, step: Step | None) -> Origin:
         return self if step is None else self._replace(inner=(*self.inner, step))
 
-    def times(self, multiplier: jaxprs.Multiplier) -> Origin:
+    def times(self, multiplier: Multiplier) -> Origin:
         return self._replace(multipliers=(*self.multipliers, multiplier))
 
 
@@ -194,7 +195,7 @@ class _Finder:
         """An operation with a view of a leaf."""
         op = node.operation
         name = node.custom.name if node.custom is not None else node.name
-        if isinstance(op, jaxprs.Reindex) and known[0] is not None and self.stays_real(node):
+        if isinstance(op, operations.Reindex) and known[0] is not None and self.stays_real(node):
             self.origins[node.outputs[0]] = known[0].moved(op.step)
             return
         place = next(i for i, origin in enumerate(known) if origin is not None)
@@ -202,14 +203,14 @@ class _Finder:
         if multiplier is not None:
             self.origins[node.outputs[0]] = known[place].times(multiplier)  # type: ignore[union-attr]
             return
-        if isinstance(op, jaxprs.Add) and None in node.inputs and self.stays_real(node):
+        if isinstance(op, operations.Add) and None in node.inputs and self.stays_real(node):
             # a leaf and a number, as in 1 + scale, have the leaf's gradient
             self.origins[node.outputs[0]] = known[place]  # type: ignore[assignment]
             return
-        if isinstance(op, jaxprs.LoopSlice) and known[0] is not None and not known[0].widened:
+        if isinstance(op, operations.LoopSlice) and known[0] is not None and not known[0].widened:
             self.origins[node.outputs[0]] = self.taken_apart(node, known[0], op.length)
             return
-        if isinstance(op, jaxprs.ByHand) and (known[1] is None or known[0] is not None):
+        if isinstance(op, operations.ByHand) and (known[1] is None or known[0] is not None):
             raise ValueError(
                 "probe(x, w, y): w must be one parameter leaf, transposed or reshaped at most, "
                 "and x must not be"
@@ -219,41 +220,42 @@ class _Finder:
             for i, origin in enumerate(known)
             if origin is not None
         ]
-        if isinstance(op, jaxprs.Concatenate) and self.concatenated(node, known):
+        if isinstance(op, operations.Concatenate) and self.concatenated(node, known):
             return
-        if len(met) == 1 or isinstance(op, jaxprs.ByHand):
-            if isinstance(op, (jaxprs.Add, jaxprs.Multiply)):
-                if isinstance(op, jaxprs.Multiply) and self.scale(node, met[0]):
+        if len(met) == 1 or isinstance(op, operations.ByHand):
+            if isinstance(op, (operations.Add, operations.Multiply)):
+                if isinstance(op, operations.Multiply) and self.scale(node, met[0]):
                     return
                 if self.elementwise(node, met[0]):
                     return
                 if self.straight_through(node, met[0]):
                     self.origins[node.outputs[0]] = met[0].origin
                     return
-            elif op is not None and not isinstance(op, jaxprs.Concatenate):
+            elif op is not None and not isinstance(op, operations.Concatenate):
                 site = self.product(node, met[-1])
                 if site is not None:
                     self.uses.sites.append(site)
-                    if isinstance(op, jaxprs.ByHand):
+                    if isinstance(op, operations.ByHand):
                         self.uses.by_hand.setdefault(site.leaf, []).append(site)
                     out = node.outputs[0]
                     self.activations.outputs[out] = self.activations.made_by(site, out)
                     return
-        how = op.how if isinstance(op, jaxprs.Moved) else ""
+        how = op.how if isinstance(op, operations.Moved) else ""
         for one in met:
             self.uses.rule_out(one.origin, f"`{name}`, {how}" if how else f"`{name}`")
 
-    def multiplier(self, node: jaxprs.Node, place: int) -> jaxprs.Multiplier | None:
+    def multiplier(self, node: jaxprs.Node, place: int) -> Multiplier | None:
         """The number, without a derivative, that the operand at `place` is multiplied with."""
         op, out = node.operation, node.outputs[0]
         if node.custom is not None or not self.stays_real(node):
             return None
-        if isinstance(op, jaxprs.Negate):
-            return jaxprs.Multiplier(node.path, None, False)
-        if isinstance(op, jaxprs.Add):
+        if isinstance(op, operations.Negate):
+            return Multiplier(node.path, None, False)
+        if isinstance(op, operations.Add):
             minus = None in node.inputs and op.signs[place] < 0  # 1 - scale
-            return jaxprs.Multiplier(node.path, None, False) if minus else None
-        if not isinstance(op, jaxprs.Multiply) and not (isinstance(op, jaxprs.Divide) and place == 0):
+            return Multiplier(node.path, None, False) if minus else None
+        divides = isinstance(op, operations.Divide)
+        if not isinstance(op, operations.Multiply) and not (divides and place == 0):
             return None
         w, other = node.inputs[place], node.inputs[1 - place]
         assert w is not None
@@ -264,9 +266,9 @@ class _Finder:
             widened = w in self.origins and self.origins[w].widened
             if widened or other in self.differentiable or not self.activations.is_number(other):
                 return None
-        return jaxprs.Multiplier(node.path, 1 - place, isinstance(op, jaxprs.Divide))
+        return Multiplier(node.path, 1 - place, divides)
 
-    def known_before(self, multiplier: jaxprs.Multiplier, path: jaxprs.Path) -> bool:
+    def known_before(self, multiplier: Multiplier, path: jaxprs.Path) -> bool:
         """Whether a number that is used later can be read when the equation at `path` runs."""
         if multiplier.operand is None:
             return True
@@ -277,7 +279,7 @@ class _Finder:
 
     def straight_through(self, node: jaxprs.Node, met: _Meeting) -> bool:
         """Whether what a leaf is added to has no derivative, as in w + stop_gradient(round(w) - w)."""
-        if not isinstance(node.operation, jaxprs.Add) or node.custom is not None:
+        if not isinstance(node.operation, operations.Add) or node.custom is not None:
             return False
         other, out = node.inputs[1 - met.place], node.outputs[0]
         same = met.shape == self.shape(out) and node.operation.signs[met.place] > 0
@@ -312,7 +314,7 @@ class _Finder:
         op, out = node.operation, node.outputs[0]
         places = [i for i, v in enumerate(node.inputs) if v in self.joined]
         joined = self.joined[node.inputs[places[0]]]  # type: ignore[index]
-        if isinstance(op, jaxprs.Reindex) and self.stays_real(node):
+        if isinstance(op, operations.Reindex) and self.stays_real(node):
             after = moved(joined, op.step)
             if after is not None:
                 self.joined[out] = after
@@ -324,10 +326,10 @@ class _Finder:
         if len(places) == 1 and not any(known):
             whole = self.shape(node.inputs[places[0]])  # type: ignore[arg-type]
             met = [_Meeting(places[0], p.origin, p.shape(whole), p) for p in joined]
-            if isinstance(op, jaxprs.Add):
+            if isinstance(op, operations.Add):
                 self.elementwise_or_none(node, met)
                 return
-            if isinstance(op, (jaxprs.DotGeneral, jaxprs.Convolve, jaxprs.Gather)):
+            if isinstance(op, (operations.DotGeneral, operations.Convolve, operations.Gather)):
                 sites = [self.product(node, one) for one in met]
                 if None not in sites:
                     self.uses.sites += sites  # type: ignore[arg-type]
@@ -354,14 +356,14 @@ class _Finder:
         found = self.scaled[node.inputs[places[0]]]  # type: ignore[index]
         scaling, (path, place, steps) = self.scalings[found.first], found.factor
         beside = len(places) == 1 and node.path[:-1] == path[:-1] and self.stays_real(node)
-        if isinstance(op, jaxprs.Reindex) and beside:
+        if isinstance(op, operations.Reindex) and beside:
             after = steps if op.step is None else (*steps, op.step)
             moved_on = found.origin.moved(op.step)
             self.scaled[node.outputs[0]] = found._replace(
                 origin=moved_on, factor=Factor(path, place, after)
             )
             return
-        if isinstance(op, jaxprs.Multiply) and beside and not any(known):
+        if isinstance(op, operations.Multiply) and beside and not any(known):
             shape = self.shape(node.inputs[places[0]])  # type: ignore[arg-type]
             if self.elementwise(node, _Meeting(places[0], found.origin, shape, None)):
                 site = self.uses.sites.pop()
@@ -439,7 +441,7 @@ class _Finder:
         if any(v is None for v in node.inputs[:2]):
             return None
         values: tuple[Any, ...] = (*node.inputs, *node.outputs)
-        if isinstance(op, jaxprs.DotGeneral):
+        if isinstance(op, operations.DotGeneral):
 
             def axes(i: int, ndim: int) -> tuple[Shape, Shape, Shape]:
                 batch, contracted = op.batch[i], op.contracted[i]
@@ -450,7 +452,7 @@ class _Finder:
             batch, free, contracted = axes(w, len(operand))
             dense = Dense(x_axes, len(free), w == 1)
             return dense, (), (batch, free, contracted), 1 - w, values
-        if isinstance(op, jaxprs.ByHand):
+        if isinstance(op, operations.ByHand):
             x_ndim = len(self.shape(values[0]))
             if len(operand) != 2 or self.shape(values[0])[-1:] != operand[:1]:
                 raise ValueError(
@@ -459,7 +461,7 @@ class _Finder:
                 )
             hand = Dense(((), tuple(range(x_ndim - 1)), (x_ndim - 1,)), 1, True)
             return hand, (), ((), (1,), (0,)), 0, values
-        if isinstance(op, jaxprs.Convolve) and w == 1:
+        if isinstance(op, operations.Convolve) and w == 1:
             kernel = tuple(operand[axis] for axis in op.w_spec[2:])
             convolution = Convolution(
                 op.x_spec,
@@ -475,7 +477,7 @@ class _Finder:
             split = (op.groups, ordered[0] // op.groups, *ordered[1:])
             steps: tuple[Step, ...] = (("transpose", (op.w_spec,)), ("reshape", (ordered, split)))
             return convolution, steps, ((0,), (1,), tuple(range(2, len(split)))), 0, values
-        if isinstance(op, jaxprs.Gather) and w == 0:
+        if isinstance(op, operations.Gather) and w == 0:
             others = tuple(axis for axis in range(len(operand)) if axis != op.axis)
             lookup = Lookup(operand[op.axis], op.offset_axes, op.clip, op.component)
             return lookup, (), ((), others, (op.axis,)), 1, (values[0], *node.outputs)
@@ -499,7 +501,7 @@ class _Finder:
     def elementwise(self, node: jaxprs.Node, met: _Meeting) -> bool:
         """A leaf added to, multiplied with or put beside something larger; whether it is that."""
         p, origin, operand, piece = met
-        beside = isinstance(node.operation, jaxprs.Concatenate)
+        beside = isinstance(node.operation, operations.Concatenate)
         other = None if beside else node.inputs[1 - p]
         value = node.outputs[0]
         shape = self.shape(value) if piece is None else piece.shape(self.shape(value))
@@ -507,8 +509,8 @@ class _Finder:
         if operand != shape:
             axes = tuple(range(len(shape))) if operand else ()
             inner = (*inner, ("broadcast", (shape, axes)))
-        multiplies = isinstance(node.operation, jaxprs.Multiply)
-        signs = node.operation.signs if isinstance(node.operation, jaxprs.Add) else (1, 1)
+        multiplies = isinstance(node.operation, operations.Multiply)
+        signs = node.operation.signs if isinstance(node.operation, operations.Add) else (1, 1)
         real = [v for v in (*node.inputs, value) if v is not None]
         if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in real):
             return False

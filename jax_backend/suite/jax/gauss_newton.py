@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from suite.core.linalg import inner_product
+from suite.jax.explicit_axes import on_automatic_axes
 from suite.jax.halves import cut
-from suite.jax.jaxprs import on_automatic_axes
 
 Arrays = Sequence[jax.Array]
 

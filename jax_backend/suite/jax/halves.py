@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core as jex
 
-from suite.jax.jaxprs import CALLS, REMAT, Reindex, bind, called, dtype_is_float, operation_of
+from suite.jax.jaxprs import CALLS, REMAT, bind, called, dtype_is_float
+from suite.jax.operations import Reindex, operation_of
 
 
 class Halves(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from suite.jax import jaxprs
+from suite.jax import operations
 from suite.jax.layers import Convolution, Dense, Lookup, Product
 from suite.jax.views import Shape, Step
 
@@ -88,7 +88,7 @@ def windows(
             return None, product.out_spec[1]
         return product.x_spec[1], None
     if isinstance(product, Lookup):
-        assert isinstance(operation, jaxprs.Gather)
+        assert isinstance(operation, operations.Gather)
         if axis == operation.axis:
             return None
         return None, product.offset_axes[axes[1].index(axis)]

@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec
 
 from suite.core import kfac as core_kfac
 from suite.jax.capture import AllBases
+from suite.jax.explicit_axes import explicit_specs
 from suite.jax.factors import Factors
 from suite.jax.factors_state import FactorsState, Shares
-from suite.jax.jaxprs import explicit_specs
 from suite.jax.plan import Plan
 from suite.jax.spread import Spread
 

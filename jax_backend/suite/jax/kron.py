@@ -22,9 +22,8 @@ from suite.core.step_size import Clip, check_clip
 from suite.jax import kron_blocks, kron_engine
 from suite.jax.boxes import rebox, unbox
 from suite.jax.dtypes import check_dtype, check_precision
-from suite.jax.explicit_axes import across_explicit_axes
+from suite.jax.explicit_axes import across_explicit_axes, explicit_specs, on_automatic_axes
 from suite.jax.finite import zero_unless
-from suite.jax.jaxprs import explicit_specs, on_automatic_axes
 from suite.jax.kron_engine import ScaleByKronState, Schedule, Settings, at
 from suite.jax.masks import like
 from suite.jax.sharding import layout_of, specs_like

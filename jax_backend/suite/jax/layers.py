@@ -16,7 +16,8 @@ from suite.core.statistics import (
     elementwise_second_moment_sum,
     second_moment_sum,
 )
-from suite.jax.jaxprs import Multiplier, varying_alike
+from suite.jax.probes import Multiplier
+from suite.jax.varying import varying_alike
 from suite.jax.views import (
     Shape,
     Step,

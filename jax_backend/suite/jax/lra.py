@@ -19,10 +19,9 @@ from suite.core.schedules import advance_clock, precond_lr_schedule, precond_upd
 from suite.core.step_size import Clip, check_clip, clipped
 from suite.jax.boxes import rebox, unbox
 from suite.jax.dtypes import at_least_float32
-from suite.jax.explicit_axes import across_explicit_axes
+from suite.jax.explicit_axes import across_explicit_axes, on_automatic_axes
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
-from suite.jax.jaxprs import on_automatic_axes
 from suite.jax.kron import Integer, with_learning_rate
 from suite.jax.kron_engine import Schedule, at
 

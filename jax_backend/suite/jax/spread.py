@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from suite.core.checks import check_choice
 from suite.core.placement import AssignmentStrategy, Placement, gradient_workers
 from suite.jax.devices import axis_size, on_devices
-from suite.jax.jaxprs import varying_alike, varying_axes
+from suite.jax.varying import varying_alike, varying_axes
 
 _FRACTIONS = {"comm_opt": 1.0, "hybrid_opt": 0.5, "mem_opt": 0.0}
 STRATEGIES = ("compute", "memory")

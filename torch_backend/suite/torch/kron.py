@@ -3,58 +3,37 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal
 
 import torch
 
 from suite.core import blocks
 from suite.core import kron as core_kron
-from suite.core.checks import check_choice, check_flag, check_integer
+from suite.core.checks import check_choice
 from suite.core.routing import Route, Routing
-from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
-from suite.core.step_size import Clip, check_clip
+from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
+from suite.core.step_size import Clip
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import check_dtype, check_number, warn_user
+from suite.torch.checks import check_number, warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded, local, mesh_group, settled
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES, all_finite
 from suite.torch.kron_engine import KronEngine, Pairs, StepSettings
-from suite.torch.kron_storage import KronStorage
-
-Schedule: TypeAlias = float | Callable[[int], float]
-Whiten: TypeAlias = Literal["momentum", "gradient"]
-
-_STRUCTURE = (
-    "max_size_triangular",
-    "min_ndim_triangular",
-    "memory_save_mode",
-    "merge_small_dims",
-    "target_merged_dim_size",
-    "partition_grads_into_blocks",
-    "block_size",
-    "max_skew",
-    "shared_factors",
+from suite.torch.kron_settings import (
+    FIXED,
+    STRUCTURE,
+    Schedule,
+    Whiten,
+    check_group,
+    is_misplaced,
+    planned,
+    require_same,
+    rule_of,
 )
-
-
-# What torch, and schedulers of torch and timm, keep in groups.
-_NOT_OURS = {"params", "param_names", "name", "initial_lr", "lr_scale"}
-# Settings of other optimizers, which would be ignored in silence. What else is in a group is the user's.
-_OTHERS = {"betas", "b2", "eps", "momentum", "nesterov", "dampening", "amsgrad", "capturable", "fused",
-           "foreach", "rho", "precondition_frequency"}  # fmt: skip
-_STEP = ("b1", "whiten", "update_first", "clip", "normalize_grads", "stochastic_rounding")
-_FIXED = (
-    *_STRUCTURE,
-    "mu_dtype",
-    "precond_dtype",
-    "packed_factors",
-    "cache_preconditioner",
-)  # what a group's blocks and state are made for
 
 
 class Kron(torch.optim.Optimizer):
@@ -226,8 +205,10 @@ class Kron(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, before or during training."""
         settings = {**self.defaults, **param_group}
-        _check_group(settings)
-        unknown = sorted(key for key in settings.keys() - self.defaults.keys() if _is_misplaced(key))
+        check_group(settings)
+        ours = list(inspect.signature(Kron.__init__).parameters)
+        others = settings.keys() - self.defaults.keys()
+        unknown = sorted(key for key in others if is_misplaced(key, ours))
         if unknown:
             raise TypeError(f"unknown settings in a parameter group: {unknown}")
         super().add_param_group(param_group)
@@ -249,8 +230,8 @@ class Kron(torch.optim.Optimizer):
         engine = KronEngine(
             [p for _, p in chosen],
             [number for number, _ in chosen],
-            _rule(group),
-            blocks.Structure(**{name: group[name] for name in _STRUCTURE}),
+            rule_of(group),
+            blocks.Structure(**{name: group[name] for name in STRUCTURE}),
             seed=group["seed"],
             mu_dtype=group["mu_dtype"],
             precond_dtype=group["precond_dtype"],
@@ -260,7 +241,7 @@ class Kron(torch.optim.Optimizer):
             shard=self.distributed == "shard",
         )
         self._engines.append(engine)
-        self._made_for.append({name: group[name] for name in ("seed", *_FIXED)})
+        self._made_for.append({name: group[name] for name in ("seed", *FIXED)})
         self._attach_state(engine)
 
     def _require_parameters(self) -> None:
@@ -308,8 +289,8 @@ class Kron(torch.optim.Optimizer):
         """
         self._require_parameters()
         for group, fixed in zip(self.param_groups, self._made_for, strict=True):
-            _require_same(group, fixed)
-        plans = [_planned(group) for group in self.param_groups]
+            require_same(group, fixed)
+        plans = [planned(group) for group in self.param_groups]
         for engine, (rule, settings, _) in zip(self._engines, plans, strict=True):
             engine.storage.require(rule, settings.stochastic_rounding)
         loss, pairs = self._evaluate(closure, [settings for _, settings, _ in plans])
@@ -531,7 +512,7 @@ class Kron(torch.optim.Optimizer):
             self._engines, self.param_groups, state_dict["param_groups"], strict=True
         ):
             loaded = {**group, **saved_group}
-            engine.storage.require(_rule(loaded), loaded["stochastic_rounding"])
+            engine.storage.require(rule_of(loaded), loaded["stochastic_rounding"])
         for index, parameter in zip(saved, own, strict=True):
             if id(parameter) in places:
                 engine, i = places[id(parameter)]
@@ -539,10 +520,10 @@ class Kron(torch.optim.Optimizer):
                 if self._skipped is not None:
                     self._skipped.copy_(state_dict["state"][index]["skipped_steps"])
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            kept = ("params", "param_names", *_FIXED)
+            kept = ("params", "param_names", *FIXED)
             group.update({k: copy.deepcopy(v) for k, v in saved_group.items() if k not in kept})
         for engine, group in zip(self._engines, self.param_groups, strict=True):
-            engine.rule = _rule(group)  # the geometry may be another now
+            engine.rule = rule_of(group)  # the geometry may be another now
             engine.after_load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -595,90 +576,3 @@ def _rates(
         one = torch.ones((), dtype=dtype, device=device)
         found[device] = -lr * (one if finite is None else finite.to(one))
     return found
-
-
-@torch._disable_dynamo  # the host's arithmetic, of numbers that change in every step
-def _planned(group: dict[str, Any]) -> tuple[core_kron.Kron, StepSettings, dict[str, Any]]:
-    """A group's rule and next step, checked, and the counts after it."""
-    for name in _STEP:
-        _check_setting(name, group[name])
-    step, updates = group["steps"] + 1, group["updates"]
-    probability = _at("preconditioner_update_probability", group, step)
-    due, clock = advance_clock(group["update_clock"], probability)
-    settings = StepSettings(
-        step=step,
-        update=bool(due),
-        preconditioner_lr=_at("preconditioner_lr", group, updates),
-        **{name: group[name] for name in _STEP},
-    )
-    counts = {"steps": step, "updates": updates + int(due), "update_clock": clock}
-    return _rule(group), settings, counts
-
-
-def _require_same(group: dict[str, Any], fixed: dict[str, Any]) -> None:
-    for name, value in fixed.items():
-        if group[name] != value:
-            raise ValueError(
-                f"{name} must stay {value!r}, for which blocks and state were made, got {group[name]!r}"
-            )
-
-
-def _at(name: str, group: dict[str, Any], step: int) -> float:
-    value = group[name]
-    if callable(value):
-        value = value(step)
-        _check_setting(name, value)
-    return float(value)
-
-
-def _check_setting(name: str, value: Any) -> None:
-    if name in ("lr", "weight_decay"):
-        check_number(name, value, at_least=0)
-    elif name == "b1":
-        check_number(name, value, at_least=0, below=1)
-    elif name == "preconditioner_update_probability":
-        check_number(name, value, above=0, at_most=1)
-    elif name == "preconditioner_lr":
-        check_number(name, value, above=0, below=1)
-    elif name == "whiten":
-        check_choice(name, value, get_args(Whiten))
-    elif name == "clip":
-        check_clip(value)
-    elif name in _FLAGS or (name == "cache_preconditioner" and value is not None):
-        check_flag(name, value)
-    elif name == "seed":
-        check_integer(name, value, at_least=0)
-    elif name in ("mu_dtype", "precond_dtype") and value is not None:
-        check_dtype(name, value)
-
-
-_FLAGS = (
-    "maximize",
-    "update_first",
-    "normalize_grads",
-    "stochastic_rounding",
-    "packed_factors",
-)
-
-
-def _rule(settings: dict[str, Any]) -> core_kron.Kron:
-    names = ("geometry", "betaL", "damping", "preconditioner_init_scale")
-    return core_kron.Kron(**{name: settings[name] for name in names})
-
-
-def _is_misplaced(key: str) -> bool:
-    """Whether a key of a group is another optimizer's setting, or a misspelt one of ours."""
-    ours = list(inspect.signature(Kron.__init__).parameters)
-    if key in _OTHERS or key in ours[2:]:  # those that are the same for all groups
-        return True
-    return key not in _NOT_OURS and bool(difflib.get_close_matches(key, ours, cutoff=0.8))
-
-
-def _check_group(settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        if not callable(value):
-            _check_setting(name, value)
-    blocks.Structure(**{name: settings[name] for name in _STRUCTURE})
-    rule = _rule(settings)
-    storage = KronStorage(rule.factor_form, settings["packed_factors"], settings["cache_preconditioner"])
-    storage.require(rule, settings["stochastic_rounding"])

@@ -1,0 +1,36 @@
+"""Values that differ between devices inside shard_map, by their types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def varying_alike(slots: Any, *others: Any) -> Any:
+    """Slots as varying over devices as what they will hold sums of, inside shard_map."""
+    axes = set().union(*(varying_axes(other) for other in others))
+
+    def vary(slot: Any) -> Any:
+        missing = tuple(sorted(axes - varying_axes(slot)))
+        if not missing:
+            return slot
+        if hasattr(lax, "pcast"):
+            return lax.pcast(slot, missing, to="varying")
+        return lax.pvary(slot, missing)  # type: ignore[attr-defined]
+
+    return jax.tree.map(vary, slots) if axes else slots
+
+
+def varying_axes(x: Any) -> set[str]:
+    """The mesh axes over which a value differs between devices, inside shard_map."""
+    kind: Any = jax.typeof(x) if hasattr(jax, "typeof") else None
+    if hasattr(kind, "manual_axis_type"):  # jax 0.10
+        return set(kind.manual_axis_type.varying)
+    return set(getattr(kind, "vma", ()))
+
+
+def vary_like(tree: Any, like: Any) -> Any:
+    """Each leaf as varying over the devices that the same leaf of `like` varies over."""
+    return jax.tree.map(varying_alike, tree, like)

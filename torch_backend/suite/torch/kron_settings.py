@@ -1,0 +1,131 @@
+"""Kron's settings: their rules, which of them groups may change, and what they amount to in a step."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from suite.core import blocks
+from suite.core import kron as core_kron
+from suite.core.checks import check_choice, check_flag, check_integer
+from suite.core.schedules import advance_clock
+from suite.core.step_size import check_clip
+from suite.torch.checks import check_dtype, check_number
+from suite.torch.kron_engine import StepSettings
+from suite.torch.kron_storage import KronStorage
+
+Schedule: TypeAlias = float | Callable[[int], float]
+Whiten: TypeAlias = Literal["momentum", "gradient"]
+
+STRUCTURE = (
+    "max_size_triangular",
+    "min_ndim_triangular",
+    "memory_save_mode",
+    "merge_small_dims",
+    "target_merged_dim_size",
+    "partition_grads_into_blocks",
+    "block_size",
+    "max_skew",
+    "shared_factors",
+)
+
+# What torch, and schedulers of torch and timm, keep in groups.
+_NOT_OURS = {"params", "param_names", "name", "initial_lr", "lr_scale"}
+# Settings of other optimizers, which would be ignored in silence. What else is in a group is the user's.
+_OTHERS = {"betas", "b2", "eps", "momentum", "nesterov", "dampening", "amsgrad", "capturable", "fused",
+           "foreach", "rho", "precondition_frequency"}  # fmt: skip
+_STEP = ("b1", "whiten", "update_first", "clip", "normalize_grads", "stochastic_rounding")
+FIXED = (
+    *STRUCTURE,
+    "mu_dtype",
+    "precond_dtype",
+    "packed_factors",
+    "cache_preconditioner",
+)  # what a group's blocks and state are made for
+_FLAGS = (
+    "maximize",
+    "update_first",
+    "normalize_grads",
+    "stochastic_rounding",
+    "packed_factors",
+)
+
+
+def check_group(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        if not callable(value):
+            _check_setting(name, value)
+    blocks.Structure(**{name: settings[name] for name in STRUCTURE})
+    rule = rule_of(settings)
+    storage = KronStorage(rule.factor_form, settings["packed_factors"], settings["cache_preconditioner"])
+    storage.require(rule, settings["stochastic_rounding"])
+
+
+@torch._disable_dynamo  # the host's arithmetic, of numbers that change in every step
+def planned(group: dict[str, Any]) -> tuple[core_kron.Kron, StepSettings, dict[str, Any]]:
+    """A group's rule and next step, checked, and the counts after it."""
+    for name in _STEP:
+        _check_setting(name, group[name])
+    step, updates = group["steps"] + 1, group["updates"]
+    probability = _at("preconditioner_update_probability", group, step)
+    due, clock = advance_clock(group["update_clock"], probability)
+    settings = StepSettings(
+        step=step,
+        update=bool(due),
+        preconditioner_lr=_at("preconditioner_lr", group, updates),
+        **{name: group[name] for name in _STEP},
+    )
+    counts = {"steps": step, "updates": updates + int(due), "update_clock": clock}
+    return rule_of(group), settings, counts
+
+
+def require_same(group: dict[str, Any], fixed: dict[str, Any]) -> None:
+    for name, value in fixed.items():
+        if group[name] != value:
+            raise ValueError(
+                f"{name} must stay {value!r}, for which blocks and state were made, got {group[name]!r}"
+            )
+
+
+def _at(name: str, group: dict[str, Any], step: int) -> float:
+    value = group[name]
+    if callable(value):
+        value = value(step)
+        _check_setting(name, value)
+    return float(value)
+
+
+def _check_setting(name: str, value: Any) -> None:
+    if name in ("lr", "weight_decay"):
+        check_number(name, value, at_least=0)
+    elif name == "b1":
+        check_number(name, value, at_least=0, below=1)
+    elif name == "preconditioner_update_probability":
+        check_number(name, value, above=0, at_most=1)
+    elif name == "preconditioner_lr":
+        check_number(name, value, above=0, below=1)
+    elif name == "whiten":
+        check_choice(name, value, get_args(Whiten))
+    elif name == "clip":
+        check_clip(value)
+    elif name in _FLAGS or (name == "cache_preconditioner" and value is not None):
+        check_flag(name, value)
+    elif name == "seed":
+        check_integer(name, value, at_least=0)
+    elif name in ("mu_dtype", "precond_dtype") and value is not None:
+        check_dtype(name, value)
+
+
+def rule_of(settings: dict[str, Any]) -> core_kron.Kron:
+    names = ("geometry", "betaL", "damping", "preconditioner_init_scale")
+    return core_kron.Kron(**{name: settings[name] for name in names})
+
+
+def is_misplaced(key: str, ours: Sequence[str]) -> bool:
+    """Whether a key of a group is another optimizer's setting, or like one of `ours`."""
+    if key in _NOT_OURS:
+        return False
+    return key in _OTHERS or key in ours or bool(difflib.get_close_matches(key, ours, cutoff=0.8))
