@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from race_problems import Problem
-from suite.core.schedules import precond_update_prob_schedule
+from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 
 Grid = dict[str, tuple[float, ...]]  # five step lengths, three of something else
 
@@ -49,6 +49,9 @@ KRON_VARIANTS: dict[str, dict[str, Any]] = {
     "Kron, QEQ": {"geometry": "QEQ"},
     "Kron, falling": {"preconditioner_update_probability": _FALLING},
     "Kron, falling, QEQ": {"preconditioner_update_probability": _FALLING, "geometry": "QEQ"},
+    "Kron, constant rate": {"preconditioner_lr": 0.1},
+    "Kron, rate to 0.1": {"preconditioner_lr": precond_lr_schedule(min_lr=0.1)},
+    "Kron, rate to 0.03": {"preconditioner_lr": precond_lr_schedule(min_lr=0.03)},
     "Kron, own factors": {"shared_factors": False},
     "Kron, blocks of 256": {"block_size": 256},
     "Kron, blocks of 16": {"block_size": 16},

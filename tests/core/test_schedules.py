@@ -62,7 +62,7 @@ def test_probability_never_rises_and_stays_within_its_bounds(a, b, decay, flat_s
     [
         ("max_prob", 0.0),
         ("max_prob", 1.5),
-        ("min_prob", 0.0),
+        ("min_prob", -0.1),
         ("min_prob", 1.01),
         ("decay", -0.1),
         ("flat_start", -1),
@@ -73,7 +73,7 @@ def test_value_out_of_range_is_named(name, value):
         precond_update_prob_schedule(**{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [("decay", "0.1"), ("flat_start", 1.0), ("max_prob", None)])
+@pytest.mark.parametrize(("name", "value"), [("decay", "0.1"), ("flat_start", "1"), ("max_prob", None)])
 def test_value_of_another_type_is_named(name, value):
     with pytest.raises(TypeError, match=f"^{name} must be "):
         precond_update_prob_schedule(**{name: value})

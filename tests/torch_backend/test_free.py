@@ -507,3 +507,27 @@ def test_a_grouped_product_that_is_not_understood_is_reported():
     ):
         kfac.step()
     assert kfac.routing()["1.rows"].treatment == "waiting"
+
+
+@pytest.mark.parametrize("kind", [nn.Module, nn.Linear])
+def test_a_gain_of_a_matrix_is_reported(kind):
+    """Its gradient is a sum over the matrix's row, of which squares tell nothing."""
+
+    class Gained(kind):
+        def __init__(self):
+            super().__init__(*((4, 3, False) if kind is nn.Linear else ()))
+            self.weight = nn.Parameter(numbers(3, 4))
+            self.gain = nn.Parameter(numbers(3))
+
+        def forward(self, x):
+            return F.linear(x, self.weight * self.gain[:, None])
+
+    model = nn.Sequential(nn.Linear(2, 4), Gained(), nn.Linear(3, 2)).double()
+    kfac = KFAC(model)
+    model(numbers(6, 2)).square().sum().backward()
+    with (
+        pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'1.gain'"),
+        pytest.warns(RuntimeWarning, match="not seen running.*'1.gain'"),
+    ):
+        kfac.step()
+    assert kfac.routing()["1.gain"].treatment == "waiting"

@@ -468,6 +468,7 @@ def noise_like(weight):
     [
         lambda w: w + ((8 * w).round() / 8 - w).detach(),
         lambda w: (w.sign() - w).detach() + w,
+        lambda w: w + (w.sign() - w).data,
         lambda w: 1.0 * w - noise_like(w),
         lambda w: w + noise_like(w[0]),
     ],
@@ -477,6 +478,28 @@ def test_what_is_added_to_a_weight_without_a_gradient_leaves_its_own(how, bias):
     model = built(lambda: Perturbed(4, 3, bias=bias, how=how), 3)
     A, G, g = body_and_gradients(model, x, lambda y: y)
     a = with_one(x) if bias else x
+    assert_exact(A, a.T @ a / len(x))
+    assert_exact(G, g.T @ g)
+
+
+@pytest.mark.parametrize(
+    ("factor", "how"),
+    [
+        (-1, lambda w: -w),
+        (-1, lambda w: 1 - w),
+        (-1, lambda w: noise_like(w) - w),
+        (-1, lambda w: torch.sub(noise_like(w), w)),
+        (-1, lambda w: torch.rsub(w, 1.0)),
+        (1, lambda w: torch.rsub(torch.ones(4).to(w), w)),
+        (-2, lambda w: -2 * w),
+        (-0.25, lambda w: 1 - w / 4),
+    ],
+)
+def test_a_weight_with_another_sign_meets_its_bias_with_that_sign(factor, how):
+    x = inputs(numbers)
+    model = built(lambda: Perturbed(4, 3, how=how), 3)
+    A, G, g = body_and_gradients(model, x, lambda y: y)
+    a = with_one(factor * x)
     assert_exact(A, a.T @ a / len(x))
     assert_exact(G, g.T @ g)
 
@@ -557,6 +580,21 @@ MISSED = {
     "half, and a product": lambda x, W, b: F.linear(x, W / 2, b) + torch.einsum("bi,oi->bo", x, W),
     "rounded, straight through, and a function of it": lambda x, W, b: (
         F.linear(x, W + (W.sign() - W).detach(), b) + F.linear(x, W.abs())
+    ),
+    "a function of it, and rounded, straight through": lambda x, W, b: (
+        F.linear(x, W.abs()) + F.linear(x, W + (W.sign() - W).detach(), b)
+    ),
+    "of what rounded it, both ends": lambda x, W, b: (
+        F.linear(x, W + ((S := W.tanh()) - W).detach(), b) + F.linear(x, S)
+    ),
+    "rounded, straight through, twice": lambda x, W, b: (
+        F.linear(x, Q := W + (W.sign() - W).detach(), b) + F.linear(torch.tanh(x), Q)
+    ),
+    "rounded, straight through, and a product": lambda x, W, b: (
+        F.linear(x, W + (W.sign() - W).detach(), b) + torch.einsum("bi,oi->bo", x.tanh(), W)
+    ),
+    "half of it, and a product of that": lambda x, W, b: (
+        F.linear(x, H := W / 2, b) + torch.einsum("bi,oi->bo", x.tanh(), H)
     ),
     "one cast, twice": lambda x, W, b: F.linear(x, C := W.clone(), b) + x @ C,
 }

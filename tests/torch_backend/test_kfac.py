@@ -722,6 +722,8 @@ def test_gradients_of_any_size_stay_finite():
         ({"inv_dtype": torch.float16}, ValueError, "inv_dtype must have the range"),
         ({"max_factor_size": 0}, ValueError, "max_factor_size must be >= 1"),
         ({"terms": 0}, ValueError, "terms must be > 0"),
+        ({"terms": torch.tensor(-3.0)}, ValueError, "terms must be > 0"),
+        ({"terms": torch.tensor([3.0, 4.0])}, ValueError, "terms must be one number"),
         ({"terms": 4, "fisher": "mc"}, ValueError, "terms must be None with fisher='mc'"),
         ({"loss_reduction": "none"}, ValueError, "loss_reduction must be one of"),
         ({"optimizer": 3}, TypeError, "optimizer must be a torch.optim.Optimizer"),
@@ -752,6 +754,25 @@ def test_labels_that_are_ignored_are_no_terms(kind, parts):
         ends.append([p.grad for p in model.parameters()])
     for got, expected in zip(*ends, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("terms", "error", "message"),
+    [
+        (lambda: -5, ValueError, "terms must be >= 0, got -5"),
+        (lambda: torch.tensor([3.0, 4.0]), ValueError, r"terms must be one number, got .* \(2,\)"),
+        (lambda: None, TypeError, "terms must be a number, got None"),
+    ],
+)
+def test_a_bad_number_of_terms_is_an_error_before_anything_changes(terms, error, message):
+    model = network()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), terms=terms)
+    before = copy.deepcopy((model.state_dict(), kfac.state_dict()))
+    x, y = batch(0)
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(error, match=message):
+        kfac.step()
+    assert same(before, (model.state_dict(), kfac.state_dict()))
 
 
 def test_enums_and_strings_mean_the_same():

@@ -412,7 +412,7 @@ def test_bad_settings_are_errors(settings, error, message):
     ("name", "value"),
     [
         ("preconditioner_lr", lambda updates: 2.0),
-        ("preconditioner_update_probability", lambda step: 0.0),
+        ("preconditioner_update_probability", lambda step: -0.1),
         ("b1", 1.0),
         ("geometry", "QQ"),
         ("block_size", 3),  # too late
@@ -595,3 +595,37 @@ def test_reports():
     factors = sum(n * n + m * m for m, n in ((6, 9), (9, 4), (4, 3))) + 9 + 4 + 3
     assert kron.memory_usage()["factors"] == 8 * factors
     np.testing.assert_equal(kron.skipped_steps, 0)
+
+
+def test_parameters_exchanged_before_a_checkpoint_are_followed():
+    """Who shards a model puts the shards into the groups, and loads then."""
+    model, other = network(), network()
+    kron = Kron(model.parameters())
+    saved = kron.state_dict()
+    kron.param_groups[0]["params"] = list(other.parameters())
+    assert set(kron.state_dict()["state"]) == set(range(6))
+    kron = Kron(model.parameters())
+    kron.param_groups[0]["params"] = list(other.parameters())
+    kron.load_state_dict(saved)
+    assert set(kron.state) == set(other.parameters())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("precond_lr", "preconditioner_lr"),
+        ("merge_dims", "merge_small_dims"),
+        ("q_dtype", "precond_dtype"),
+    ],
+)
+def test_settings_of_other_krons_in_groups_are_errors_that_say_what_they_are_here(theirs, ours):
+    with pytest.raises(TypeError, match=f"unknown settings.*'{theirs}'.*; {theirs} is {ours} here"):
+        Kron([{"params": [nn.Parameter(torch.ones(2))], theirs: 0.1}])
+
+
+def test_another_krons_state_is_an_error_that_says_what_fits():
+    parameter = nn.Parameter(torch.ones(2, 2))
+    saved = Kron([parameter]).state_dict()
+    saved["state"][0] = {"step": 3, "momentum_buffer": torch.ones(2, 2), "Q": [torch.ones(2)]}
+    with pytest.raises(ValueError, match="state of parameter 0 must have"):
+        Kron([parameter]).load_state_dict(saved)

@@ -167,3 +167,17 @@ def test_loading_calls_hooks_and_copies_a_tensor_learning_rate(make):
     one.param_groups[0]["lr"].fill_(0.5)
     assert seen == ["before", "after"]
     assert float(other.param_groups[0]["lr"]) == pytest.approx(0.1)
+
+
+@every_door
+def test_other_parameters_after_the_first_step_are_an_error(make):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters())
+    step(optimizer, loss_fn)
+    group = optimizer.param_groups[0]
+    first, second, *rest = group["params"]
+    for others in ([first, torch.nn.Parameter(second.detach().clone()), *rest], [first, *rest, second]):
+        group["params"] = others
+        for act in (lambda: step(optimizer, loss_fn), optimizer.state_dict):
+            with pytest.raises(RuntimeError, match="must hold the parameters that the state is of"):
+                act()

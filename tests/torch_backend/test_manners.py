@@ -768,6 +768,20 @@ def test_a_head_exchanged_for_another_is_reported_and_stays_plain():
     assert routes["2.weight"].shape == (5, 3)
 
 
+def test_what_was_named_by_skip_layers_may_be_moved_later_without_a_word():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2), nn.Linear(2, 2))
+    model[3].requires_grad_(False)
+    kfac = KFAC(model, torch.optim.SGD(model[0].parameters(), lr=0.1), skip_layers=["^2$"])
+    kfac.add_param_group({"params": model[2].parameters()})
+    model[3].requires_grad_(True)
+    with pytest.warns(RuntimeWarning, match="not covered when.*'3.weight', '3.bias'"):
+        kfac.add_param_group({"params": model[3].parameters()})
+    model(torch.randn(5, 4)).square().mean().backward()
+    kfac.step()  # that they were frozen has been said
+    with pytest.raises(TypeError, match="ordered"):
+        kfac.add_param_group({"params": {nn.Parameter(torch.ones(2))}})
+
+
 def test_a_layer_that_the_optimizer_moves_later_is_covered_from_then_on():
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     kfac = KFAC(model, torch.optim.SGD(model[2].parameters(), lr=0.1))

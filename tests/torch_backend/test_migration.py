@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from suite.torch import KFACPreconditioner
+from suite.torch import AssignmentStrategy, ComputeMethod, DistributedStrategy, KFACPreconditioner
+from suite.torch import kfac_pytorch as kfac
 
 T64 = torch.float64
 
@@ -148,8 +149,83 @@ def test_its_arguments_and_attributes_exist():
     )
     assert (kfac.damping, kfac.factor_decay, kfac.kl_clip, kfac.lr) == (0.1, 0.9, 0.01, 0.5)
     assert (kfac.steps, kfac.factor_update_steps, kfac.inv_update_steps) == (0, 1, 1)
-    state = kfac.state_dict(include_factors=False)
+    assert kfac.compute_method is ComputeMethod.EIGEN
+    assert kfac.assignment_strategy is AssignmentStrategy.COMPUTE
+    assert kfac.distributed_strategy is DistributedStrategy.COMM_OPT
+    assert (kfac.grad_worker_fraction, kfac.colocate_factors, kfac.symmetry_aware) == (1.0, True, True)
+    assert (kfac.allreduce_bucket_cap_mb, kfac.compute_eigenvalue_outer_product) == (25.0, True)
+    assert (kfac.factor_dtype, kfac.inv_dtype) == (torch.float32, torch.float32)
+    assert kfac.skip_layers == ["Flatten"]
+    assert kfac.grad_scaler() == 2.0
+    for setting in ("compute_method='eigen'", "skip_layers=['Flatten']", "inv_dtype=torch.float32"):
+        assert setting in repr(kfac)
+    state = kfac.state_dict(False)
     assert all(not layer for layer in state["kfac"]["layers"].values())
+
+
+def test_its_modules_have_their_names():
+    assert kfac.preconditioner.KFACPreconditioner is KFACPreconditioner
+    assert kfac.enums.ComputeMethod.INVERSE is ComputeMethod.INVERSE
+    assert {kfac.scheduler.LambdaParamScheduler, kfac.scheduler.KFACParamScheduler}
+
+
+def test_exp_decay_factor_averaging_is_the_mean_of_what_was_seen_until_it_decays_slower():
+    decay = kfac.hyperparams.exp_decay_factor_averaging(0.8)
+    averages, seen = 0.0, [3.0, 1.0, 4.0, 1.0]
+    for step, x in enumerate(seen, 1):
+        averages = decay(step) * averages + (1 - decay(step)) * x
+    assert averages == pytest.approx(sum(seen) / len(seen))
+    assert (decay(0), decay(5), decay(6), decay(1000)) == (0.0, 0.8, 0.8, 0.8)
+    with pytest.raises(ValueError, match=r"min_value must be > 0 and < 1, got 1\.0"):
+        kfac.hyperparams.exp_decay_factor_averaging(1.0)
+
+
+def test_its_learning_rate_is_a_number_by_default():
+    assert KFACPreconditioner(network()).lr == 0.1
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_skip_layers_takes_names_as_modules_around_have_them(wrapped):
+    """kfac-pytorch's names are those of `named_modules()` of DistributedDataParallel."""
+    model = network()
+    if wrapped:
+        model = nn.ModuleDict({"module": model})
+    for pattern in ([r"^module\.6$"] if wrapped else []) + ["^6$", r"6$"]:
+        routing = KFACPreconditioner(model, skip_layers=[pattern]).routing()
+        assert {r.parameter for r in routing if r.treatment == "plain"} == {"6.weight", "6.bias"}
+
+
+def test_a_class_name_in_skip_layers_takes_a_container_only_whole():
+    class Conv2dBlock(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(2, 2, 1), nn.Linear(2, 2)
+
+    def skipped(*patterns):
+        model = nn.Sequential(Conv2dBlock(), nn.Linear(2, 2))
+        routing = KFACPreconditioner(model, skip_layers=patterns).routing()
+        return {r.parameter.rpartition(".")[0] for r in routing if r.treatment == "plain"}
+
+    assert skipped("Conv2d") == {"0.conv"}
+    assert skipped("Conv2dBlock") == skipped("^0$") == {"0.conv", "0.fc"}
+    with pytest.warns(RuntimeWarning, match=r"patterns of skip_layers match no module: \['conv3'\]"):
+        assert skipped("conv3", "fc") == {"0.fc"}
+
+
+def test_its_checkpoints_are_refused_by_name():
+    with pytest.raises(ValueError, match="kfac-pytorch's factors do not fit these"):
+        KFACPreconditioner(network()).load_state_dict({"steps": 3, "layers": {}})
+
+
+def test_a_state_without_factors_says_that_averages_begin_anew():
+    model = network()
+    own = KFACPreconditioner(model)
+    F.cross_entropy(model(torch.ones(4, 2, 6, 6, dtype=T64)), torch.arange(4) % 3).backward()
+    own.step()
+    saved = own.state_dict(include_factors=False)
+    own.detach()
+    with pytest.warns(RuntimeWarning, match="of step 1, has no factors"):
+        KFACPreconditioner(model).load_state_dict(saved)
 
 
 def test_a_reset_batch_leaves_no_statistics():

@@ -197,8 +197,18 @@ def test_lambda_scheduler_refuses_what_is_a_function_already(name):
 
 @pytest.mark.parametrize("name", ["kl_clip", "lr"])
 def test_lambda_scheduler_refuses_what_is_none(name):
+    """The learning rate is none where it is an optimizer's."""
+    model = nn.Linear(2, 2)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), **{name: None})
     with pytest.raises(ValueError, match=f"^{name} must be a number to be multiplied, got None$"):
-        LambdaParamScheduler(preconditioner(**{name: None}), **{f"{name}_lambda": lambda steps: 1.0})
+        LambdaParamScheduler(kfac, **{f"{name}_lambda": lambda steps: 1.0})
+
+
+def test_lambda_scheduler_multiplies_the_learning_rate_of_a_preconditioner():
+    kfac = preconditioner()
+    scheduler = LambdaParamScheduler(kfac, lr_lambda=lambda steps: 0.5)
+    scheduler.step()
+    assert kfac.lr == 0.05
 
 
 def test_lambda_scheduler_refuses_what_is_no_function():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from suite.core._namespace import Scalar, array_namespace, as_scalar
-from suite.core.checks import check_integer, check_number
+from suite.core.checks import check_number
 
 # Ten times 0.1 is not 1 in floating point; an update that is due by this much is due.
 _TOLERANCE = 1e-4
@@ -25,7 +25,7 @@ class precond_update_prob_schedule:
     distributed_kron.
 
     Args:
-        max_prob, min_prob: bounds of the probability, in (0, 1].
+        max_prob, min_prob: bounds of the probability, at most 1; `max_prob` is above 0.
         decay: decay rate per step, >= 0.
         flat_start: steps before the decay starts, >= 0.
     """
@@ -33,13 +33,13 @@ class precond_update_prob_schedule:
     max_prob: float = 1.0
     min_prob: float = 0.03
     decay: float = 0.001
-    flat_start: int = 500
+    flat_start: float = 500
 
     def __post_init__(self) -> None:
         check_number("max_prob", self.max_prob, above=0, at_most=1)
-        check_number("min_prob", self.min_prob, above=0, at_most=self.max_prob)
+        check_number("min_prob", self.min_prob, at_least=0, at_most=self.max_prob)
         check_number("decay", self.decay, at_least=0)
-        check_integer("flat_start", self.flat_start, at_least=0)
+        check_number("flat_start", self.flat_start, at_least=0)
 
     def __call__(self, step: Any) -> Any:
         if isinstance(step, (int, float)):

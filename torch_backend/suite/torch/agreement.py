@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from suite.core import statistics
+from suite.core.checks import check_number
 from suite.torch.capture import Captured
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import local
-from suite.torch.inplace import all_finite
+from suite.torch.inplace import HOST_DEVICES, all_finite
 from suite.torch.layers import Layer
 from suite.torch.model_capture import ModelCapture, Taken
 
@@ -174,7 +175,8 @@ class Agreements:
             return torch.full_like(rows[0], max(t.terms for t in taken if t is not None))
         if self.terms is not None:
             given = self.terms() if callable(self.terms) else self.terms
-            return torch.as_tensor(given).to(rows[0])
+            check_terms(given, at_least=0)  # of all ranks there may be more
+            return torch.as_tensor(given).to(rows[0]).reshape(())
         known = {
             layer.name: t.positions
             for layer, t in zip(self.layers, taken, strict=True)
@@ -193,6 +195,16 @@ class Agreements:
             return known[name][0]
         # A layer that is not covered came last: its positions in units of those of one that is.
         return known[name][0] * (clock.last_positions / seen)
+
+
+def check_terms(terms: Any, **bounds: float) -> None:
+    """TypeError or ValueError unless it is one number, within the bounds where the host knows it."""
+    if not isinstance(terms, torch.Tensor):
+        check_number("terms", terms, **bounds)
+    elif terms.numel() != 1:
+        raise ValueError(f"terms must be one number, got a tensor of shape {tuple(terms.shape)}")
+    elif terms.device.type in HOST_DEVICES:
+        check_number("terms", terms.item(), **bounds)
 
 
 def _arrays(captured: Captured) -> list[torch.Tensor]:

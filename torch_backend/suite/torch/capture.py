@@ -303,7 +303,8 @@ class LayerCapture:
         if made is not None and spec.bias:
             # The bias, a coordinate of x, is not longer. What rows share belongs to the others; with a
             # factor of its own x is another layer's input no more.
-            x, factor = x.detach(), made.square().mean().sqrt()
+            # The factor has the sign that most rows have.
+            x, factor = x.detach(), torch.copysign(made.square().mean().sqrt(), made.mean())
         elif made is not None:
             scale = made.expand(self.layer.weight.shape[0]).reshape(-1, *(1,) * len(spec.kernel))
         self._note(site, x, y, again)

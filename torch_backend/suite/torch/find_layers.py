@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,7 @@ class FoundLayers:
     """All blocks of a model that K-FAC covers, and the treatment of every parameter.
 
     Args:
-        skip_layers: regular expressions for names and class names.
+        skip_layers: regular expressions, see `suite.torch.KFAC`.
         moved: the parameters that the optimizer has; None: all.
         weight_sharing: 'expand' or 'reduce', or which of them for which class name.
         only: the kinds of modules to cover; default: all known ones, and free parameters.
@@ -78,6 +78,7 @@ class FoundLayers:
         self.attentions: list[Attention] = []
         self.free: dict[nn.Module, list[Layer]] = {}  # by the module whose forward uses them
         self._patterns = [_pattern(text) for text in skip_layers]
+        self.unmatched = set(skip_layers)  # those that skip nothing
         self._max_factor_size = max_factor_size
         self._weight_sharing = weight_sharing
         self._max_rows = max_rows
@@ -122,7 +123,7 @@ class FoundLayers:
             parent = raw.rpartition(".")[0]
             around = parents.get(parent)
             parents[raw] = around if isinstance(module, _CONTAINERS) and around is not None else module
-            if (raw and parent in skipped) or self._is_skipped(name, module):
+            if self._is_skipped(raw, module) or (raw and parent in skipped):
                 skipped.add(raw)
                 self._say(module, "named by skip_layers")
                 continue
@@ -165,9 +166,23 @@ class FoundLayers:
             elif own:
                 self._free_parameters(name, parents[raw], own)
 
-    def _is_skipped(self, name: str, module: nn.Module) -> bool:
-        kind = type(module).__name__
-        return any(p.search(name) or p.search(kind) for p in self._patterns)
+    def _is_skipped(self, raw: str, module: nn.Module) -> bool:
+        """Whether a pattern matches a module's name, with or without its wrappers', or its class."""
+        kind, names = type(module).__name__, {raw, self.name_of(raw)}
+        if isinstance(module, nn.MultiheadAttention) or next(module.children(), None) is None:
+            return self._matches({*names, kind})
+        # 'Conv2d' names layers, and is not to take along all that is in a Conv2dBlock.
+        return self._matches(names, kind)
+
+    def _matches(self, names: Iterable[str], whole: str = "") -> bool:
+        """Whether a pattern is found in one of the names, or is one of the `whole` name."""
+        found = {
+            pattern.pattern
+            for pattern in self._patterns
+            if any(map(pattern.search, names)) or (whole and pattern.fullmatch(whole))
+        }
+        self.unmatched -= found
+        return bool(found)
 
     def _module(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """One module of a known kind."""
@@ -394,7 +409,7 @@ class FoundLayers:
         """Parameters that a module's own forward uses: seen through `free.FreeParameters`."""
         for key, parameter in own.items():
             reason = _why_not(parameter)
-            if reason or any(p.search(_join(name, key)) for p in self._patterns):
+            if self._matches([_join(name, key)]) or reason:
                 self._reasons.setdefault(id(parameter), reason or "named by skip_layers")
                 continue
             if (id(parameter), 0) in self._by_weight:

@@ -23,6 +23,7 @@ T: Any = torch.Tensor
 
 ADDITIONS = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__}
 SUMS = ADDITIONS | {torch.sub, T.sub, T.__sub__, T.__rsub__, torch.rsub, T.sub_, T.__isub__}
+NEGATIONS = {torch.neg, T.neg, T.__neg__}
 TIMES = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
 _COPY = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
 _MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
@@ -38,11 +39,18 @@ _BASE = T._base.__get__  # no use of a view: another mode looks whose it is
 QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
 # Functions of each entry: their derivatives' squares, by their values.
 _ENTRYWISE: dict[Any, Any] = {
-    **dict.fromkeys((torch.neg, T.neg, T.__neg__), torch.ones_like),
+    **dict.fromkeys(NEGATIONS, torch.ones_like),
     **dict.fromkeys((torch.exp, T.exp), torch.square),
     **dict.fromkeys((torch.sigmoid, T.sigmoid, F.sigmoid), lambda y: (y * (1 - y)).square()),
     **dict.fromkeys((torch.tanh, T.tanh, F.tanh), lambda y: (1 - y * y).square()),
 }
+
+
+def is_subtracted(function: Any, place: int) -> bool:
+    """Whether the operand at `place` of one of the `SUMS` is taken off the other."""
+    if function in ADDITIONS:
+        return False
+    return place == (0 if function in (T.__rsub__, torch.rsub) else 1)
 
 
 class Watched(NamedTuple):
@@ -55,6 +63,7 @@ class Watched(NamedTuple):
     clock: Any = None  # says when statistics are taken, where not in every backward pass
     strays: Any = None  # a set, to put `name` into when a use is not understood
     name: str = ""
+    widened: bool = False  # an entry of the parameter is several of the tensor's
 
 
 class FreeParameters(TorchFunctionMode):
@@ -112,7 +121,8 @@ class FreeParameters(TorchFunctionMode):
                     factor = before[1 - place] if function in TIMES else 1
                     square = factor.detach().square() if isinstance(factor, T) else factor**2
                     slot = (watched.slot * square).expand(output.shape)
-                    self.watched.append(watched._replace(tensor=output, slot=slot))
+                    widened = watched.widened or output.numel() > watched.slot.numel()
+                    self.watched.append(watched._replace(tensor=output, slot=slot, widened=widened))
                 else:
                     others = operands[:1] if function is F.linear else operands
                     others = [x for x in others if x is not operand and x.requires_grad]
@@ -179,6 +189,8 @@ def _probed(
         kind, other = "grouped", args[0]
     if not kind:
         return None
+    if watched.widened and kind not in ("sum", "product"):
+        return None  # a factor of a matrix's rows: its gradient is a sum over them, not a row of x
     slots = watched.slot, watched.ones, watched.counts
     apply = _FreeProbe.apply if torch.compiler.is_compiling() else _FreeProbeOfDuals.apply
     with without_modes():

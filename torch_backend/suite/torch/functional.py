@@ -12,7 +12,7 @@ sums of what an embedding looked up once for all examples with what they have ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from suite.torch.capture import LayerCapture
-from suite.torch.free import ADDITIONS, CASTS, QUOTIENTS, SUMS, TIMES, T
+from suite.torch.free import ADDITIONS, CASTS, NEGATIONS, QUOTIENTS, SUMS, TIMES, T, is_subtracted
 from suite.torch.hooks import Enter, Hook, ModeAround, in_traced_graph, packs_with
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import LayerSpec, paddings
@@ -30,7 +30,6 @@ _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to
 _PRODUCTS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
 _CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _RESHAPE = {T.reshape, torch.reshape, T.view, T.flatten, torch.flatten, T.unflatten, torch.unflatten}
-_DETACH = {torch.detach, T.detach}
 _LIKE = {T.view_as, T.reshape_as, T.expand_as}
 # By function: the names of its arguments, by which it may be called.
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
@@ -207,24 +206,11 @@ class FunctionCapture(ModeAround):
         capture, index = self.uses[place]
         return capture.layer.sites[index].spec.bias
 
-    def used_to_make(self, place: int) -> None:
-        """A weight was used on the way to what may take its place."""
-        capture, _ = self.uses[place]
-        if capture.clock.discovering and not torch.compiler.is_compiling():
-            capture.uses_to_make += 1
-
-    def uses_so_far(self) -> list[tuple[int, int]]:
-        """Of each weight, and of these, those on the way to what may take its place."""
-        if torch.compiler.is_compiling():
-            return [(0, 0)] * len(self.uses)  # which nobody counts
-        return [(capture.uses, capture.uses_to_make) for capture, _ in self.uses]
-
-    def passes_straight(self, place: int, before: tuple[int, int]) -> None:
-        """Uses since made what was added to a weight, detached: w + (w.round() - w).detach()."""
-        capture, _ = self.uses[place]
-        if capture.clock.discovering and not torch.compiler.is_compiling():
-            uses, to_make = before
-            capture.uses_to_make = to_make + capture.uses - uses
+    def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
+        mode = self.modes[-1] if self.modes else None
+        super().observe(site, args, kwargs, output)
+        if isinstance(mode, _Watching) and output is not None:
+            mode.settle(output, (args, kwargs))
 
     def meet(
         self,
@@ -245,6 +231,29 @@ class FunctionCapture(ModeAround):
                 self.found.add(place)
                 return capture.observe_function(index, given["input"], output, spec, made)
         return output
+
+    def counted(self, place: int) -> tuple[int, int, int] | None:
+        """Uses of a weight so far, calls, and calls of what was made of it; None: nobody counts."""
+        capture, _ = self.uses[place]
+        if not capture.clock.discovering or torch.compiler.is_compiling():
+            return None
+        return capture.uses, capture.calls, capture.calls_of_made
+
+    def settle(self, place: int, before: tuple[int, int, int], is_missed: bool) -> None:
+        """A forward is over. If it made something of a weight, other uses led to that, or nowhere.
+
+        Args:
+            before: what was `counted` when it began.
+            is_missed: whether gradients reach the weight by another way than calls of the layer.
+        """
+        capture, _ = self.uses[place]
+        uses, calls, of_made = (
+            now - then for now, then in zip(self.counted(place) or before, before, strict=True)
+        )
+        if of_made:
+            capture.uses_to_make += uses - (calls - of_made)
+        if calls and is_missed:
+            self.stray(place)
 
 
 class _Known(NamedTuple):
@@ -270,12 +279,10 @@ class _Made(NamedTuple):
     place: int
     weight: torch.Tensor
     scale: torch.Tensor  # () or (rows,): what its rows were multiplied with
-    is_weight: bool  # or a view or a cast of it
 
-    def after(self, scale: Any, output: torch.Tensor, *, is_cast: bool = False) -> _Made:
+    def after(self, scale: Any, output: torch.Tensor) -> _Made:
         """What an operation that multiplies its rows with `scale` makes of it."""
-        same = self.is_weight and (is_cast or output._base is self.weight)
-        return self._replace(tensor=output, scale=self.scale * scale, is_weight=same)
+        return self._replace(tensor=output, scale=self.scale * scale)
 
 
 class _Watching(TorchFunctionMode):
@@ -286,8 +293,8 @@ class _Watching(TorchFunctionMode):
         self.known: list[_Known] = []
         self.products: list[_Product] = []
         self.made: list[_Made] = []
-        self.detached: list[torch.Tensor] = []
-        self.before = around.uses_so_far()
+        self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
+        self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
         for place, (capture, index) in enumerate(around.uses):
             site = capture.layer.sites[index]
             module: Any = site.module
@@ -295,7 +302,10 @@ class _Watching(TorchFunctionMode):
             makes = around.makes_weights(place)
             if makes:
                 one = torch.ones((), dtype=capture.dtype, device=module.weight.device)
-                self.made.append(_Made(module.weight, place, module.weight, one, True))
+                self.made.append(_Made(module.weight, place, module.weight, one))
+                before = around.counted(place)
+                if before is not None:
+                    self.before[place] = before
             if (site.spec.kind == "dense" or makes) and site.spec.bias:
                 self.known.append(_Known(module.bias, place, "bias"))
         self.saving = packs_with()
@@ -305,8 +315,6 @@ class _Watching(TorchFunctionMode):
         output = function(*args, **kwargs)
         if not isinstance(output, torch.Tensor):
             return output
-        if function in _DETACH:
-            self.detached.append(output)
         if not output.requires_grad:
             return output
         if packs_with() is not self.saving or in_traced_graph():
@@ -322,6 +330,7 @@ class _Watching(TorchFunctionMode):
             bias = args[args[0] is product.tensor] if sums and function in ADDITIONS else None
             if product.place in self._places(bias, "bias"):
                 given = {"input": product.x, "bias": bias}
+                self._note_call(product.tensor, product.x)
                 return self.around.meet([product.place], F.linear, given, output)
             self.around.stray(product.place)
         if sums:
@@ -340,7 +349,25 @@ class _Watching(TorchFunctionMode):
                 self.products.append(_Product(output, place, given["input"]))
         if not places and function not in _PRODUCTS:
             return self._meet_made(function, given, output)
-        return self.around.meet(places, function, given, output) if places else output
+        if not places:
+            return output
+        self._note_call(output, given["input"])
+        return self.around.meet(places, function, given, output)
+
+    def _note_call(self, output: torch.Tensor, x: Any) -> None:
+        if self.before:
+            self.calls[output.grad_fn] = x
+
+    def settle(self, output: Any, given: Any) -> None:
+        """The forward has returned `output` for what was `given`."""
+        if not self.before:
+            return
+        weights = {_node(made.weight): made.place for made in self.made if made.tensor is made.weight}
+        starts = [_node(x) for x in _tensors(output)]
+        reached = _reached(starts, {_node(x) for x in _tensors(given)}, self.calls)
+        missed = {place for node, place in weights.items() if node in reached}
+        for place, before in self.before.items():
+            self.around.settle(place, before, place in missed)
 
     def _follow_made(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         found = []
@@ -351,15 +378,6 @@ class _Watching(TorchFunctionMode):
             scale = _scale(function, args, kwargs, at[0], made)
             if scale is not None:
                 found.append(made.after(scale, output))
-            straight = [y for y in self.detached if scale is not None and any([x is y for x in args])]  # noqa: C419
-            if straight:
-                self.around.passes_straight(made.place, self.before[made.place])
-                continue
-            if not made.is_weight or output._base is made.weight:
-                continue
-            rows = made.weight.shape[0]
-            if scale is not None or output.numel() <= rows or (function in _LIKE and at[0] == 1):
-                self.around.used_to_make(made.place)
         self.made += found
 
     def _meet_made(self, function: Any, given: Mapping[str, Any], output: Any) -> Any:
@@ -368,6 +386,7 @@ class _Watching(TorchFunctionMode):
                 beside = self._places(given.get("bias"), "bias")
                 if self.around.has_bias(made.place) and made.place not in beside:
                     return output  # another bias
+                self._note_call(output, given["input"])
                 return self.around.meet([made.place], function, given, output, made.scale)
         return output
 
@@ -389,7 +408,7 @@ class _Watching(TorchFunctionMode):
         if output is tensor:
             return
         self.products += [p._replace(tensor=output) for p in self.products if p.tensor is tensor]
-        self.made += [m.after(1.0, output, is_cast=True) for m in self.made if m.tensor is tensor]
+        self.made += [m.after(1.0, output) for m in self.made if m.tensor is tensor]
         for role in ("weight", "transpose", "bias"):
             self.known += [_Known(output, place, role) for place in self._places(tensor, role)]
 
@@ -408,17 +427,20 @@ def _scale(function: Any, args: Any, kwargs: Any, at: int, made: _Made) -> Any:
             return None
         gain = 1.0 if given.get("weight") is None else given["weight"]
         return gain * (x.flatten(2).var((0, 2), unbiased=False) + given.get("eps", 1e-5)).rsqrt()
+    if function in NEGATIONS:
+        return -1.0
     if len(args) != 2 or kwargs or args[0] is args[1]:
         return None
     other = args[1 - at]
     constant = isinstance(other, torch.Tensor) and not other.requires_grad
+    sign = -1.0 if function in SUMS and is_subtracted(function, at) else 1.0
     if function in SUMS and constant and torch.broadcast_shapes(other.shape, x.shape) == x.shape:
-        return 1.0  # as in w + (w.round() - w).detach()
+        return sign  # as in w + (w.round() - w).detach()
     other = _of_rows(other, x, axis)
     if other is None:
         return None
     if function in SUMS:
-        return 1.0
+        return sign
     if function in TIMES:
         return other
     return 1 / other if function in QUOTIENTS and at == 0 else None
@@ -438,6 +460,40 @@ def _of_rows(other: Any, x: torch.Tensor, axis: int) -> Any:
     if any([i != axis and n > 1 and stride != 0 for i, n, stride in sides]):  # noqa: C419
         return None
     return other.movedim(axis, 0).flatten(1)[:, 0]
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    """All that are in what a module is given or returns."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, Mapping):
+        yield from _tensors(list(given.values()))
+    elif isinstance(given, list | tuple):
+        for one in given:
+            yield from _tensors(one)
+
+
+def _node(x: torch.Tensor) -> Any:
+    """A tensor's node of autograd's graph; None: it has none."""
+    if x.grad_fn is not None or not x.requires_grad:
+        return x.grad_fn
+    return torch.autograd.graph.get_gradient_edge(x).node
+
+
+def _reached(starts: Sequence[Any], ends: Container[Any], calls: Mapping[Any, Any]) -> set[Any]:
+    """Nodes of autograd's graph behind `starts`, up to `ends`, and past `calls` to their inputs only."""
+    found: set[Any] = set()
+    waiting = list(starts)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found or node in ends:
+            continue
+        found.add(node)
+        if node in calls:
+            waiting += [_node(x) for x in _tensors(calls[node])]
+        else:
+            waiting += [before for before, _ in node.next_functions]
+    return found
 
 
 def _rows_of(table: torch.Tensor, index: Any) -> torch.Tensor | None:

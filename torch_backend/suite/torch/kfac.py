@@ -98,8 +98,9 @@ class KFAC(torch.optim.Optimizer):
             less than as many rows from all examples; of convolutions it is taken instead of `max_rows`.
         factor_scaling: 'fisher', or 'kfac_pytorch' for that package's numbers: its layers (Linear and
             Conv2d), its scaling, its running averages started at the identity, its undivided damping.
-        skip_layers: regular expressions; layers whose name or class name one of them matches (by
-            `re.search`), and all inside them, are left alone.
+        skip_layers: regular expressions; modules whose name one of them matches (by `re.search`), and
+            all inside them, are left alone, and so are layers whose class name one matches, and all
+            inside modules whose whole class name one matches. A warning names those that match nothing.
         factor_dtype: dtype of the running averages; default: the parameter's, at least float32.
         inv_dtype: dtype of inverses and eigenbases; default: likewise. Directions that come from rows
             (docs/speed.md) are computed in bfloat16 where inverses are and the hardware does it faster.
@@ -211,6 +212,7 @@ class KFAC(torch.optim.Optimizer):
     ) -> None:
         if isinstance(process_group, SameGroup):
             process_group = process_group.group
+        lr = 0.1 if lr is None and optimizer is None else lr
         self._hyperparameters: dict[str, Any] = {
             "factor_update_steps": factor_update_steps,
             "inv_update_steps": inv_update_steps,
@@ -282,6 +284,8 @@ class KFAC(torch.optim.Optimizer):
             raise ValueError(
                 "colocate_factors must be True with one gradient worker per layer (MEM_OPT), got False"
             )
+        if found.unmatched:
+            warn_user(f"these patterns of skip_layers match no module: {sorted(found.unmatched)}")
         logging.getLogger("suite.torch").log(int(loglevel), "K-FAC:\n%s", found.routing)
         self._engine = KFACEngine(
             model,
@@ -342,6 +346,41 @@ class KFAC(torch.optim.Optimizer):
     lr = _current("lr")
     del _current
 
+    def _setting(name: str) -> property:  # type: ignore[misc]
+        def get(self: KFAC) -> Any:
+            return self._settings[name]
+
+        return property(get, doc=f"`{name}` as K-FAC was made with.")
+
+    allreduce_bucket_cap_mb = _setting("allreduce_bucket_cap_mb")
+    colocate_factors = _setting("colocate_factors")
+    compute_eigenvalue_outer_product = _setting("compute_eigenvalue_outer_product")
+    factor_dtype = _setting("factor_dtype")
+    grad_scaler = _setting("grad_scaler")
+    gradient_worker_fraction = grad_worker_fraction = _setting("gradient_worker_fraction")
+    inv_dtype = _setting("inv_dtype")
+    skip_layers = _setting("skip_layers")
+    symmetry_aware = _setting("symmetry_aware")
+    del _setting
+
+    @property
+    def compute_method(self) -> ComputeMethod:
+        """How the preconditioner is applied."""
+        return ComputeMethod(self._settings["compute_method"])
+
+    @property
+    def assignment_strategy(self) -> AssignmentStrategy:
+        """What is balanced over ranks."""
+        return AssignmentStrategy(self._settings["assignment_strategy"])
+
+    @property
+    def distributed_strategy(self) -> DistributedStrategy:
+        """The name of `gradient_worker_fraction`: what is neither 1 nor one rank is HYBRID_OPT."""
+        fraction, world = self.gradient_worker_fraction, self._engine.ranks.world
+        if fraction == 1:
+            return DistributedStrategy.COMM_OPT
+        return DistributedStrategy.MEM_OPT if fraction * world == 1 else DistributedStrategy.HYBRID_OPT
+
     # With a base optimizer its groups, state and defaults are ours: schedulers, GradScaler and
     # checkpoints of one see those of the other, also after the base has replaced them.
 
@@ -364,16 +403,11 @@ class KFAC(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base optimizer; it keeps its plain gradient unless a layer has it."""
-        engine = self.__dict__.get("_engine")
-        if engine is not None:
-            given = param_group["params"]
-            given = [given] if isinstance(given, torch.Tensor) else list(given)
-            param_group = {**param_group, "params": given}
-            engine.reports.added(p[1] if isinstance(p, tuple) else p for p in given)
-        if self._base is not None:
-            self._base.add_param_group(param_group)
-        else:
+        if self._base is None:
             super().add_param_group(param_group)
+            return
+        self._base.add_param_group(param_group)
+        self._engine.reports.added(self._base.param_groups[-1]["params"])
 
     @property
     def model(self) -> nn.Module:
@@ -625,8 +659,7 @@ class KFAC(torch.optim.Optimizer):
     def _lr_of(self) -> Callable[[nn.Parameter], Any]:
         lr = self.hyperparameter("lr")
         if lr is not None or self._base is None:
-            constant = 0.1 if lr is None else lr
-            return lambda parameter: constant
+            return lambda parameter: lr
         rates = {id(p): group["lr"] for group in self.param_groups for p in group["params"]}
         return lambda parameter: rates.get(id(parameter), 0.0)
 
@@ -666,7 +699,7 @@ class KFAC(torch.optim.Optimizer):
             self._sampler.detach()
 
     def state_dict(
-        self, *, include_factors: bool = True, include_inverses: bool = True, gather: bool = True
+        self, include_factors: bool = True, *, include_inverses: bool = True, gather: bool = True
     ) -> dict[str, Any]:
         """Everything a resumed run needs: plain numbers and tensors, by layer name under 'kfac'.
 
@@ -720,7 +753,8 @@ class KFAC(torch.optim.Optimizer):
             compute_inverses: where it has factors without inverses, compute them now.
 
         Raises:
-            ValueError: layers that do not fit, by name; nothing has changed then.
+            ValueError: layers that do not fit, by name; nothing has changed then. A checkpoint of
+                kfac-pytorch does not fit.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -730,7 +764,10 @@ class KFAC(torch.optim.Optimizer):
             of_group = [group.pop("kfac", None) for group in groups]
             state_dict = {"kfac": of_group[0], **state_dict, "param_groups": groups}
         if state_dict.get("kfac") is None:
-            raise ValueError(f"state_dict must have a 'kfac' entry, got keys {sorted(state_dict)}")
+            said = f"state_dict must have a 'kfac' entry, got keys {sorted(state_dict)}"
+            if "steps" in state_dict:
+                said += ": kfac-pytorch's factors do not fit these, which begin anew"
+            raise ValueError(said)
         kfac = state_dict["kfac"]
         if kfac["version"] != 2:
             raise ValueError(f"state_dict version must be 2, got {kfac['version']!r}")
@@ -757,6 +794,10 @@ class KFAC(torch.optim.Optimizer):
                 self._engine.rewind(before)
                 raise
         self._load_counts(kfac)
+        if not kfac["factors"] and kfac["steps"]:
+            warn_user(
+                f"the state_dict, of step {kfac['steps']}, has no factors: their averages begin anew"
+            )
         if compute_inverses and kfac["factors"] and not kfac["inverses"]:
             self._engine.refresh(self.hyperparameter("damping"), self._steps)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -774,8 +815,8 @@ class KFAC(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         settings = {
+            **{name: value for name, value in self._settings.items() if _is_short(value)},
             **self._hyperparameters,
-            "compute_method": self._engine.rule.compute_method,
             "layers": len(self._engine.layers),
             "steps": self._steps,
         }
@@ -838,6 +879,10 @@ def _rebuilt(
     )
     made._load_counts(state)
     return made
+
+
+def _is_short(setting: Any) -> bool:
+    return setting is not None and isinstance(setting, str | float | int | list | tuple | torch.dtype)
 
 
 def _itself(output: Any) -> Any:

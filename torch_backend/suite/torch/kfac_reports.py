@@ -124,10 +124,12 @@ class Reports:
             )
 
     def added(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Warn about the model's parameters that the optimizer moves from now on, not covered."""
-        covered = {id(p) for layer in self.layers for p in layer.parameters()}
-        added = {id(p) for p in parameters} - covered
-        names = [n for n, p in self.model.named_parameters() if id(p) in added]
+        """Warn of what the optimizer moves from now on and only a new K-FAC would cover."""
+        added = {id(p) for p in parameters}
+        frozen = {id(p) for p in self._frozen}
+        self._frozen = [p for p in self._frozen if id(p) not in added]
+        known = {id(p) for p in self._known.values()} - frozen
+        names = [n for n, p in self.model.named_parameters() if id(p) in added - known]
         if names:
             listed = ", ".join(repr(self._name_of(name)) for name in names)
             warn_user(

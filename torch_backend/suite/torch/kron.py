@@ -25,6 +25,7 @@ from suite.torch.inplace import HOST_DEVICES, all_finite
 from suite.torch.kron_engine import KronEngine, Pairs, StepSettings
 from suite.torch.kron_settings import (
     FIXED,
+    RENAMED,
     STRUCTURE,
     Schedule,
     Whiten,
@@ -210,7 +211,8 @@ class Kron(torch.optim.Optimizer):
         others = settings.keys() - self.defaults.keys()
         unknown = sorted(key for key in others if is_misplaced(key, ours))
         if unknown:
-            raise TypeError(f"unknown settings in a parameter group: {unknown}")
+            here = [f"{key} is {RENAMED[key]} here" for key in unknown if key in RENAMED]
+            raise TypeError("; ".join([f"unknown settings in a parameter group: {unknown}", *here]))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if any(p.is_complex() for p in group["params"]):
@@ -429,6 +431,7 @@ class Kron(torch.optim.Optimizer):
 
     def routing(self) -> Routing:
         """What every parameter gets and why; prints as a table."""
+        self._require_parameters()
         routes = []
         for number, (group, engine) in enumerate(zip(self.param_groups, self._engines, strict=True)):
             plans = {id(p): plan for p, plan in zip(engine.parameters, engine.plans, strict=True)}
@@ -444,6 +447,7 @@ class Kron(torch.optim.Optimizer):
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of the state: {'momentum': ..., 'factors': ..., 'preconditioners': ...}."""
+        self._require_parameters()
         usage = {"momentum": 0, "factors": 0, "preconditioners": 0}
         for engine in self._engines:
             for pack in engine.packs:
@@ -462,7 +466,11 @@ class Kron(torch.optim.Optimizer):
             gather: with distributed='shard', collect all state on every rank; all must call it then.
                 With False it is what this rank has, block by block, for torch.distributed.checkpoint:
                 every rank's, on however many, fit together.
+
+        Raises:
+            RuntimeError: groups hold other parameters than the state.
         """
+        self._require_parameters()
         saved = super().state_dict()
         saved["param_groups"] = [
             {key: value for key, value in group.items() if not callable(value)}
@@ -490,7 +498,9 @@ class Kron(torch.optim.Optimizer):
 
         Raises:
             ValueError: state that does not fit a parameter; nothing has changed then.
+            RuntimeError: groups hold other parameters than the state.
         """
+        self._require_parameters()
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
@@ -547,11 +557,11 @@ def _group_of(params: list[Any]) -> Any:
     return None
 
 
-def _require_fit(index: int, engine: KronEngine, number: int, record: dict[str, torch.Tensor]) -> None:
+def _require_fit(index: int, engine: KronEngine, number: int, record: dict[str, Any]) -> None:
     """ValueError unless a record is one parameter's, whole or block by block."""
     expected = {name: shape for name, (shape, _) in engine.expected(number).items()}
     expected["skipped_steps"] = ()
-    found = {name: tuple(tensor.shape) for name, tensor in record.items()}
+    found = {name: tuple(getattr(value, "shape", ())) for name, value in record.items()}
     rows = {name: shape[1:] for name, shape in expected.items() if name != "skipped_steps"}
     by_block = [name for name in found if name.rpartition(".")[0] in rows]
     if by_block:

@@ -34,6 +34,23 @@ STRUCTURE = (
 
 # What torch, and schedulers of torch and timm, keep in groups.
 _NOT_OURS = {"params", "param_names", "name", "initial_lr", "lr_scale"}
+# What settings of psgd_torch, kron_torch and heavyball are called here.
+RENAMED = {
+    "precond_lr": "preconditioner_lr",
+    "lr_preconditioner": "preconditioner_lr",
+    "precond_init_scale": "preconditioner_init_scale",
+    "precond_update_prob": "preconditioner_update_probability",
+    "momentum_into_precond_update": "whiten",
+    "whiten_grad": "whiten",
+    "merge_dims": "merge_small_dims",
+    "update_preconditioner_first": "update_first",
+    "preconditioner_max_size": "max_size_triangular",
+    "preconditioner_max_skew": "max_skew",
+    "q_dtype": "precond_dtype",
+    "lower_bound_beta": "betaL",
+    "dQ": "geometry",
+    "beta": "b1",
+}
 # Settings of other optimizers, which would be ignored in silence. What else is in a group is the user's.
 _OTHERS = {"betas", "b2", "eps", "momentum", "nesterov", "dampening", "amsgrad", "capturable", "fused",
            "foreach", "rho", "precondition_frequency"}  # fmt: skip
@@ -94,7 +111,10 @@ def _at(name: str, group: dict[str, Any], step: int) -> float:
     value = group[name]
     if callable(value):
         value = value(step)
-        _check_setting(name, value)
+        if name == "preconditioner_update_probability":  # a schedule may end its updates
+            check_number(name, value, at_least=0, at_most=1)
+        else:
+            _check_setting(name, value)
     return float(value)
 
 
@@ -128,4 +148,9 @@ def is_misplaced(key: str, ours: Sequence[str]) -> bool:
     """Whether a key of a group is another optimizer's setting, or like one of `ours`."""
     if key in _NOT_OURS:
         return False
-    return key in _OTHERS or key in ours or bool(difflib.get_close_matches(key, ours, cutoff=0.8))
+    return (
+        key in _OTHERS
+        or key in RENAMED
+        or key in ours
+        or bool(difflib.get_close_matches(key, ours, cutoff=0.8))
+    )

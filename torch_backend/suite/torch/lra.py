@@ -47,14 +47,18 @@ class _WholeVector(torch.optim.Optimizer):
         if len({(p.dtype, p.device) for p in own}) != 1:
             raise ValueError("parameters must share one dtype and one device")
         self.param_groups[0].update({"steps": 0, "updates": 0, "update_clock": 1.0})
-        self.state[own[0]] = self._init_state()
+        self._start()
+
+    def _start(self) -> None:
+        self._held = self._parameters  # that the state is of
+        self.state[self._held[0]] = self._init_state()
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
         return [p for p in self.param_groups[0]["params"] if p.numel()]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_rule": self._rule}
+        return {**super().__getstate__(), "_rule": self._rule, "_held": self._held}
 
     @property
     def skipped_steps(self) -> int:
@@ -75,8 +79,8 @@ class _WholeVector(torch.optim.Optimizer):
 
     def _require_parameters(self) -> None:
         """Follow a group with other parameters before the first step; RuntimeError after it."""
-        first, numbers = self._parameters[0], sum(p.numel() for p in self._parameters)
-        if first in self.state and self.state[first]["momentum"].numel() == numbers:
+        own = self._parameters
+        if [id(p) for p in own] == [id(p) for p in self._held]:
             return
         if self.param_groups[0]["steps"]:
             raise RuntimeError(
@@ -84,7 +88,7 @@ class _WholeVector(torch.optim.Optimizer):
                 f"others: build a new {type(self).__name__}"
             )
         self.state.clear()
-        self.state[first] = self._init_state()
+        self._start()
 
     def _streams(self, like: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         numbers = noise.stream_numbers(0, 1, group["seed"])
@@ -201,6 +205,7 @@ class _WholeVector(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As any torch optimizer's, of plain values: schedules, being functions, are left out."""
+        self._require_parameters()
         saved = super().state_dict()
         saved["param_groups"] = [
             {key: value for key, value in group.items() if not callable(value)}
@@ -213,7 +218,9 @@ class _WholeVector(torch.optim.Optimizer):
 
         Raises:
             ValueError: state of other shapes; nothing has changed then.
+            RuntimeError: the group holds other parameters than the state.
         """
+        self._require_parameters()
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict

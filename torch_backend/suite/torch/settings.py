@@ -13,6 +13,7 @@ from torch import nn
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.placement import gradient_workers
+from suite.torch.agreement import check_terms
 from suite.torch.checks import check_dtype
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import data_group
@@ -175,8 +176,8 @@ def check_settings(given: Mapping[str, Any]) -> None:
         raise TypeError(f"grad_scaler must be a GradScaler, a function or None, got {kind}")
     if terms is not None and given["fisher"] != "empirical":
         raise ValueError(f"terms must be None with fisher={given['fisher']!r}, which counts its own")
-    if terms is not None and not callable(terms) and not isinstance(terms, torch.Tensor):
-        check_number("terms", terms, above=0)
+    if terms is not None and not callable(terms):
+        check_terms(terms, above=0)
     sharing = given["weight_sharing"]
     for kind, value in (sharing if isinstance(sharing, Mapping) else {"": sharing}).items():
         check_choice(f"weight_sharing[{kind!r}]" if kind else "weight_sharing", value, SHARINGS)

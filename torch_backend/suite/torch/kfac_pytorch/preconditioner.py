@@ -1,0 +1,5 @@
+"""kfac.preconditioner."""
+
+from suite.torch.kfac import KFACPreconditioner
+
+__all__ = ["KFACPreconditioner"]
