@@ -445,3 +445,56 @@ def test_what_has_a_derivative_is_no_number(of):
         return jnp.sum(jnp.sin(jnp.tanh(x @ of(p["u"])) @ p["w"]))
 
     check(loss, params, normal(5, 4, seed=2), uncovered=["['u']"])
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda q, x: q * 0.5,
+        lambda q, x: -q,
+        lambda q, x: q + 0.1 * x,
+        lambda q, x: x + q,
+        lambda q, x: lax.stop_gradient(jnp.round(q) - q) + q,
+    ],
+)
+def test_a_leaf_that_meets_a_weight_as_its_input_leaves_it_covered(of):
+    """Latent codes, scaled or with something added, are activations."""
+    params = {"q": normal(5, 4), "v": normal(2, 2, seed=1), "w": normal(4, 2, seed=2)}
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(jnp.tanh(of(p["q"], x) @ p["w"]) @ p["v"]))
+
+    check(loss, params, normal(5, 4, seed=3), uncovered=["['q']"])
+
+
+def test_no_number_is_taken_from_nothing():
+    params = {"u": normal(4, 2), "w": normal(4, 0, seed=1)}
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(x @ p["u"])) + jnp.sum(x @ (p["w"] * jnp.full((4, 0), 0.5)))
+
+    check(loss, params, normal(5, 4, seed=2), uncovered=["['w']"])
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="jax 0.7 has explicit axes")
+def test_a_number_that_is_sharded_over_explicit_axes():
+    explicit = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(explicit,), devices=jax.devices()[:1])
+    params, x = {"b": normal(3), "w": normal(4, 3, seed=1)}, normal(5, 4, seed=2)
+
+    def moments(times):
+        def loss(p, x):
+            product = jnp.dot(x, times(p["w"]) * p["w"], **layout)
+            return jnp.sum(jnp.sin(product + p["b"]))
+
+        found = value_and_grad(loss)(params, x)[2]["['w']"].main
+        return np.asarray(found.A), np.asarray(found.G)
+
+    layout = {}
+    expected = moments(lambda w: 0.6)
+    with jax.set_mesh(mesh):
+        layout = {"out_sharding": P("d", None)}
+        params["w"], x = (jax.device_put(a, P("d", None)) for a in (params["w"], x))
+        found = moments(lambda w: jnp.full_like(w, 0.6))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)

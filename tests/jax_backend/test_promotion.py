@@ -38,7 +38,7 @@ def parameters(dtype):
 
 
 def logits_of(p):
-    """A convolution with a bias, an embedding, a normalization that scales, and two linear layers."""
+    """A convolution, an embedding, a normalization that scales, and two linear layers times numbers."""
     dtype = p["w"].dtype
     layout = jax.lax.conv_dimension_numbers(IMAGES.shape, p["kernel"].shape, ("NHWC", "HWIO", "NHWC"))
     x = jax.lax.conv_general_dilated(
@@ -47,7 +47,8 @@ def logits_of(p):
     x = jnp.mean(jnp.tanh(x), axis=(1, 2)) + jnp.mean(p["table"][TOKENS], axis=1)
     x = x - jnp.mean(x, axis=1, keepdims=True)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + 1e-3) * p["scale"][None]
-    return jnp.tanh(x @ p["w"] + p["b"][None]) @ p["head"]
+    times = jnp.asarray(1.5, dtype)
+    return jnp.tanh(x @ (times * p["w"]) + p["b"][None]) @ (p["head"] / 2)
 
 
 def with_logits(p):

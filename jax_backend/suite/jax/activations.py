@@ -37,7 +37,7 @@ class Activations:
 
     def is_number(self, value: int) -> bool:
         """Whether it is one number, or was before a broadcast; a batch of one is not."""
-        return not self.shape(value) or value in self.numbers
+        return 0 not in self.shape(value) and (not self.shape(value) or value in self.numbers)
 
     def follow(self, node: jaxprs.Node) -> None:
         """Facts about activations."""

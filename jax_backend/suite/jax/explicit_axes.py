@@ -26,7 +26,7 @@ def on_automatic_axes(f: Callable[..., Any], *arguments: Any, out: Any = None, m
     around = jax.sharding.get_abstract_mesh()
     if not around.empty and not getattr(around, "explicit_axes", ()):
         mesh = None  # they are automatic already
-    meshes = [own for own in map(_explicit_mesh, jax.tree.leaves(arguments)) if own is not None]
+    meshes = [own for own in map(explicit_mesh, jax.tree.leaves(arguments)) if own is not None]
     if mesh is None and not meshes:
         return f(*arguments)
     if not hasattr(jax.sharding, "auto_axes"):
@@ -45,12 +45,13 @@ def explicit_specs(tree: Any) -> Any:
     """How arrays are sharded over explicit axes, as a pytree of PartitionSpecs."""
 
     def spec(x: Any) -> Any:
-        return jax.sharding.PartitionSpec() if _explicit_mesh(x) is None else jax.typeof(x).sharding.spec
+        return jax.sharding.PartitionSpec() if explicit_mesh(x) is None else jax.typeof(x).sharding.spec
 
     return jax.tree.map(spec, tree)
 
 
-def _explicit_mesh(x: Any) -> Any:
+def explicit_mesh(x: Any) -> Any:
+    """The mesh over whose explicit axes an array is sharded; None: it is not."""
     kind = jax.typeof(x) if hasattr(jax, "typeof") else None
     mesh: Any = getattr(getattr(kind, "sharding", None), "mesh", None)
     return mesh if getattr(mesh, "explicit_axes", ()) else None

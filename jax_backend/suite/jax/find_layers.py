@@ -46,6 +46,12 @@ class Origin(NamedTuple):
     part: Shape  # of what the innermost of these scans takes; the leaf's, without one
     inner: tuple[Step, ...]
     multipliers: tuple[Multiplier, ...] = ()
+    shifted: bool = False  # something without a derivative was added
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it may as well be an activation that a leaf has a part in, as latent codes are."""
+        return self.shifted or bool(self.multipliers)
 
     @property
     def widened(self) -> bool:
@@ -222,6 +228,10 @@ class _Finder:
         ]
         if isinstance(op, operations.Concatenate) and self.concatenated(node, known):
             return
+        changed = [one for one in met if one.origin.is_changed]
+        if len(changed) == 1 and len(met) == 2:  # scaled codes meet a weight
+            self.uses.rule_out(changed[0].origin, f"`{name}` with another leaf")
+            met = [one for one in met if one is not changed[0]]
         if len(met) == 1 or isinstance(op, operations.ByHand):
             if isinstance(op, (operations.Add, operations.Multiply)):
                 if isinstance(op, operations.Multiply) and self.scale(node, met[0]):
@@ -229,7 +239,7 @@ class _Finder:
                 if self.elementwise(node, met[0]):
                     return
                 if self.straight_through(node, met[0]):
-                    self.origins[node.outputs[0]] = met[0].origin
+                    self.origins[node.outputs[0]] = met[0].origin._replace(shifted=True)
                     return
             elif op is not None and not isinstance(op, operations.Concatenate):
                 site = self.product(node, met[-1])

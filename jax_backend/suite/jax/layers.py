@@ -119,12 +119,12 @@ class Use(NamedTuple):
         """
         lengths = None
         if self.chains:
-            x, (c, bias_c) = x
+            x, factors = x
+            c, bias_c = (factor.astype(gradient.dtype) for factor in factors)
             if layer.bias is None:
-                gradient = gradient * c.astype(gradient.dtype)
+                gradient = gradient * c
             else:
-                d_in = layer.sizes[0] - 1
-                lengths = jnp.append(jnp.full(d_in, c), bias_c).astype(gradient.dtype)
+                lengths = jnp.append(jnp.full(layer.sizes[0] - 1, c), bias_c)
         if self.x_window is not None:
             x = apply_steps(x, (self.x_window,))
         if self.y_window is not None:
@@ -241,9 +241,10 @@ def use_sums(
         else:
             products = second_moment_in_basis(inputs, outputs, *_longer(bases, lengths), bias=bias)
             if lengths is not None and bases[0] is None:
-                products = products * lengths**2
+                products = products * (lengths**2)[None, None, :]
     if lengths is not None and A is not None:
-        A = A * (lengths**2 if diagonal_A else lengths[:, None] * lengths)
+        squares = lengths**2 if diagonal_A else lengths[:, None] * lengths[None, :]
+        A = A * squares[None]
     return Sums(None if like.A is None else A, G, rows, products)
 
 
@@ -264,7 +265,7 @@ def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Arr
     else:
         inputs = input_rows(product, x.astype(gradient.dtype), False)
         matrix = cross_moment_sum(outputs, inputs, bias=bias)
-        matrix = matrix if lengths is None else matrix * lengths
+        matrix = matrix if lengths is None else matrix * lengths[None, None, :]
     return jnp.matrix_transpose(matrix) if use.transposed else matrix
 
 
@@ -273,7 +274,7 @@ def _longer(bases: Bases, lengths: jax.Array | None) -> Bases:
     vectors_A, vectors_G = bases
     if lengths is None or vectors_A is None:
         return bases
-    return vectors_A * lengths[:, None].astype(vectors_A.dtype), vectors_G
+    return vectors_A * lengths[None, :, None].astype(vectors_A.dtype), vectors_G
 
 
 def input_rows(product: Dense | Convolution, x: jax.Array, reduce: bool) -> jax.Array:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
+from suite.jax.dtypes import at_least_float32
+from suite.jax.explicit_axes import explicit_mesh
 from suite.jax.jaxprs import CALLS, REMAT, Path, bind, called, scan_counts, shard_map_specs
 from suite.jax.views import Step, apply_steps
 
@@ -218,13 +220,18 @@ class _Runner:
 
 
 def _one_entry(x: Any) -> jax.Array:
+    """The number that all entries are."""
     x = jnp.asarray(x)
+    if explicit_mesh(x) is not None:
+        return jnp.max(x)  # no part of what is sharded can be taken
     return x[(0,) * x.ndim] if x.ndim else x
 
 
 def _product(chain: Sequence[Multiplier], numbers: Numbers) -> jax.Array:
-    product = jnp.ones((), jnp.float32)
+    given = [numbers[path, operand] for path, operand, _ in chain if operand is not None]
+    dtype = at_least_float32(*(number.dtype for number in given))
+    product = jnp.ones((), dtype)
     for path, operand, divides in chain:
-        number = -1.0 if operand is None else numbers[path, operand]
+        number = -1.0 if operand is None else numbers[path, operand].astype(dtype)
         product = product / number if divides else product * number
     return product
