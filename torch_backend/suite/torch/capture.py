@@ -8,32 +8,26 @@ under activation checkpointing, never in a forward pass without a backward one.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from suite.core import linalg
-from suite.core.noise import unit_noise
 from suite.core.statistics import LayerStatistics
+from suite.torch.clock import CaptureClock
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.free import FreeParameters, Watched
-from suite.torch.hooks import Hook, ModeAround, in_backward, without_modes
+from suite.torch.hooks import Hook, in_backward, without_modes
 from suite.torch.layers import Layer, Site
+from suite.torch.prepared import prepared
 from suite.torch.rows import (
     Bases,
     LayerSpec,
     Sums,
-    bag_second_moments,
     example_count,
     output_positions,
     row_count,
-    stratified,
     sums,
 )
 from suite.torch.thin import KeptRows
@@ -299,7 +293,7 @@ class LayerCapture:
         scale = factor = None
         if site.scaling or spec.kind == "bag":
             with torch.no_grad():
-                x, scale = _prepared(site, x, y, args, kwargs)
+                x, scale = prepared(site, x, y, args, kwargs)
         if made is not None and spec.bias:
             # The bias, a coordinate of x, is not longer. What rows share belongs to the others; with a
             # factor of its own x is another layer's input no more.
@@ -365,7 +359,7 @@ class LayerCapture:
         if torch.compiler.is_compiling():
             return
         if not again:
-            self._forget_what_was_discarded()
+            self.forget_what_was_discarded()
         if self.leads:
             self.seen.append(weakref.ref(x))
         if again:
@@ -407,7 +401,7 @@ class LayerCapture:
             return self.clock.examples(count, total, y.device)
         return self.clock.chosen(self.stream, count, total, y.device)
 
-    def _forget_what_was_discarded(self) -> None:
+    def forget_what_was_discarded(self) -> None:
         """Setting the model's gradients to None, whoever does it, clears its statistics."""
         if self.held_back:  # then None may mean that a micro-batch's are not reduced yet
             return
@@ -453,206 +447,3 @@ class LayerCapture:
             A = A.reshape(1, -1)
         main = LayerStatistics(A, G, counts[0])
         return Captured(main, transposed, (counts[1], positions), products, terms, read)
-
-
-def _prepared(
-    site: Site, x: torch.Tensor, y: torch.Tensor, args: Any, kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What stands for the input in the sums, and what the output's gradient is multiplied with."""
-    module: Any = site.module
-    if site.spec.kind == "bag":
-        names = ("input", "offsets", "per_sample_weights")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        moments = _bag(module, given["input"], given.get("offsets"), given.get("per_sample_weights"))
-        return moments, None
-    shape = (-1,) if isinstance(module, nn.Linear) else (-1, *(1,) * len(module.kernel_size))
-    if site.scaling == "magnitude":
-        # What the magnitude scales. Not the output divided by it: it may be zero.
-        direction = _weight_norm(module)[1]
-        lengths = linalg.row_norms(direction)
-        unit = direction / lengths.reshape(-1, *(1,) * (direction.ndim - 1))
-        with torch.autocast(x.device.type, enabled=False):
-            x = x.to(unit.dtype)  # at least single precision, as lengths are
-            if isinstance(module, nn.Linear):
-                return nn.functional.linear(x, unit), None
-            return module._conv_forward(x, unit, None), None
-    if site.scaling == "spectral_norm":
-        stack = module.parametrizations.weight
-        return x, 1 / _spectral_norm(stack[0], stack.original)
-    magnitude, direction = _weight_norm(module)
-    if site.scaling == "weight_norm":
-        return x, (magnitude.reshape(-1) / linalg.row_norms(direction)).reshape(shape)
-    # Magnitudes of columns, or one of all: what rows have of them is how much longer they are.
-    return x, linalg.normed_row_scales(direction, magnitude).reshape(shape)
-
-
-def _weight_norm(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(magnitudes, directions) of torch's old or new weight_norm."""
-    if hasattr(module, "weight_g"):
-        return module.weight_g, module.weight_v
-    stack = module.parametrizations.weight
-    return stack.original0, stack.original1
-
-
-def _spectral_norm(parametrization: Any, weight: torch.Tensor) -> torch.Tensor:
-    """σ as torch's parametrization has it; asking the module would run another power iteration."""
-    matrix = weight.movedim(parametrization.dim, 0).flatten(1)
-    sigma: torch.Tensor = linalg.bilinear(parametrization._u, matrix, parametrization._v)
-    return sigma
-
-
-def _bag(
-    module: nn.EmbeddingBag, indices: torch.Tensor, offsets: Any, weights: torch.Tensor | None
-) -> torch.Tensor:
-    """The second moments of a bag's input, see `rows.bag_second_moments`."""
-    flat = indices.reshape(-1)
-    if indices.ndim == 2:
-        count = indices.shape[0]
-        bags = torch.arange(count, device=flat.device).repeat_interleave(indices.shape[1])
-    else:
-        ends = offsets[1:] if not module.include_last_offset else offsets[1:-1]
-        count = len(ends) + 1
-        bags = torch.bucketize(torch.arange(len(flat), device=flat.device), ends, right=True)
-    dtype = torch.promote_types(module.weight.dtype, torch.float32)
-    share = torch.ones_like(flat, dtype=dtype) if weights is None else weights.reshape(-1).to(dtype)
-    if module.padding_idx is not None:
-        share = share * (flat != module.padding_idx)
-    if module.mode == "mean":
-        real = (
-            torch.ones_like(share)
-            if module.padding_idx is None
-            else (flat != module.padding_idx).to(dtype)
-        )
-        sizes = torch.zeros(count, dtype=dtype, device=flat.device).index_add_(0, bags, real)
-        share = share / sizes.clamp_(min=1)[bags]
-    return bag_second_moments(flat, bags, share, module.num_embeddings)
-
-
-class FreeCapture(ModeAround):
-    """`FreeParameters` around the forward of a module with parameters of its own."""
-
-    def __init__(self, module: nn.Module, captures: list[LayerCapture]) -> None:
-        super().__init__(module)
-        self.captures = captures
-        self.owner = weakref.ref(module)
-        names = {id(parameter): name for name, parameter in module._parameters.items()}
-        self.names = [names.get(id(capture.layer.weight.parameter)) for capture in captures]
-
-    def make_mode(self) -> FreeParameters | None:
-        first = self.captures[0]
-        if not first.wanted(first.layer.sites[0]):
-            return None
-        pairs = zip(self.captures, self.names, strict=True)
-        watched = [self._watched(capture, name) for capture, name in pairs]
-        module = self.owner()
-        own = [] if module is None else [*module._parameters.values(), *module._buffers.values()]
-        return FreeParameters(watched, [x for x in own if x is not None])
-
-    def _watched(self, capture: LayerCapture, name: str | None) -> Watched:
-        # While fully_shard's forward runs, the module has the whole parameter in place of its shard.
-        module = self.owner()
-        parameter = capture.layer.weight.parameter
-        if module is not None and name is not None:
-            parameter = getattr(module, name)
-        if not torch.compiler.is_compiling() and not in_backward():
-            capture._forget_what_was_discarded()
-        clock = capture.clock if capture.clock.sampled else None
-        strays = capture.clock.strays if capture.clock.discovering else None
-        slots = capture.A, capture.G, capture.counts
-        return Watched(parameter, *slots, clock, strays, capture.layer.name)
-
-
-class OutputWatch:
-    """Watches a layer that is not covered: it may be the model's last, whose positions are counted."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        channels: int,
-        clock: CaptureClock,
-        is_covered: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`is_covered`: whether it turned out to be, though that was not certain."""
-        self.channels, self.clock, self.is_covered = channels, clock, is_covered
-        self.owner = weakref.ref(module)
-        hook = Hook(self, module)
-        self.handles = [module.register_forward_hook(hook, with_kwargs=True)]
-
-    def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
-        module, clock = self.owner(), self.clock
-        if module is None or not isinstance(output, torch.Tensor) or in_backward():
-            return
-        if self.is_covered():
-            return
-        if clock.wanted and module.training and output.requires_grad:
-            clock.last, clock.last_positions = None, output.numel() // max(self.channels, 1)
-
-
-class CaptureClock:
-    """Shared by all layers of a model: whether statistics are wanted, and what ran."""
-
-    def __init__(self) -> None:
-        self.wanted = True
-        self.pausing = False  # neither statistics nor rows are
-        self.sampled = False  # statistics come from passes of our own (`fisher`) ...
-        self.sampling = False  # ... one of which is running
-        self.count = torch.zeros((), dtype=torch.int32)  # steps, for the noise that chooses rows
-        self.last: str | None = None  # None: a layer that is not covered
-        self.last_positions = 0  # in its last call
-        self.last_transposed = False  # whether that used its weight as the transpose
-        self.positions: dict[str, int] = {}  # of covered layers, in their last call
-        self.discovering = True  # which layers read the same inputs
-        self.strangers: set[str] = set()  # layers that turned out not to
-        self.strays: set[str] = set()  # free parameters with a use that is not understood
-        self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
-        self._next = 0
-        self.calls = 0
-        self.stream = 0  # of the noise that chooses examples
-        self._examples: tuple[Any, torch.Tensor] | None = None
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """What runs meanwhile is not seen."""
-        before = self.wanted, self.pausing
-        self.wanted, self.pausing = False, True
-        try:
-            yield
-        finally:
-            self.wanted, self.pausing = before
-
-    def chosen(self, stream: int, count: int, total: int, device: torch.device) -> torch.Tensor:
-        """(count,), indices below `total`: from the step count, not from torch's generator."""
-        streams = torch.full((1,), stream, dtype=torch.int32, device=device)
-        now = self.count.to(device, non_blocking=True)
-        noise = unit_noise(streams, now, (count,), torch.float32)
-        return stratified((noise[0] / (2 * 3**0.5) + 0.5).clamp(0, 1 - 2**-24), total)
-
-    def examples(self, count: int, total: int, device: torch.device) -> torch.Tensor:
-        """`chosen`, drawn once in a step for all layers."""
-        if torch.compiler.is_compiling():
-            return self.chosen(self.stream, count, total, device)
-        key = (count, total, device, self.count._version)
-        if self._examples is None or self._examples[0] != key:
-            self._examples = key, self.chosen(self.stream, count, total, device)
-        return self._examples[1]
-
-    def ran(self, layer: Layer, transposed: bool, positions: int, again: bool) -> None:
-        """A covered layer produced an output, possibly one that was made before."""
-        if not transposed:
-            self.positions[layer.name] = positions
-        if not again and layer.is_product:
-            self.last, self.last_positions = layer.name, positions
-            self.last_transposed = transposed
-
-    def token(self, x: torch.Tensor) -> int:
-        """A number that is the same for the same tensor with the same content."""
-        known = self._tokens.get(id(x))
-        if known is not None and known[0]() is x and known[1] == x._version:
-            return known[2]
-        self._next += 1
-        self._tokens[id(x)] = (weakref.ref(x), x._version, self._next)
-        return self._next
-
-    def forget(self) -> None:
-        """Drop what `token` remembers."""
-        self._tokens.clear()

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,26 +13,25 @@ from torch import nn
 from suite.core.routing import Route, Routing, describe_factors
 from suite.torch.attention import Attention
 from suite.torch.dtensors import sharded_modules, split_dim, tensor_axes
+from suite.torch.kinds import (
+    FUNCTIONS,
+    HIDDEN,
+    KINDS,
+    NORMS,
+    RECURRENT,
+    channel_axis,
+    forward_of_its_own,
+    is_linear_by_another_name,
+    norm_spec,
+    parametrization,
+    why_hidden,
+    why_not,
+    why_not_embedding,
+)
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer, Layout, Piece, Site
-from suite.torch.recurrent import GRU, LSTM, RNN, Product
+from suite.torch.recurrent import Product
 from suite.torch.rows import LayerSpec, paddings
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_BATCH_NORMS, *_INSTANCE_NORMS)
-_KINDS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED, nn.Embedding, nn.EmbeddingBag, *_NORMS)
-# Whose functions `functional.py` knows, so that subclasses may have a forward of their own.
-_FUNCTIONS = (
-    nn.Linear,
-    *CONVOLUTIONS,
-    nn.Embedding,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    *_BATCH_NORMS,
-)
-_RECURRENT = (RNN, LSTM, GRU)
-_HIDDEN = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.SyncBatchNorm)
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 NOT_GIVEN = "not in the optimizer: its gradient is left alone"
 _COMPUTED = "its weight is computed, by a parametrization or a hook that K-FAC does not know"
@@ -145,7 +143,7 @@ class FoundLayers:
             elif isinstance(module, nn.MultiheadAttention):
                 if self._attention(name, module):
                     claimed.add(module.out_proj)
-            elif isinstance(module, _RECURRENT):
+            elif isinstance(module, RECURRENT):
                 self._recurrent(name, module)
             elif nn.utils.parametrize.is_parametrized(module) or hasattr(module, "weight_v"):
                 self._parametrized(name, module, own)
@@ -154,14 +152,14 @@ class FoundLayers:
                     if hasattr(module, "parametrizations")
                     else set()
                 )
-            elif isinstance(module, _KINDS):
+            elif isinstance(module, KINDS):
                 self._module(name, module, own)
                 beside = {key: p for key, p in own.items() if key not in ("weight", "bias")}
-                if beside and _forward_of_its_own(module):  # low-rank terms, gains
+                if beside and forward_of_its_own(module):  # low-rank terms, gains
                     self._free_parameters(name, parents[raw], beside)
-            elif isinstance(module, _HIDDEN):
-                self._say(module, _why_hidden(module))
-            elif _is_linear_by_another_name(module, own):
+            elif isinstance(module, HIDDEN):
+                self._say(module, why_hidden(module))
+            elif is_linear_by_another_name(module, own):
                 self._linear_by_another_name(name, module, own)
             elif own:
                 self._free_parameters(name, parents[raw], own)
@@ -186,21 +184,21 @@ class FoundLayers:
 
     def _module(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """One module of a known kind."""
-        kind = next(k for k in _KINDS if isinstance(module, k))
-        own_forward = _forward_of_its_own(module)
-        if own_forward and kind not in _FUNCTIONS:
+        kind = next(k for k in KINDS if isinstance(module, k))
+        own_forward = forward_of_its_own(module)
+        if own_forward and kind not in FUNCTIONS:
             self._say(module, f"this {type(module).__name__} has a forward of its own")
             return
         weight, bias = own.get("weight"), own.get("bias")
         if weight is None:  # or another computes it, such as torch.nn.utils.prune
             self._say(module, _COMPUTED)
             return
-        reason = _why_not(weight)
+        reason = why_not(weight)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            reason = reason or _why_not_embedding(name, module)
+            reason = reason or why_not_embedding(name, module)
         if reason:
             self._reasons.setdefault(id(weight), reason)
-            if bias is not None and not _why_not(bias):
+            if bias is not None and not why_not(bias):
                 self._bias(name, module, bias, own_forward)
             return
         spec = self._spec(module, weight, bias)
@@ -211,7 +209,7 @@ class FoundLayers:
                 self._tensor_parallel(name, module, weight, bias, spec)
             return
         shared = bias is not None and len(self._owners[id(bias)]) > 1
-        own_bias = bias is not None and not shared and not _why_not(bias)
+        own_bias = bias is not None and not shared and not why_not(bias)
         with_bias = bias is not None and own_bias and self._together(weight, bias)
         if isinstance(module, TRANSPOSED):
             self._add(name, Piece(weight), None, "transposed", Site(module, module, spec))
@@ -226,11 +224,11 @@ class FoundLayers:
             return
         spec = spec._replace(bias=with_bias)
         layout: Layout = "matrix"
-        if isinstance(module, _NORMS):
+        if isinstance(module, NORMS):
             layout = "unit" if with_bias else "vector"
         piece = Piece(bias) if with_bias and bias is not None else None
         self._add(name, Piece(weight), piece, layout, Site(module, module, spec, functional=own_forward))
-        if bias is not None and not with_bias and not shared and not _why_not(bias):
+        if bias is not None and not with_bias and not shared and not why_not(bias):
             self._bias(name, module, bias, own_forward)
 
     def _together(self, weight: nn.Parameter, bias: nn.Parameter) -> bool:
@@ -253,7 +251,7 @@ class FoundLayers:
         dim = split_dim(weight, axes)
         piece = Piece(weight, tensor_axes=axes)
         site = Site(module, module, spec)
-        if bias is None or _why_not(bias) or not self._together(weight, bias):
+        if bias is None or why_not(bias) or not self._together(weight, bias):
             self._add(name, piece, None, "matrix", site)
         elif split_dim(bias, self.tensor_axes[id(bias)]) is None and dim is not None:
             # Of inputs: the bias belongs to all blocks, and gets a block of its own.
@@ -292,7 +290,7 @@ class FoundLayers:
             return LayerSpec("embedding", padding_index=padding, norm_size=rows)
         if isinstance(module, nn.EmbeddingBag):
             return LayerSpec("bag", norm_size=module.num_embeddings)
-        spec = _norm_spec(module, reduce)
+        spec = norm_spec(module, reduce)
         over_positions = spec.norm in ("batch", "group", "instance")
         return spec._replace(max_examples=self._max_examples if over_positions else 0)
 
@@ -307,7 +305,7 @@ class FoundLayers:
             reason = f"this {type(module).__name__} has a forward of its own"
             self._reasons.setdefault(id(bias), f"{reason}, and does not train the weight with it")
             return
-        axis = _channel_axis(module)
+        axis = channel_axis(module)
         spec = LayerSpec("bias", channel_axis=axis, reduce=self._reduces(module))
         if bias.ndim != 1:
             self._reasons.setdefault(id(bias), "a shift of several axes without its scale")
@@ -325,7 +323,7 @@ class FoundLayers:
         attention = Attention(module)
         self.attentions.append(attention)
         for key, weight, bias, start, stop in attention.products():
-            if weight is None or _why_not(weight):
+            if weight is None or why_not(weight):
                 continue
             if not isinstance(weight, nn.Parameter):
                 packed = "in_proj_weight" if module._qkv_same_embed_dim else f"{key}_proj_weight"
@@ -363,7 +361,7 @@ class FoundLayers:
             if not isinstance(weight, nn.Parameter):
                 self._say_computed(module, product.weight_name, bias)
                 continue
-            if _why_not(weight):
+            if why_not(weight):
                 continue
             with_bias = isinstance(bias, nn.Parameter) and bias.requires_grad
             with_bias = with_bias and self._together(weight, bias)  # type: ignore[arg-type]
@@ -374,21 +372,21 @@ class FoundLayers:
 
     def _parametrized(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """weight_norm and spectral_norm of a known layer: see `Site.scaling`."""
-        direction, magnitude, scaling = _parametrization(module)
+        direction, magnitude, scaling = parametrization(module)
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS)) or direction is None:
             self._say(module, _COMPUTED, recurse=True)
             return
         bias = own.get("bias")
-        if not _why_not(direction):
+        if not why_not(direction):
             spec = self._spec(module, direction, bias)
             site = Site(module, module, spec, scaling=scaling)
             self._add(name, Piece(direction), None, "matrix", site)
-        if magnitude is not None and not _why_not(magnitude):
-            axis = _channel_axis(module)
+        if magnitude is not None and not why_not(magnitude):
+            axis = channel_axis(module)
             spec = LayerSpec("norm", channel_axis=axis, reduce=self._reduces(module))
             site = Site(module, module, spec, scaling="magnitude")
             self._add(_join(name, "magnitude"), Piece(magnitude), None, "vector", site)
-        if bias is not None and not _why_not(bias):
+        if bias is not None and not why_not(bias):
             self._bias(name, module, bias)  # the scaling is not its
 
     def _linear_by_another_name(
@@ -397,18 +395,18 @@ class FoundLayers:
         """x W + b, whose weight lies (in, out)."""
         spec = LayerSpec("dense", reduce=self._reduces(module), max_rows=self._max_rows)
         weight, bias = own["weight"], own["bias"]
-        reason = _why_not(weight)
+        reason = why_not(weight)
         if reason:
             self._reasons.setdefault(id(weight), reason)
         else:
             self._add(name, Piece(weight), None, "transposed", Site(module, module, spec))
-        if not _why_not(bias):
+        if not why_not(bias):
             self._bias(name, module, bias)
 
     def _free_parameters(self, name: str, user: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """Parameters that a module's own forward uses: seen through `free.FreeParameters`."""
         for key, parameter in own.items():
-            reason = _why_not(parameter)
+            reason = why_not(parameter)
             if self._matches([_join(name, key)]) or reason:
                 self._reasons.setdefault(id(parameter), reason or "named by skip_layers")
                 continue
@@ -592,30 +590,6 @@ class FoundLayers:
         return "; ".join(words)
 
 
-def _norm_spec(module: nn.Module, reduce: bool) -> LayerSpec:
-    """The spec of a normalization layer."""
-    eps: Any = module.eps
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        norm = "layer" if isinstance(module, nn.LayerNorm) else "rms"
-        size = len(module.normalized_shape)
-        return LayerSpec("norm", norm=norm, norm_size=size, eps=eps, reduce=reduce)
-    if isinstance(module, nn.GroupNorm):
-        groups = module.num_groups
-        return LayerSpec("norm", norm="group", norm_size=groups, eps=eps, channel_axis=1, reduce=reduce)
-    norm = "batch" if isinstance(module, _BATCH_NORMS) else "instance"
-    axis = _channel_axis(module)
-    return LayerSpec("norm", norm=norm, eps=eps, channel_axis=axis, reduce=reduce)
-
-
-def _channel_axis(module: nn.Module) -> int:
-    """Where an output has its channels, counted from the end where a batch axis may be missing."""
-    if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
-        return -1 - len(module.kernel_size)
-    if isinstance(module, _INSTANCE_NORMS):
-        return -2 - _INSTANCE_NORMS.index(next(k for k in _INSTANCE_NORMS if isinstance(module, k)))
-    return 1 if isinstance(module, (nn.GroupNorm, *_BATCH_NORMS)) else -1
-
-
 def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
@@ -625,80 +599,6 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def _join(*names: str) -> str:
     return ".".join(name for name in names if name)
-
-
-def _why_not(parameter: nn.Parameter) -> str:
-    """Why a parameter cannot be preconditioned; '' if it can."""
-    if not parameter.requires_grad:
-        return "frozen"
-    if parameter.numel() == 0:
-        return "empty"
-    if parameter.is_complex():
-        return "complex parameters are not covered"
-    return ""
-
-
-def _why_not_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> str:
-    if module.sparse:
-        raise ValueError(
-            f"layer {name!r} has sparse gradients (sparse=True), which K-FAC cannot precondition: "
-            "use sparse=False, or name it in skip_layers"
-        )
-    if module.scale_grad_by_freq:
-        return "scale_grad_by_freq makes its gradient another loss's"
-    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
-        return "a maximum over a bag is no product"
-    return ""
-
-
-def _why_hidden(module: nn.Module) -> str:
-    for base in (nn.LSTM, nn.GRU, nn.RNN):
-        kind = base.__name__
-        if type(module) is base:
-            return f"nn.{kind} hides its steps: use suite.torch.{kind}, or replace_recurrent(model)"
-        if isinstance(module, base):
-            return f"a subclass of nn.{kind} hides its steps: derive it from suite.torch.{kind}"
-    return f"{type(module).__name__} is not a kind of layer K-FAC covers"
-
-
-def _forward_of_its_own(module: nn.Module) -> bool:
-    """Whether a module of a known kind runs something else than its kind does."""
-    kind = next(k for k in _KINDS if isinstance(module, k))
-    return type(module).forward is not kind.forward or "forward" in vars(module)
-
-
-def _is_linear_by_another_name(module: nn.Module, own: Mapping[str, nn.Parameter]) -> bool:
-    """Whether it is transformers' `Conv1D`: GPT-2's linear layers, which are no subclass of torch's."""
-    if type(module).__name__ != "Conv1D" or own.keys() != {"weight", "bias"}:
-        return False
-    weight, bias = own["weight"], own["bias"]
-    return weight.ndim == 2 and bias.shape == weight.shape[1:] and getattr(module, "nf", 0) == len(bias)
-
-
-def _parametrization(
-    module: nn.Module,
-) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
-    """(what has the weight's shape, the magnitudes, how they scale) of a known parametrization."""
-    if hasattr(module, "weight_v") and hasattr(module, "weight_g"):  # nn.utils.weight_norm
-        return _normed(module.weight_v, module.weight_g)
-    parametrizations: Any = getattr(module, "parametrizations", None)
-    if parametrizations is None or set(parametrizations) != {"weight"}:
-        return None, None, ""
-    stack = parametrizations["weight"]
-    kind = type(stack[0]).__name__ if len(stack) == 1 else ""
-    if kind == "_WeightNorm":
-        return _normed(stack.original1, stack.original0)
-    if kind == "_SpectralNorm":
-        return stack.original, None, "spectral_norm"
-    return None, None, ""
-
-
-def _normed(direction: Any, magnitude: Any) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
-    """weight_norm; its magnitudes are known where there is one for each row of the weight."""
-    rows = direction.shape[0]
-    if magnitude.ndim == direction.ndim and magnitude.shape[0] == magnitude.numel() == rows:
-        return direction, magnitude, "weight_norm"
-    return direction, None, "weight_norm by columns"
 
 
 def _factors(layers: list[Layer]) -> str:

@@ -12,7 +12,8 @@ from torch import nn
 
 from suite.core.noise import stream_numbers
 from suite.torch.attention import Attention
-from suite.torch.capture import CaptureClock, Captured, FreeCapture, LayerCapture, OutputWatch
+from suite.torch.capture import Captured, LayerCapture
+from suite.torch.clock import CaptureClock
 from suite.torch.dtensors import sharded_modules
 from suite.torch.factor_store import at_least_single
 from suite.torch.find_layers import FoundLayers
@@ -21,6 +22,7 @@ from suite.torch.hooks import Hook, ModeAround
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
 from suite.torch.thin import KeptRows, can_be_thin
 from suite.torch.uses import UseCounter
+from suite.torch.watches import FreeCapture, OutputWatch
 
 Taken = list[Captured | None]
 

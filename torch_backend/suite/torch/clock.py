@@ -1,0 +1,84 @@
+"""What all layers of a model share while it runs: whether statistics are wanted, and what ran."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from suite.core.noise import unit_noise
+from suite.torch.layers import Layer
+from suite.torch.rows import stratified
+
+
+class CaptureClock:
+    """Shared by all layers of a model."""
+
+    def __init__(self) -> None:
+        self.wanted = True
+        self.pausing = False  # neither statistics nor rows are
+        self.sampled = False  # statistics come from passes of our own (`fisher`) ...
+        self.sampling = False  # ... one of which is running
+        self.count = torch.zeros((), dtype=torch.int32)  # steps, for the noise that chooses rows
+        self.last: str | None = None  # None: a layer that is not covered
+        self.last_positions = 0  # in its last call
+        self.last_transposed = False  # whether that used its weight as the transpose
+        self.positions: dict[str, int] = {}  # of covered layers, in their last call
+        self.discovering = True  # which layers read the same inputs
+        self.strangers: set[str] = set()  # layers that turned out not to
+        self.strays: set[str] = set()  # free parameters with a use that is not understood
+        self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        self._next = 0
+        self.calls = 0
+        self.stream = 0  # of the noise that chooses examples
+        self._examples: tuple[Any, torch.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs meanwhile is not seen."""
+        before = self.wanted, self.pausing
+        self.wanted, self.pausing = False, True
+        try:
+            yield
+        finally:
+            self.wanted, self.pausing = before
+
+    def chosen(self, stream: int, count: int, total: int, device: torch.device) -> torch.Tensor:
+        """(count,), indices below `total`: from the step count, not from torch's generator."""
+        streams = torch.full((1,), stream, dtype=torch.int32, device=device)
+        now = self.count.to(device, non_blocking=True)
+        noise = unit_noise(streams, now, (count,), torch.float32)
+        return stratified((noise[0] / (2 * 3**0.5) + 0.5).clamp(0, 1 - 2**-24), total)
+
+    def examples(self, count: int, total: int, device: torch.device) -> torch.Tensor:
+        """`chosen`, drawn once in a step for all layers."""
+        if torch.compiler.is_compiling():
+            return self.chosen(self.stream, count, total, device)
+        key = (count, total, device, self.count._version)
+        if self._examples is None or self._examples[0] != key:
+            self._examples = key, self.chosen(self.stream, count, total, device)
+        return self._examples[1]
+
+    def ran(self, layer: Layer, transposed: bool, positions: int, again: bool) -> None:
+        """A covered layer produced an output, possibly one that was made before."""
+        if not transposed:
+            self.positions[layer.name] = positions
+        if not again and layer.is_product:
+            self.last, self.last_positions = layer.name, positions
+            self.last_transposed = transposed
+
+    def token(self, x: torch.Tensor) -> int:
+        """A number that is the same for the same tensor with the same content."""
+        known = self._tokens.get(id(x))
+        if known is not None and known[0]() is x and known[1] == x._version:
+            return known[2]
+        self._next += 1
+        self._tokens[id(x)] = (weakref.ref(x), x._version, self._next)
+        return self._next
+
+    def forget(self) -> None:
+        """Drop what `token` remembers."""
+        self._tokens.clear()

@@ -1,0 +1,127 @@
+"""Which kinds of modules K-FAC knows, how they scale their weights, and why others are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
+from suite.torch.recurrent import GRU, LSTM, RNN
+from suite.torch.rows import LayerSpec
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_BATCH_NORMS, *_INSTANCE_NORMS)
+KINDS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED, nn.Embedding, nn.EmbeddingBag, *NORMS)
+# Whose functions `functional.py` knows, so that subclasses may have a forward of their own.
+FUNCTIONS = (
+    nn.Linear,
+    *CONVOLUTIONS,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    *_BATCH_NORMS,
+)
+RECURRENT = (RNN, LSTM, GRU)
+HIDDEN = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.SyncBatchNorm)
+
+
+def norm_spec(module: nn.Module, reduce: bool) -> LayerSpec:
+    """The spec of a normalization layer."""
+    eps: Any = module.eps
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        norm = "layer" if isinstance(module, nn.LayerNorm) else "rms"
+        size = len(module.normalized_shape)
+        return LayerSpec("norm", norm=norm, norm_size=size, eps=eps, reduce=reduce)
+    if isinstance(module, nn.GroupNorm):
+        groups = module.num_groups
+        return LayerSpec("norm", norm="group", norm_size=groups, eps=eps, channel_axis=1, reduce=reduce)
+    norm = "batch" if isinstance(module, _BATCH_NORMS) else "instance"
+    axis = channel_axis(module)
+    return LayerSpec("norm", norm=norm, eps=eps, channel_axis=axis, reduce=reduce)
+
+
+def channel_axis(module: nn.Module) -> int:
+    """Where an output has its channels, counted from the end where a batch axis may be missing."""
+    if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+        return -1 - len(module.kernel_size)
+    if isinstance(module, _INSTANCE_NORMS):
+        return -2 - _INSTANCE_NORMS.index(next(k for k in _INSTANCE_NORMS if isinstance(module, k)))
+    return 1 if isinstance(module, (nn.GroupNorm, *_BATCH_NORMS)) else -1
+
+
+def forward_of_its_own(module: nn.Module) -> bool:
+    """Whether a module of a known kind runs something else than its kind does."""
+    kind = next(k for k in KINDS if isinstance(module, k))
+    return type(module).forward is not kind.forward or "forward" in vars(module)
+
+
+def is_linear_by_another_name(module: nn.Module, own: Mapping[str, nn.Parameter]) -> bool:
+    """Whether it is transformers' `Conv1D`: GPT-2's linear layers, which are no subclass of torch's."""
+    if type(module).__name__ != "Conv1D" or own.keys() != {"weight", "bias"}:
+        return False
+    weight, bias = own["weight"], own["bias"]
+    return weight.ndim == 2 and bias.shape == weight.shape[1:] and getattr(module, "nf", 0) == len(bias)
+
+
+def parametrization(
+    module: nn.Module,
+) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
+    """(what has the weight's shape, the magnitudes, how they scale) of a known parametrization."""
+    if hasattr(module, "weight_v") and hasattr(module, "weight_g"):  # nn.utils.weight_norm
+        return _normed(module.weight_v, module.weight_g)
+    parametrizations: Any = getattr(module, "parametrizations", None)
+    if parametrizations is None or set(parametrizations) != {"weight"}:
+        return None, None, ""
+    stack = parametrizations["weight"]
+    kind = type(stack[0]).__name__ if len(stack) == 1 else ""
+    if kind == "_WeightNorm":
+        return _normed(stack.original1, stack.original0)
+    if kind == "_SpectralNorm":
+        return stack.original, None, "spectral_norm"
+    return None, None, ""
+
+
+def _normed(direction: Any, magnitude: Any) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
+    """weight_norm; its magnitudes are known where there is one for each row of the weight."""
+    rows = direction.shape[0]
+    if magnitude.ndim == direction.ndim and magnitude.shape[0] == magnitude.numel() == rows:
+        return direction, magnitude, "weight_norm"
+    return direction, None, "weight_norm by columns"
+
+
+def why_not(parameter: nn.Parameter) -> str:
+    """Why a parameter cannot be preconditioned; '' if it can."""
+    if not parameter.requires_grad:
+        return "frozen"
+    if parameter.numel() == 0:
+        return "empty"
+    if parameter.is_complex():
+        return "complex parameters are not covered"
+    return ""
+
+
+def why_not_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> str:
+    if module.sparse:
+        raise ValueError(
+            f"layer {name!r} has sparse gradients (sparse=True), which K-FAC cannot precondition: "
+            "use sparse=False, or name it in skip_layers"
+        )
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq makes its gradient another loss's"
+    if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
+        return "a maximum over a bag is no product"
+    return ""
+
+
+def why_hidden(module: nn.Module) -> str:
+    for base in (nn.LSTM, nn.GRU, nn.RNN):
+        kind = base.__name__
+        if type(module) is base:
+            return f"nn.{kind} hides its steps: use suite.torch.{kind}, or replace_recurrent(model)"
+        if isinstance(module, base):
+            return f"a subclass of nn.{kind} hides its steps: derive it from suite.torch.{kind}"
+    return f"{type(module).__name__} is not a kind of layer K-FAC covers"

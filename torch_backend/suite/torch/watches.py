@@ -1,0 +1,75 @@
+"""Hooks on modules that are no layers: free parameters, and outputs that are not covered."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from suite.torch.capture import LayerCapture
+from suite.torch.clock import CaptureClock
+from suite.torch.free import FreeParameters, Watched
+from suite.torch.hooks import Hook, ModeAround, in_backward
+
+
+class FreeCapture(ModeAround):
+    """`FreeParameters` around the forward of a module with parameters of its own."""
+
+    def __init__(self, module: nn.Module, captures: list[LayerCapture]) -> None:
+        super().__init__(module)
+        self.captures = captures
+        self.owner = weakref.ref(module)
+        names = {id(parameter): name for name, parameter in module._parameters.items()}
+        self.names = [names.get(id(capture.layer.weight.parameter)) for capture in captures]
+
+    def make_mode(self) -> FreeParameters | None:
+        first = self.captures[0]
+        if not first.wanted(first.layer.sites[0]):
+            return None
+        pairs = zip(self.captures, self.names, strict=True)
+        watched = [self._watched(capture, name) for capture, name in pairs]
+        module = self.owner()
+        own = [] if module is None else [*module._parameters.values(), *module._buffers.values()]
+        return FreeParameters(watched, [x for x in own if x is not None])
+
+    def _watched(self, capture: LayerCapture, name: str | None) -> Watched:
+        # While fully_shard's forward runs, the module has the whole parameter in place of its shard.
+        module = self.owner()
+        parameter = capture.layer.weight.parameter
+        if module is not None and name is not None:
+            parameter = getattr(module, name)
+        if not torch.compiler.is_compiling() and not in_backward():
+            capture.forget_what_was_discarded()
+        clock = capture.clock if capture.clock.sampled else None
+        strays = capture.clock.strays if capture.clock.discovering else None
+        slots = capture.A, capture.G, capture.counts
+        return Watched(parameter, *slots, clock, strays, capture.layer.name)
+
+
+class OutputWatch:
+    """Watches a layer that is not covered: it may be the model's last, whose positions are counted."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        channels: int,
+        clock: CaptureClock,
+        is_covered: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_covered`: whether it turned out to be, though that was not certain."""
+        self.channels, self.clock, self.is_covered = channels, clock, is_covered
+        self.owner = weakref.ref(module)
+        hook = Hook(self, module)
+        self.handles = [module.register_forward_hook(hook, with_kwargs=True)]
+
+    def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
+        module, clock = self.owner(), self.clock
+        if module is None or not isinstance(output, torch.Tensor) or in_backward():
+            return
+        if self.is_covered():
+            return
+        if clock.wanted and module.training and output.requires_grad:
+            clock.last, clock.last_positions = None, output.numel() // max(self.channels, 1)
