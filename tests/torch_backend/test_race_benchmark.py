@@ -14,6 +14,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import annealed
 import compare
 import race
 import race_problems
@@ -295,3 +296,27 @@ def test_unknown_names_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit):
         race.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_annealed_runs_end_at_rate_zero_and_the_best_rate_counts(tmp_path):
+    rates = []
+
+    class Recording(torch.optim.SGD):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            super().step(closure)
+
+    problem = PROBLEMS["xor"]._replace(budget=8)
+    annealed.final_loss("xor", problem, Recording, 0.5, seed=0)
+    np.testing.assert_allclose(rates, 0.25 * (1 + np.cos(np.pi * np.arange(8) / 8)))
+
+    path = tmp_path / "annealed.json"
+    chosen = ["--problems", "xor", "--contenders", "AdamW", "Kron"]
+    annealed.main([*chosen, "--seeds", "2", "--budget", "2", "--json", str(path)])
+    report = json.loads(path.read_text())["problems"]["xor"]
+    assert report["contenders"].keys() == {"AdamW", "Kron"}
+    for name, one in report["contenders"].items():
+        means = {lr: sum(losses) / 2 for lr, losses in report["losses"][name].items()}
+        assert len(means) == 5
+        assert one["loss"] == pytest.approx(min(means.values()))
+        assert means[f"{one['lr']:g}"] == min(means.values())
