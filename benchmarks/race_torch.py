@@ -295,6 +295,12 @@ def contenders(name: str, problem: Problem, *, variants: bool = False) -> dict[s
         found["K-FAC, eigen"] = kfac(compute_method="eigen", inv_update_steps=5)
     if variants:
         found |= {label: kron(**settings) for label, settings in KRON_VARIANTS.items()}
+        found |= {
+            f"K-FAC, every {n}": kfac(
+                compute_method="inverse", inv_update_steps=n, factor_update_steps=n
+            )
+            for n in (10, 20)
+        }
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from suite.jax import jaxprs, operations
@@ -16,6 +16,17 @@ class Output(NamedTuple):
     axes: tuple[int | None, ...]
 
 
+class LookedUp(NamedTuple):
+    """What a lookup found, its axes moved about, and how many examples have it in common.
+
+    They do where it was broadcast along a new axis in front: positions, looked up once for all examples.
+    """
+
+    site: Any  # find_layers.Site
+    features: int  # the axis that they are on
+    examples: int = 1
+
+
 class Activations:
     """Facts about a program's values, of which `readers` counts who reads them."""
 
@@ -23,6 +34,7 @@ class Activations:
         self.program, self.readers = program, readers
         self.outputs: dict[int, Output] = {}
         self.parted: dict[int, tuple[Output, ...]] = {}  # of products with several leaves side by side
+        self.looked_up: dict[int, tuple[LookedUp, ...]] = {}  # summed up, where they are several
         self.counting: dict[int, int] = {}  # value -> the axis along which it counts 0, 1, 2, ...
         self.one_hot: dict[int, int] = {}  # value -> the axis along which it is one-hot
         self.constant: dict[int, set[int]] = {}  # value -> axes along which it is constant
@@ -54,6 +66,7 @@ class Activations:
                 self.outputs[out] = self.outputs[first]
         elif isinstance(op, operations.Reindex) and first is not None:
             self.follow_output(first, out, op.step)
+            self.follow_lookups(first, out, op.step)
             self.follow_counts(first, out, op.step)
         elif isinstance(op, operations.Add):
             # What is added to a product has no part in its gradient: a bias may still follow.
@@ -90,6 +103,22 @@ class Activations:
                 axes = tuple(None if n == 1 else next(kept) for n in to)
                 self.outputs[new] = before._replace(axes=axes)
 
+    def follow_lookups(self, old: int, new: int, step: Step | None) -> None:
+        known = self.looked_up.get(old, ()) if self.readers[old] == 1 else ()
+        axes = None if step is None else moved_axes(self.shape(old), step)
+        found = []
+        for one in known:
+            if step is None:
+                found.append(one)
+            elif axes is not None and axes[one.features] >= 0 and one.examples == 1:
+                shape, kept = self.shape(new), [axis for axis in axes if axis >= 0]
+                grown = [i for i, n in enumerate(shape) if n > 1 and i not in kept]
+                if grown in ([], [0]):
+                    examples = shape[0] if grown else 1
+                    found.append(LookedUp(one.site, axes[one.features], examples))
+        if found:
+            self.looked_up[new] = tuple(found)
+
     def follow_counts(self, old: int, new: int, step: Step | None) -> None:
         if step is None:
             for facts in (self.counting, self.one_hot):
@@ -98,18 +127,26 @@ class Activations:
             return
         kind, arguments = step
         shape = self.shape(old)
-        axes: Sequence[int] | None = None  # where each old axis goes
+        axes = moved_axes(shape, step)
         if kind == "broadcast":
-            axes = arguments[1]
+            kept = arguments[1]
             self.constant[new] = {
-                i for i in range(len(arguments[0])) if i not in axes or shape[axes.index(i)] == 1
+                i for i in range(len(arguments[0])) if i not in kept or shape[kept.index(i)] == 1
             }
-        elif kind == "transpose":
-            axes = [arguments[0].index(i) for i in range(len(shape))]
-        elif kind == "reshape" and [n for n in shape if n != 1] == [n for n in arguments[1] if n != 1]:
-            kept = iter([i for i, n in enumerate(arguments[1]) if n != 1])
-            axes = [-1 if n == 1 else next(kept) for n in shape]
         if axes is not None:
             for facts in (self.counting, self.one_hot):
                 if old in facts and axes[facts[old]] >= 0:
                     facts[new] = axes[facts[old]]
+
+
+def moved_axes(shape: Shape, step: Step) -> list[int] | None:
+    """Where each axis of a value of this shape goes, -1 if of length 1; None: they do not stay whole."""
+    kind, arguments = step
+    if kind == "broadcast":
+        return [-1 if n == 1 else axis for n, axis in zip(shape, arguments[1], strict=True)]
+    if kind == "transpose":
+        return [-1 if n == 1 else arguments[0].index(i) for i, n in enumerate(shape)]
+    if kind == "reshape" and [n for n in shape if n != 1] == [n for n in arguments[1] if n != 1]:
+        kept = iter([i for i, n in enumerate(arguments[1]) if n != 1])
+        return [-1 if n == 1 else next(kept) for n in shape]
+    return None

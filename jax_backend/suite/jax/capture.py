@@ -271,6 +271,13 @@ class value_and_grad:
     def _trace(self, params: Any, args: Any, kwargs: Any) -> _Traced:
         """The program of the loss function."""
         leaves, treedef = jax.tree.flatten(params)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+            if not hasattr(leaf, "shape") and not isinstance(leaf, (int, float, complex)):
+                raise TypeError(
+                    f"params must be arrays, got a {type(leaf).__name__} at "
+                    f"{jax.tree_util.keystr(path)}: filter it out, as by equinox.partition(model, "
+                    "equinox.is_inexact_array)"
+                )
         others, others_tree = jax.tree.flatten((args, kwargs))
         # Flags and other Python values stay what they are: the function may branch on them.
         is_array = [hasattr(x, "shape") and not isinstance(x, np.generic) for x in others]
@@ -485,7 +492,7 @@ def _by_loop(use: Use, slot: Any) -> Any:
 def _terms(plan: Plan, found: dict[str, LayerSums]) -> jax.Array:
     """How many terms the loss has, (), by the last product that ran."""
     terms: Any = None
-    for name, terms_per_row in reversed(plan.last):
+    for name, terms_per_row, _ in reversed(plan.last):
         rows = jnp.mean(found[name].main.rows)
         own = rows * terms_per_row
         terms = own if terms is None else jnp.where(rows > 0, own, terms)
@@ -507,7 +514,11 @@ def _with_own_arguments(loss_fn: Callable[..., Any]) -> inspect.Signature:
         theirs = inspect.signature(loss_fn)
     except ValueError:  # a builtin
         theirs = inspect.signature(lambda params, *args, **kwargs: None)
-    both = {n: p for n, p in own.items() if p.kind is p.KEYWORD_ONLY} | dict(theirs.parameters)
+    ours = {n: p for n, p in own.items() if p.kind is p.KEYWORD_ONLY}
+    taken = sorted(ours.keys() & theirs.parameters.keys())
+    if taken:
+        raise ValueError(f"loss_fn must have no argument named as one of value_and_grad's, got {taken}")
+    both = ours | dict(theirs.parameters)
     return theirs.replace(parameters=sorted(both.values(), key=lambda p: p.kind))
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from suite.jax import jaxprs, operations
-from suite.jax.activations import Activations
+from suite.jax.activations import Activations, LookedUp
 from suite.jax.joined import Piece, moved, pieces, window, windows
 from suite.jax.layers import (
     Convolution,
@@ -155,9 +155,11 @@ class _Finder:
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
             self.origins[value] = Origin(i, (), (), (), shape, ())
-        data = (program.avals[value] for value in program.inputs[leaves:])
-        # Of one example is what has a batch axis of length 1; keys and statistics have none.
-        self.one_example = any(x.shape[0] == 1 for x in data if len(x.shape) > 1)
+        data = (program.avals[value].shape for value in program.inputs[leaves:])
+        # Of one example is what has a batch axis of length 1; keys and statistics have none. Of several
+        # arrays most must: masks are of length 1 there, too, and tables of others. A tie is the first's.
+        single = [shape[0] == 1 for shape in data if len(shape) > 1]
+        self.one_example = 2 * sum(single) + sum(single[:1]) > len(single)
         self.joined: dict[int, tuple[Piece, ...]] = {}
         self.scaled: dict[int, _Scaled] = {}
         self.scalings: dict[int, _Scaling] = {}
@@ -179,6 +181,8 @@ class _Finder:
                     self.meet_joined(node, known)
             elif not any(known):
                 self.activations.follow(node)
+                if live:
+                    self.sum_lookups(node)
             elif live:
                 self.meet(node, known)
         for root in self.roots:
@@ -249,6 +253,9 @@ class _Finder:
                         self.uses.by_hand.setdefault(site.leaf, []).append(site)
                     out = node.outputs[0]
                     self.activations.outputs[out] = self.activations.made_by(site, out)
+                    if isinstance(site.use.product, Lookup) and len(site.use.product.offset_axes) == 1:
+                        found = LookedUp(site, site.use.product.offset_axes[0])
+                        self.activations.looked_up[out] = (found,) if node.custom is None else ()
                     return
         how = op.how if isinstance(op, operations.Moved) else ""
         for one in met:
@@ -442,6 +449,44 @@ class _Finder:
         )
         hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
+
+    def sum_lookups(self, node: jaxprs.Node) -> None:
+        """See to it that a lookup once for all examples has the gradients of each."""
+        out, carried = node.outputs[0] if node.outputs else -1, []
+        if not isinstance(node.operation, operations.Add) or node.custom is not None:
+            return
+        for value in node.inputs:
+            if value is None or self.readers[value] != 1:
+                continue
+            (own, *rest), (count, *others) = (self.shape(v) or (1,) for v in (value, out))
+            for one in self.activations.looked_up.get(value, ()):
+                if rest != others:
+                    continue
+                examples = max(one.examples, count if own == 1 else 1)
+                if examples == 1:
+                    carried.append(one)
+                elif one.site.loops == node.loops:
+                    self.take_apart(one._replace(examples=examples), node)
+        if carried:
+            self.activations.looked_up[out] = tuple(carried)
+
+    def take_apart(self, found: LookedUp, node: jaxprs.Node) -> None:
+        """A lookup's inputs where they are, and its outputs where they meet what each example has."""
+        site, out = found.site, node.outputs[0]
+        place = next(i for i, other in enumerate(self.uses.sites) if other is site)
+        inputs = site.use._replace(half="inputs", shared_by=found.examples, rows=0, examples=0)
+        rows = math.prod(self.shape(out)) // max(site.block[0], 1)
+        outputs = site.use._replace(
+            path=node.path,
+            out=0,
+            x_operand=None,
+            half="outputs",
+            features=found.features,
+            rows=rows,
+            examples=rows,
+        )
+        self.uses.sites[place] = site._replace(use=inputs)
+        self.uses.sites.append(site._replace(use=outputs, input=None, value=out))
 
     def spec(
         self, node: jaxprs.Node, w: int, operand: Shape

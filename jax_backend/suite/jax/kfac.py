@@ -126,8 +126,10 @@ def scale_by_kfac(
             if here[layer.leaf] and (layer.bias is None or here[layer.bias]):
                 layers.append(layer)
             elif here[layer.leaf] or (layer.bias is not None and here[layer.bias]):
+                bias = layer.leaf if layer.bias is None else layer.bias
                 raise ValueError(
-                    f"{plan.names[layer.leaf]} and its bias must be masked together, or both not"
+                    f"{plan.names[layer.leaf]} and its bias must be masked together, or both not, or "
+                    f"the bias left alone: value_and_grad(..., plain=[{plan.names[bias]!r}])"
                 )
         factors = (kind if layers else Factors)(
             plan,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,10 @@ class Factor(NamedTuple):
     steps: tuple[Step, ...]  # what follows before the rows
 
 
+# Of a lookup once for all examples inputs are seen there, outputs where each example has its own.
+Half = Literal["both", "inputs", "outputs"]
+
+
 class Use(NamedTuple):
     """One place in the program where a layer's product is."""
 
@@ -99,6 +103,9 @@ class Use(NamedTuple):
     examples: int = 0  # rows of one block with 'reduce'
     multipliers: tuple[Multiplier, ...] = ()  # of the leaf
     bias_multipliers: tuple[Multiplier, ...] = ()
+    half: Half = "both"
+    shared_by: int = 1  # examples, of a lookup's inputs
+    features: int = -1  # the axis of what a lookup found, of its outputs
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -218,10 +225,17 @@ def use_sums(
         rows = rows * (example_count(product, x.shape) / use.rows)
     diagonal_A, diagonal_G = layer.diagonal[::-1] if use.transposed else layer.diagonal
     bias = layer.bias is not None
+    if isinstance(product, Lookup) and use.half == "outputs":
+        outputs = jnp.moveaxis(gradient, use.features, -1)
+        outputs = outputs.reshape(1, -1, outputs.shape[-1])
+        G = second_moment_sum(outputs, diagonal=diagonal_G)
+        return Sums(jnp.zeros((1, product.rows), dtype), G, rows, None)
     if isinstance(product, Lookup):
         indices, valid = _lookups(product, x)
-        outputs = gradient_rows(product, gradient, use.groups) * valid[None, :, None].astype(dtype)
         counts = jnp.zeros(product.rows, dtype).at[indices].add(valid.astype(dtype))
+        if use.half == "inputs":
+            return Sums(counts[None] * use.shared_by, jnp.zeros_like(like.G), rows, None)
+        outputs = gradient_rows(product, gradient, use.groups) * valid[None, :, None].astype(dtype)
         rows = jnp.full(like.rows.shape, 1.0, jnp.float32) * jnp.sum(valid).astype(jnp.float32)
         return Sums(counts[None], second_moment_sum(outputs, diagonal=diagonal_G), rows, None)
     A, inputs = None, None
@@ -256,6 +270,9 @@ def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Arr
     if isinstance(product, Elementwise):
         given = gradient * x if product.multiplies else product.sign * gradient
         return _to_leaf(product, given).reshape(1, -1, 1)
+    if use.half == "outputs":
+        matrix = jnp.zeros((1, layer.sizes[1], layer.sizes[0]), gradient.dtype)
+        return matrix  # all of it is in the other half
     outputs = gradient_rows(product, gradient, use.groups)
     if isinstance(product, Lookup):
         indices, valid = _lookups(product, x)

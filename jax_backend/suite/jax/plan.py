@@ -25,11 +25,14 @@ class Last(NamedTuple):
 
     layer: str
     terms_per_row: float  # the loss has as many terms as the very last product has rows
+    terms: float  # how many those are
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What K-FAC covers of a loss function's parameters. `print(plan)` is the routing report."""
+    """What K-FAC covers of a loss function's parameters. `print(plan)` is the routing report, and what
+    the loss is taken to be a mean or sum of.
+    """
 
     layers: tuple[Layer, ...]
     last: tuple[Last, ...]
@@ -41,7 +44,10 @@ class Plan:
     routing: Routing
 
     def __str__(self) -> str:
-        return str(self.routing)
+        if self.sampled or not self.last:
+            return str(self.routing)
+        name, _, terms = self.last[0]
+        return f"{self.routing}\nterms of the loss: {terms:g}, by the layer that runs last, {name}"
 
     def covered(self) -> list[bool]:
         """For each parameter leaf, whether K-FAC preconditions it."""
@@ -296,14 +302,14 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
         if layer is None:
             continue
         if all(layer.name != last.layer for last in found):
-            found.append(Last(layer.name, _terms_per_row(site, layer, products, reduce)))
+            found.append(Last(layer.name, *_terms(site, layer, products, reduce)))
         if all(length is not None for _, length in site.loops):
             break
     return tuple(found)
 
 
-def _terms_per_row(last: Site, layer: Layer, products: list[Site], reduce: bool) -> float:
-    """The loss's terms where this covered product is the last that ran, by its layer's rows.
+def _terms(last: Site, layer: Layer, products: list[Site], reduce: bool) -> tuple[float, float]:
+    """The loss's terms where this covered product is the last that ran: by its layer's rows, and all.
 
     The terms are positions, also where `reduce` makes one row of all of an example.
     """
@@ -319,9 +325,11 @@ def _terms_per_row(last: Site, layer: Layer, products: list[Site], reduce: bool)
     if layer.tied and last is very_last:  # count the head's rows, not the lookups'
         own = {u.place for u in layer.uses if not u.transposed}
         count = rows([s for s in products if s.use.place in own])
-        return last.use.rows * last.executions / max(count, 1)
-    positions = sum(s.use.rows * s.executions for s in beside(very_last))
-    return positions / max(rows(beside(last)), 1)
+        positions = last.use.rows * last.executions
+    else:
+        count = rows(beside(last))
+        positions = sum(s.use.rows * s.executions for s in beside(very_last))
+    return positions / max(count, 1), positions
 
 
 def _route(
@@ -345,8 +353,9 @@ def _route(
         )
         if len(own) > 1:
             words.append(f"in {len(own)} parts")
-        if len(layer.uses) > 1:
-            words.append(f"one block for {len(layer.uses)} uses")
+        uses = [use for use in layer.uses if use.half != "outputs"]
+        if len(uses) > 1:
+            words.append(f"one block for {len(uses)} uses")
         if layer.tied:
             words.append("some of them transposed")
         if layer.input_of:

@@ -1,0 +1,152 @@
+"""Lookups once for all examples, as positions are, against the same rows looked up for each example."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fishers import normal
+from suite.jax import value_and_grad, verify
+
+N, T, D = 6, 5, 4
+TOKENS = np.random.default_rng(0).integers(0, 7, (N, T))
+TYPES = jnp.zeros(T, int)
+
+
+def parameters():
+    return {
+        "head": normal(D, 3),
+        "positions": normal(T + 2, D, seed=1),
+        "tokens": normal(7, D, seed=2),
+        "types": normal(2, D, seed=3),
+    }
+
+
+def each(x, indices):
+    """(...) -> (N, ...): the same for every example."""
+    return jnp.broadcast_to(indices, (x.shape[0], *indices.shape))
+
+
+def once(x, indices):
+    return indices
+
+
+def take(table, indices):
+    return jax.jit(functools.partial(jnp.take, axis=0))(table, indices)
+
+
+# by name: the sum of embeddings, of indices that are `look`ed up once or for each example
+SUMS = {
+    "indexed": lambda p, x, look: p["tokens"][x] + p["positions"][look(x, jnp.arange(T))],
+    "taken": lambda p, x, look: take(p["positions"], look(x, jnp.arange(T))) + take(p["tokens"], x),
+    "an axis in front": lambda p, x, look: (
+        p["tokens"][x] + p["positions"][look(x, jnp.arange(T))].reshape(-1, T, D)
+    ),
+    "shifted and cast": lambda p, x, look: (
+        p["tokens"][x].astype(jnp.float32)
+        + p["positions"].astype(jnp.float32)[look(x, jnp.arange(T) + 2)]
+    ),
+    "beside types": lambda p, x, look: (
+        p["tokens"][x] + (p["positions"][look(x, jnp.arange(T))] + p["types"][look(x, TYPES)])
+    ),
+    "after types": lambda p, x, look: (
+        (p["tokens"][x] + p["types"][look(x, TYPES)]) + p["positions"][look(x, jnp.arange(T))]
+    ),
+    "scaled": lambda p, x, look: p["tokens"][x] - (0.5 * p["positions"])[look(x, jnp.arange(T))],
+    "rematerialized": lambda p, x, look: jax.checkpoint(
+        lambda p: p["tokens"][x] + p["positions"][look(x, jnp.arange(T))]
+    )(p),
+    "broadcast": lambda p, x, look: (
+        jnp.broadcast_to(p["positions"][look(x, jnp.arange(T))], (N, T, D)) + p["tokens"][x]
+    ),
+}
+
+
+def loss_of(add, look):
+    def loss(p, x):
+        return jnp.mean(jnp.sin(jnp.tanh(add(p, x, look)) @ p["head"]))
+
+    return loss
+
+
+def moments(loss, *arguments):
+    statistics = jax.jit(value_and_grad(loss))(*arguments)[2]
+    found = {name: sums.main for name, sums in statistics.layers.items()}
+    return {name: (s.A, s.G, s.rows) for name, s in found.items()}, statistics.terms
+
+
+def assert_same(found, expected, rtol=1e-9):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * 1e-2)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_what_examples_have_in_common_is_as_if_each_had_its_own(name):
+    loss, rtol = loss_of(SUMS[name], once), 1e-5 if "cast" in name else 1e-9
+    expected = moments(loss_of(SUMS[name], each), parameters(), TOKENS)
+    assert_same(moments(loss, parameters(), TOKENS), expected, rtol)
+    verify(loss, parameters(), TOKENS, rtol=rtol)
+
+
+def test_examples_by_vmap():
+    def loss(p, x):
+        embedded = jax.vmap(lambda row: p["tokens"][row] + p["positions"][jnp.arange(T)])(x)
+        return jnp.mean(jnp.sin(jnp.tanh(embedded) @ p["head"]))
+
+    expected = moments(loss_of(SUMS["indexed"], each), parameters(), TOKENS)
+    assert_same(moments(loss, parameters(), TOKENS), expected)
+
+
+def test_micro_batches_are_the_whole():
+    loss = loss_of(SUMS["indexed"], once)
+    (whole, _), parts = moments(loss, parameters(), TOKENS), []
+    for rows in np.split(TOKENS, 3):
+        parts.append(moments(loss, parameters(), rows)[0]["['positions']"])
+    A, G, rows = (sum(x) for x in zip(*parts, strict=True))
+    expected = whole["['positions']"]
+    assert_same(
+        (A, G / 9, rows), expected
+    )  # of means over a third of the terms gradients are three times as large
+
+
+def test_relative_positions_of_attention():
+    """(T, T, heads), transposed, for all examples; the oracle has the gradients by each one's own."""
+    heads, distance = 2, jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T))
+    params = {"relative": normal(T, heads, seed=4), "w": normal(D, D, seed=5)}
+    x = normal(N, T, D, seed=6)
+
+    def attended(bias, p, x):
+        h = (x @ p["w"]).reshape(*x.shape[:-1], heads, D // heads)
+        logits = jnp.einsum("nqhd,nkhd->nhqk", h, h) + bias
+        return jnp.mean(jnp.sin(jax.nn.softmax(logits)) ** 2)
+
+    def loss(p, x):
+        return attended(p["relative"][distance].transpose(2, 0, 1)[None], p, x)
+
+    found = moments(loss, params, x)[0]["['relative']"]
+    bias = jnp.broadcast_to(params["relative"][distance].transpose(2, 0, 1), (N, heads, T, T))
+    g = jnp.moveaxis(jax.grad(attended)(bias, params, x), 1, -1).reshape(-1, heads)
+    counts = N * np.bincount(np.asarray(distance).ravel(), minlength=T)
+    assert_same(found, (counts[None] * 1.0, (g.T @ g)[None], jnp.asarray([N * T * T * 1.0])))
+
+
+def test_samples_of_one_lookup_and_loops_are_left_as_they_are():
+    """What is multiplied before the sum, read twice, or added within a loop, has one gradient."""
+
+    def twice(p, x):
+        positions = p["positions"][jnp.arange(T)]
+        return jnp.mean(jnp.sin(p["tokens"][x] + positions) @ p["head"]) + jnp.sum(positions**2)
+
+    def looped(p, x):
+        positions = p["positions"][jnp.arange(T)]
+        step = lambda h, _: (jnp.tanh(h + positions), None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(step, p["tokens"][x], None, 2)[0] @ p["head"])
+
+    for loss in (twice, looped):
+        rows = moments(loss, parameters(), TOKENS)[0]["['positions']"][2]
+        assert float(rows[0]) == T
+        verify(loss, parameters(), TOKENS)
