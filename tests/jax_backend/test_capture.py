@@ -525,3 +525,44 @@ def test_errors():
         value_and_grad(lambda p, x: jnp.sum(x @ p), has_aux=True)(normal(4, 3), normal(5, 4))
     with pytest.raises(ValueError, match="would precondition nothing"):
         value_and_grad(lambda p: jnp.sum(p**2)).plan(normal(4, 3))
+
+
+def test_the_plan_says_how_many_terms_and_by_which_layer():
+    params = {"v": normal(4, 3), "w": normal(3, 4)}
+
+    def loss(p, x):
+        return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2)
+
+    x = normal(5, 2, 3, seed=1)
+    vag = value_and_grad(loss)
+    plan = vag.plan(params, x)
+    assert str(plan).endswith("terms of the loss: 10, by the layer that runs last, ['v']")
+    assert float(vag(params, x)[2].terms) == 10
+
+
+@pytest.mark.parametrize("loss", [lambda p, capture=False: p.sum(), lambda p, bases: (p * bases).sum()])
+def test_an_argument_that_is_named_as_one_of_ours_is_an_error(loss):
+    with pytest.raises(ValueError, match="must have no argument named as one of value_and_grad's, got"):
+        value_and_grad(loss)
+
+
+def test_params_that_are_no_arrays_are_an_error_that_names_them():
+    params = {"activation": jnp.tanh, "w": normal(3, 4)}
+    with pytest.raises(TypeError, match=r"params must be arrays, got a .* at \['activation'\]"):
+        value_and_grad(lambda p, x: jnp.sum(p["activation"](x @ p["w"]))).plan(params, normal(2, 3))
+
+
+def test_a_mask_for_all_examples_does_not_make_them_one():
+    params = {"bias": normal(1, 2, 4, 4), "w": normal(3, 6, seed=1)}
+
+    def loss(p, x, mask):
+        q = (x @ p["w"]).reshape(len(x), 4, 2, 3)
+        logits = jnp.einsum("nqhd,nkhd->nhqk", q, q) + (p["bias"] + mask)
+        return jnp.mean(jnp.sin(jax.nn.softmax(logits)) ** 2)
+
+    x = normal(5, 4, 3, seed=2)
+    found = [
+        value_and_grad(loss)(params, x, mask)[2] for mask in (jnp.zeros((4, 4)), jnp.zeros((1, 1, 4, 4)))
+    ]
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
