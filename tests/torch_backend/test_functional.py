@@ -458,6 +458,12 @@ class Perturbed(nn.Linear):
         return F.linear(input, self.how(self.weight), self.bias)
 
 
+def changed_in_place(weight):
+    weight *= 0.5
+    weight.sub_(2)
+    return weight
+
+
 def noise_like(weight):
     return torch.linspace(-1, 1, weight.numel()).to(weight).reshape(weight.shape)
 
@@ -493,6 +499,8 @@ def test_what_is_added_to_a_weight_without_a_gradient_leaves_its_own(how, bias):
         (1, lambda w: torch.rsub(torch.ones(4).to(w), w)),
         (-2, lambda w: -2 * w),
         (-0.25, lambda w: 1 - w / 4),
+        (-3, lambda w: w.clone().mul_(-3)),
+        (0.5, lambda w: changed_in_place(w.clone())),
     ],
 )
 def test_a_weight_with_another_sign_meets_its_bias_with_that_sign(factor, how):
@@ -571,6 +579,11 @@ def twice(x, view):
     return x @ view + torch.tanh(torch.einsum("ni,io->no", x, view))
 
 
+def written_to(weight):
+    weight[0] = 0
+    return weight
+
+
 # what misses a use, and what is no use of the layer at all
 MISSED = {
     "a product also without its bias": lambda x, W, b: both(x @ W.T, b),
@@ -609,6 +622,8 @@ OTHERS = {
     "its inverse": lambda x, W, b: F.linear(x, 1 / W, b),
     "half of the bias, too": lambda x, W, b: F.linear(x, W / 2, b / 2),
     "another bias": lambda x, W, b: F.linear(x, W / 2, torch.ones(4).double()) + 0 * b,
+    "a copy that was clamped": lambda x, W, b: F.linear(x, W.clone().clamp_(-0.1, 0.1), b),
+    "a copy that was written to": lambda x, W, b: F.linear(x, written_to(W.clone()), b),
     "reshaped rows": lambda x, W, b: F.linear(x, (W.reshape(2, 8) * 2).reshape(4, 4).T, b),
     "a bias after a function": lambda x, W, b: torch.tanh(x @ W.T) + b,
     "a bias of the transpose": lambda x, W, b: (x[:4] @ W.T).T + b,
@@ -625,6 +640,72 @@ def test_a_use_that_is_missed_is_reported(how):
     kfac = KFAC(model)
     model(inputs(numbers)).square().mean().backward()
     with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'body'"):
+        kfac.step()
+
+
+class Given:
+    """An input that is no tensor."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class OfObjects(nn.Linear):
+    def forward(self, given):
+        return torch.tanh(F.linear(given.x, 0.5 * self.weight, self.bias))
+
+
+class Noting(nn.Linear):
+    """Computes numbers of its weight that are not in the loss."""
+
+    def forward(self, x):
+        self.size = self.weight.norm().item()
+        return F.linear(x, self.weight, self.bias) / self.weight.norm().detach()
+
+
+class GivenGain(nn.Linear):
+    """By a parameter of the module around it."""
+
+    def forward(self, x, gain):
+        return F.linear(x, self.weight * 0.5, self.bias) * gain
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.of_objects, self.noting, self.scaled = OfObjects(4, 4), Noting(4, 4), GivenGain(4, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.of_objects(Given(x))
+        return self.scaled(self.noting(x), self.gain)
+
+
+def test_what_misses_no_use_is_not_reported():
+    torch.manual_seed(0)
+    model = Several().double()
+    kfac = KFAC(model)
+    model(torch.randn(5, 4).double()).square().mean().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kfac.step()
+    assert {route.treatment for route in kfac.routing()} == {"kfac"}
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_a_penalty_that_a_layer_keeps_is_reported(quantized):
+    class Penalized(nn.Linear):
+        def forward(self, x):
+            rounded = self.weight.sign()
+            self.penalty = (self.weight - rounded).square().mean()
+            weight = self.weight + (rounded - self.weight).detach() if quantized else self.weight
+            return F.linear(x, weight, self.bias)
+
+    model = nn.Sequential(nn.Linear(4, 4), Penalized(4, 3)).double()
+    kfac = KFAC(model)
+    (model(torch.randn(5, 4).double()).square().mean() + model[1].penalty).backward()
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*: '1'. Call"):
         kfac.step()
 
 

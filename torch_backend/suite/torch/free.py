@@ -88,8 +88,9 @@ class FreeParameters(TorchFunctionMode):
             before = (args[0].detach().clone(), args[1])  # the product takes its place
         output = function(*args, **kwargs)
         operands = [x for x in args if isinstance(x, T)]
+        given = [*operands, *(x for x in kwargs.values() if isinstance(x, T))]
         written = args[0] if function is T.__setitem__ else output
-        if operands and not kwargs and all([self._without_rows(x) for x in operands]):  # noqa: C419
+        if given and all([self._without_rows(x) for x in given]):  # noqa: C419
             self.constants.append(written)
         elif any([written is x for x in operands]):  # noqa: C419
             self.constants = [x for x in self.constants if x is not written]

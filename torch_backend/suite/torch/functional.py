@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from suite.torch.capture import LayerCapture
 from suite.torch.free import ADDITIONS, CASTS, NEGATIONS, QUOTIENTS, SUMS, TIMES, T, is_subtracted
-from suite.torch.hooks import Enter, Hook, ModeAround, in_traced_graph, packs_with
+from suite.torch.hooks import Enter, Hook, ModeAround, graph_clock, in_traced_graph, packs_with
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import LayerSpec, paddings
 
@@ -210,7 +210,7 @@ class FunctionCapture(ModeAround):
         mode = self.modes[-1] if self.modes else None
         super().observe(site, args, kwargs, output)
         if isinstance(mode, _Watching) and output is not None:
-            mode.settle(output, (args, kwargs))
+            mode.settle(output)
 
     def meet(
         self,
@@ -240,7 +240,7 @@ class FunctionCapture(ModeAround):
         return capture.uses, capture.calls, capture.calls_of_made
 
     def settle(self, place: int, before: tuple[int, int, int], is_missed: bool) -> None:
-        """A forward is over. If it made something of a weight, other uses led to that, or nowhere.
+        """A forward is over that called the layer: other uses led to that, or nowhere, or are missed.
 
         Args:
             before: what was `counted` when it began.
@@ -250,10 +250,10 @@ class FunctionCapture(ModeAround):
         uses, calls, of_made = (
             now - then for now, then in zip(self.counted(place) or before, before, strict=True)
         )
-        if of_made:
+        if calls:
             capture.uses_to_make += uses - (calls - of_made)
-        if calls and is_missed:
-            self.stray(place)
+            if is_missed:
+                self.stray(place)
 
 
 class _Known(NamedTuple):
@@ -295,6 +295,7 @@ class _Watching(TorchFunctionMode):
         self.made: list[_Made] = []
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
         self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
+        self.began = 0 if torch.compiler.is_compiling() else graph_clock()
         for place, (capture, index) in enumerate(around.uses):
             site = capture.layer.sites[index]
             module: Any = site.module
@@ -312,7 +313,11 @@ class _Watching(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        version = self._version_of(args)
         output = function(*args, **kwargs)
+        if version != self._version_of(args):
+            self._changed(function, args, kwargs)
+            return output
         if not isinstance(output, torch.Tensor):
             return output
         if not output.requires_grad:
@@ -358,16 +363,40 @@ class _Watching(TorchFunctionMode):
         if self.before:
             self.calls[output.grad_fn] = x
 
-    def settle(self, output: Any, given: Any) -> None:
-        """The forward has returned `output` for what was `given`."""
+    def settle(self, output: Any) -> None:
+        """The forward has returned `output`, and has left what it left on its modules."""
         if not self.before:
             return
-        weights = {_node(made.weight): made.place for made in self.made if made.tensor is made.weight}
-        starts = [_node(x) for x in _tensors(output)]
-        reached = _reached(starts, {_node(x) for x in _tensors(given)}, self.calls)
+        with torch._C.DisableTorchFunction():  # other modes are to see none of this
+            weights = {_node(made.weight): made.place for made in self.made}
+            ours = weights.keys() | {_node(made.tensor) for made in self.made}
+            modules = {capture.layer.sites[index].module for capture, index in self.around.uses}
+            kept = [_node(x) for module in modules for x in _tensors(vars(module)) if x.requires_grad]
+            starts = [*map(_node, _tensors(output)), *(node for node in kept if node not in ours)]
+            reached = _reached(starts, weights, self.calls, self.began)
         missed = {place for node, place in weights.items() if node in reached}
         for place, before in self.before.items():
             self.around.settle(place, before, place in missed)
+
+    def _version_of(self, args: Any) -> int | None:
+        """How often a function's first argument was changed, where it is known or made of what is."""
+        if torch.compiler.is_compiling() or not args or not isinstance(args[0], torch.Tensor):
+            return None
+        x = args[0]
+        ours = [known.tensor for known in self.known] + [made.tensor for made in self.made]
+        return x._version if any([x is tensor for tensor in ours]) else None  # noqa: C419
+
+    def _changed(self, function: Any, args: Any, kwargs: Any) -> None:
+        """A copy of something that is known was changed in place: it is that no more."""
+        x = args[0]
+        self.known = [known for known in self.known if known.tensor is not x]
+        before = [made for made in self.made if made.tensor is x]
+        self.made = [made for made in self.made if made.tensor is not x]
+        for made in before[-1:]:
+            with torch.no_grad():
+                scale = _scale(function, args, kwargs, 0, made)
+            if scale is not None:
+                self.made.append(made.after(scale, x))
 
     def _follow_made(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         found = []
@@ -381,7 +410,7 @@ class _Watching(TorchFunctionMode):
         self.made += found
 
     def _meet_made(self, function: Any, given: Mapping[str, Any], output: Any) -> Any:
-        for made in reversed(self.made):  # what was changed in place has its last scale
+        for made in self.made:
             if made.tensor is given.get("weight") and made.tensor.shape == made.weight.shape:
                 beside = self._places(given.get("bias"), "bias")
                 if self.around.has_bias(made.place) and made.place not in beside:
@@ -480,15 +509,22 @@ def _node(x: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(x).node
 
 
-def _reached(starts: Sequence[Any], ends: Container[Any], calls: Mapping[Any, Any]) -> set[Any]:
-    """Nodes of autograd's graph behind `starts`, up to `ends`, and past `calls` to their inputs only."""
+def _reached(
+    starts: Sequence[Any], ends: Container[Any], calls: Mapping[Any, Any], began: int
+) -> set[Any]:
+    """Nodes of autograd's graph behind `starts`, up to `ends` and to what was there before it `began`.
+
+    Past `calls` it goes on to their inputs only.
+    """
     found: set[Any] = set()
     waiting = list(starts)
     while waiting:
         node = waiting.pop()
-        if node is None or node in found or node in ends:
+        if node is None or node in found:
             continue
         found.add(node)
+        if node in ends or node._sequence_nr() < began:
+            continue
         if node in calls:
             waiting += [_node(x) for x in _tensors(calls[node])]
         else:

@@ -108,6 +108,12 @@ def packs_with() -> Any:
     return None if hooks is None else hooks[0]
 
 
+def graph_clock() -> int:
+    """A number that every node of autograd's graph which is yet to come on this thread has at least."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
 def without_modes() -> Any:
     """Around the call of an autograd function: torch.compile traces its backward pass there, too."""
     if _TRACES_MODES and torch.compiler.is_compiling():

@@ -198,9 +198,9 @@ class ModelCapture:
 
     def strays(self) -> list[str]:
         """The layers, by name, whose weights something else used; asked once, after the first step."""
-        found = [*self._uses.strays(), *sorted(self.clock.strays)]
+        found = dict.fromkeys([*self._uses.strays(), *sorted(self.clock.strays)])
         self._uses.detach()
-        return found
+        return list(found)
 
 
 def _unscaled(captured: Captured, scale: Any, kind: str) -> Captured:
