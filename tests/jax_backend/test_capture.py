@@ -272,7 +272,10 @@ def on(w, x):
         (lambda p, x: on(p["w"], x) + on(jnp.exp(p["u"]), x), "used by `exp`"),
         (lambda p, x: on(p["w"], x) + on(p["u"] / jnp.max(p["u"]), x), "used by `reduce_max`, `div`"),
         (lambda p, x: on(p["w"], x) + on(2.0 / p["u"], x), "used by `div`"),
-        (lambda p, x: on(p["w"], x) + on(p["u"] * x[:4], x), "used by `dot_general`"),
+        (
+            lambda p, x: on(p["w"], x) + on(p["u"] * x[:4], x),
+            "used by `dot_general`, times an array of its shape",
+        ),
         (
             lambda p, x: on(p["w"], x) + on(jnp.concatenate([p["u"], x[:4]]), jnp.ones((2, 8))),
             "concatenate",

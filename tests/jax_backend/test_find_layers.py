@@ -326,7 +326,7 @@ def test_a_leaf_times_an_activation_of_its_shape_hides_no_other_leaf():
         return jnp.sum(jnp.sin((p["gate"] * x) @ p["w"]))
 
     plan, _ = check(loss, params, normal(4, seed=2), uncovered=["['gate']"])
-    assert plan.routing["['gate']"].reason == "used by `dot_general`"
+    assert plan.routing["['gate']"].reason == "used by `dot_general`, times an array of its shape"
 
     def rows_and_more(p, x):
         scaled = p["gate"] * x[0]

@@ -388,7 +388,7 @@ class _Finder:
                 return
         for i in places:
             first = self.scaled[node.inputs[i]].first  # type: ignore[index]
-            self.scalings[first].others.append(f"`{node.name}`")
+            self.scalings[first].others.append(f"`{node.name}`, times an array of its shape")
 
     def settle_scalings(self) -> None:
         for scaling in self.scalings.values():
