@@ -643,6 +643,24 @@ def test_a_use_that_is_missed_is_reported(how):
         kfac.step()
 
 
+def test_a_weight_in_a_list_is_used_too():
+    class Joined(nn.Module):
+        """A tied head with columns of its own, as MobileBERT's."""
+
+        def __init__(self):
+            super().__init__()
+            self.table, self.more = nn.Embedding(5, 4), torch.ones(4, 2)
+
+        def forward(self, x):
+            return self.table(x) @ torch.cat([self.table.weight.t(), self.more], 1)
+
+    model = Joined()
+    kfac = KFAC(model)
+    model(torch.arange(5)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'table'"):
+        kfac.step()
+
+
 class Given:
     """An input that is no tensor."""
 

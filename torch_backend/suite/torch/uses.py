@@ -75,7 +75,8 @@ class _Counting(TorchFunctionMode):
                 self.casts[id(output)] = output, weight
         if function in CASTS or self._weight(output):
             return output  # a view: what takes it is the use
-        for weight in [self._weight(operand) for operand in (*args, *kwargs.values())]:
+        given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
+        for weight in [self._weight(operand) for operands in given for operand in operands]:
             if weight:
                 self.watched[weight].uses += 1
         return output
