@@ -569,3 +569,20 @@ def test_a_mask_for_all_examples_does_not_make_them_one():
     ]
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_the_plan_says_what_is_computed_once_for_all_examples():
+    params = {"c": normal(1, 4), "g": normal(4, 18, seed=1), "h": normal(3, 2, seed=2), "s": normal(3)}
+
+    def loss(p, x):
+        made = (jnp.tanh(jnp.ones((1, 1)) @ p["c"]) @ p["g"]).reshape(6, 3)
+        return jnp.mean((jnp.tanh(x @ made) * p["s"]) @ p["h"])
+
+    def said(vag, *arguments):
+        return {r.parameter for r in vag.plan(params, *arguments).routing if "once for all" in r.reason}
+
+    x = normal(8, 6, seed=3)
+    assert said(value_and_grad(loss), x) == {"['c']", "['g']"}
+    assert said(value_and_grad(lambda p: loss(p, x))) == {"['c']", "['g']"}  # data that is closed over
+    # Where nothing is data, no product is told from another.
+    assert not said(value_and_grad(lambda p: loss(p, jnp.linspace(0, 1, 48).reshape(8, 6))))

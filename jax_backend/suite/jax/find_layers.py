@@ -151,14 +151,16 @@ class _Finder:
         self.program, self.uses = program, Uses()
         self.live = jaxprs.live_values(program, roots)
         self.differentiable = jaxprs.differentiable_values(program, program.inputs[:leaves])
+        data = {*program.inputs[leaves:], *program.constants}
+        self.of_data = jaxprs.dependent_values(program, data)
         self.origins: dict[int, Origin] = {}
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
             self.origins[value] = Origin(i, (), (), (), shape, ())
-        data = (program.avals[value].shape for value in program.inputs[leaves:])
+        shapes = (program.avals[value].shape for value in program.inputs[leaves:])
         # Of one example is what has a batch axis of length 1; keys and statistics have none. Of several
         # arrays most must: masks are of length 1 there, too, and tables of others. A tie is the first's.
-        single = [shape[0] == 1 for shape in data if len(shape) > 1]
+        single = [shape[0] == 1 for shape in shapes if len(shape) > 1]
         self.one_example = 2 * sum(single) + sum(single[:1]) > len(single)
         self.joined: dict[int, tuple[Piece, ...]] = {}
         self.scaled: dict[int, _Scaled] = {}
@@ -445,7 +447,11 @@ class _Finder:
         use = Use(path, out_index, x_operand, product, False, origin.scans, origin.stack, inner, rows)
         counted = rows if isinstance(product, Lookup) else example_count(product, self.shape(x))
         use = use._replace(
-            x_window=reads, y_window=owns, examples=min(counted, rows), multipliers=origin.multipliers
+            x_window=reads,
+            y_window=owns,
+            examples=min(counted, rows),
+            multipliers=origin.multipliers,
+            once=x not in self.of_data,
         )
         hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
@@ -474,13 +480,16 @@ class _Finder:
         """A lookup's inputs where they are, and its outputs where they meet what each example has."""
         site, out = found.site, node.outputs[0]
         place = next(i for i, other in enumerate(self.uses.sites) if other is site)
-        inputs = site.use._replace(half="inputs", shared_by=found.examples, rows=0, examples=0)
+        inputs = site.use._replace(
+            half="inputs", shared_by=found.examples, rows=0, examples=0, once=False
+        )
         rows = math.prod(self.shape(out)) // max(site.block[0], 1)
         outputs = site.use._replace(
             path=node.path,
             out=0,
             x_operand=None,
             half="outputs",
+            once=False,
             features=found.features,
             rows=rows,
             examples=rows,

@@ -6,7 +6,7 @@ which each operation that K-FAC understands has a name of our own (operations.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ class Program:
     avals: list[Aval] = field(default_factory=list)
     inputs: tuple[int, ...] = ()
     outputs: tuple[int | None, ...] = ()
+    constants: set[int] = field(default_factory=set)  # arrays that were closed over
     back: list[tuple[int, int]] = field(default_factory=list)  # (loop's carry in, carry out)
     # For each operand of an equation, the equation beside it that makes it; -1: known from the start.
     makers: dict[Path, tuple[int, ...]] = field(default_factory=dict)
@@ -103,7 +104,9 @@ class _Flattener:
         custom: Custom | None,
     ) -> list[int | None]:
         env: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
-        env.update({v: self.new(v.aval) for v in jaxpr.constvars})
+        constants = {v: self.new(v.aval) for v in jaxpr.constvars}
+        self.program.constants.update(constants.values())
+        env.update(constants)
 
         def read(v: Any) -> int | None:
             return None if isinstance(v, jex.Literal) else env[v]
@@ -238,6 +241,19 @@ def differentiable_values(program: Program, inputs: Sequence[int]) -> set[int]:
             op = node.operation
             given = (*node.inputs, *op.given) if isinstance(op, Returned) else node.inputs
             if any(v in found for v in given) and not stops_gradients(program, node):
+                found.update(node.outputs)
+        found.update(into for into, out in program.back if out in found)
+    return found
+
+
+def dependent_values(program: Program, starts: Iterable[int]) -> set[int]:
+    """Values that are computed from some of these."""
+    found = set(starts)
+    before = -1
+    while before != len(found):
+        before = len(found)
+        for node in program.nodes:
+            if any(v in found for v in node.inputs):
                 found.update(node.outputs)
         found.update(into for into, out in program.back if out in found)
     return found

@@ -103,6 +103,7 @@ class Use(NamedTuple):
     examples: int = 0  # rows of one block with 'reduce'
     multipliers: tuple[Multiplier, ...] = ()  # of the leaf
     bias_multipliers: tuple[Multiplier, ...] = ()
+    once: bool = False  # whether its input is the same for all examples
     half: Half = "both"
     shared_by: int = 1  # examples, of a lookup's inputs
     features: int = -1  # the axis of what a lookup found, of its outputs

@@ -358,6 +358,10 @@ def _route(
             words.append(f"one block for {len(uses)} uses")
         if layer.tied:
             words.append("some of them transposed")
+        products = (use for other in layers if other.kind != "elementwise" for use in other.uses)
+        several = any(not use.once for use in products)
+        if several and any(use.once for use in layer.uses):
+            words.append("computed once for all examples, of whose summed gradient G is")
         if layer.input_of:
             words.append(f"shares A with {layer.input_of}")
         return Route(names[leaf], shapes[leaf], "kfac", "; ".join(factors), ", ".join(words))
