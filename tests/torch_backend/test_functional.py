@@ -537,11 +537,11 @@ def test_rows_have_factors_of_their_own_where_no_bias_is_beside_them(in_place):
 def test_a_bias_beside_rows_with_factors_keeps_its_own_curvature():
     """Also where all rows are multiplied with zero, and whatever half precision can hold."""
     x, gain = inputs(numbers), torch.tensor([[0.0], [3.0], [0.0]]).double()
-    for factors in (gain, 0 * gain, 1e6 * gain):
+    for factors in (gain, 0 * gain, 1e6 * gain, gain - 1):
         model = built(lambda factors=factors: Gained(4, 3, gain=factors), 3)
         A, G, g = body_and_gradients(model, x, lambda y: y)
-        a = with_one(x * factors.square().mean().sqrt())
-        assert_exact(A, a.T @ a / len(x))
+        rows = torch.stack([with_one(x * c) for c in factors.ravel()])  # each of the weight has its own
+        assert_exact(A, (rows.mT @ rows / len(x)).mean(0))
         assert_exact(G, g.T @ g)
 
 

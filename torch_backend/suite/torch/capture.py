@@ -100,8 +100,12 @@ class _Probe(torch.autograd.Function):
         if scale is not None:
             g = g * scale
         if x is not None and x.is_floating_point():
-            x = x.to(ctx.dtype) if factor is None else x.to(ctx.dtype) * factor
-        return sums(ctx.spec, x, g, chosen=chosen, want_A=ctx.needs_input_grad[2], bases=bases)
+            x = x.to(ctx.dtype) if factor is None else x.to(ctx.dtype) * factor[0]
+        found = sums(ctx.spec, x, g, chosen=chosen, want_A=ctx.needs_input_grad[2], bases=bases)
+        if factor is not None and found[0] is not None and found[0].ndim == 3:
+            for products in (found[0][:, :-1, -1], found[0][:, -1, :-1]):  # of inputs with the one
+                products *= factor[1]
+        return found
 
 
 class _ProbeOfDuals(_Probe):
@@ -295,10 +299,10 @@ class LayerCapture:
             with torch.no_grad():
                 x, scale = prepared(site, x, y, args, kwargs)
         if made is not None and spec.bias:
-            # The bias, a coordinate of x, is not longer. What rows share belongs to the others; with a
-            # factor of its own x is another layer's input no more.
-            # The factor has the sign that most rows have.
-            x, factor = x.detach(), torch.copysign(made.square().mean().sqrt(), made.mean())
+            # The bias, a coordinate of x, is not longer. What rows share belongs to the others: the mean
+            # of their squares, and beside the bias their mean. So x is another layer's input no more.
+            length = made.square().mean().sqrt()
+            x, factor = x.detach(), torch.stack([length, made.mean() / (length + (length == 0))])
         elif made is not None:
             scale = made.expand(self.layer.weight.shape[0]).reshape(-1, *(1,) * len(spec.kernel))
         self._note(site, x, y, again)
