@@ -674,9 +674,11 @@ class OfObjects(nn.Linear):
 
 
 class Noting(nn.Linear):
-    """Computes numbers of its weight that are not in the loss."""
+    """Computes numbers of its weight that are not in the loss, and bounds it."""
 
     def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.4, 0.4)
         self.size = self.weight.norm().item()
         return F.linear(x, self.weight, self.bias) / self.weight.norm().detach()
 

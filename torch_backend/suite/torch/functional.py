@@ -379,8 +379,13 @@ class _Watching(TorchFunctionMode):
             self.around.settle(place, before, place in missed)
 
     def _version_of(self, args: Any) -> int | None:
-        """How often a function's first argument was changed, where it is known or made of what is."""
-        if torch.compiler.is_compiling() or not args or not isinstance(args[0], torch.Tensor):
+        """How often a function's first argument was changed, where it is known or made of what is.
+
+        Without gradients its values change, and it stays the same function of the weight.
+        """
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        if not args or not isinstance(args[0], torch.Tensor):
             return None
         x = args[0]
         ours = [known.tensor for known in self.known] + [made.tensor for made in self.made]
