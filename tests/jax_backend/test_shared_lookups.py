@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jax_fishers import normal
 from suite.jax import value_and_grad, verify
@@ -132,6 +134,18 @@ def test_relative_positions_of_attention():
     g = jnp.moveaxis(jax.grad(attended)(bias, params, x), 1, -1).reshape(-1, heads)
     counts = N * np.bincount(np.asarray(distance).ravel(), minlength=T)
     assert_same(found, (counts[None] * 1.0, (g.T @ g)[None], jnp.asarray([N * T * T * 1.0])))
+
+
+def test_within_shard_map_inputs_and_rows_belong_together():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("d",))
+    local = loss_of(SUMS["indexed"], once)
+
+    def loss(p, x):
+        within = {"mesh": mesh, "in_specs": (P(), P("d")), "out_specs": P()}
+        return jax.shard_map(lambda p, x: jax.lax.pmean(local(p, x), "d"), **within)(p, x)
+
+    A, _, rows = moments(loss, parameters(), jnp.asarray(TOKENS))[0]["['positions']"]
+    assert float(jnp.sum(A)) == float(rows[0]) == T
 
 
 def test_samples_of_one_lookup_and_loops_are_left_as_they_are():

@@ -461,6 +461,9 @@ class _Finder:
         out, carried = node.outputs[0] if node.outputs else -1, []
         if not isinstance(node.operation, operations.Add) or node.custom is not None:
             return
+        # There the lookup is one for all devices, and what it is added to differs between them.
+        if any(node.path[:depth] in self.program.mapped for depth in range(len(node.path))):
+            return
         for value in node.inputs:
             if value is None or self.readers[value] != 1:
                 continue

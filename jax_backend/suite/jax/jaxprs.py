@@ -62,6 +62,7 @@ class Program:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int | None, ...] = ()
     constants: set[int] = field(default_factory=set)  # arrays that were closed over
+    mapped: set[Path] = field(default_factory=set)  # calls of shard_map
     back: list[tuple[int, int]] = field(default_factory=list)  # (loop's carry in, carry out)
     # For each operand of an equation, the equation beside it that makes it; -1: known from the start.
     makers: dict[Path, tuple[int, ...]] = field(default_factory=dict)
@@ -158,6 +159,7 @@ class _Flattener:
             ]
         if name == "shard_map":
             inner = eqn.params["jaxpr"]
+            self.program.mapped.add(path)
             whole = _unsharded_inputs(eqn)
             inputs = [
                 v if same else node(Moved("which divides it over devices"), (v,), i.aval)
