@@ -45,10 +45,11 @@ def test_damped_inverse_is_the_inverse_of_the_damped_matrix(xp):
 
 
 @pytest.mark.parametrize(
-    ("n", "good"), [(33, 1), (64, 40), (100, 12), (128, 7), (129, 1), (1024, 1), (1025, 1)]
+    ("n", "good"),
+    [(33, 1), (64, 40), (100, 12), (128, 7), (129, 1), (257, 2), (531, 1), (1024, 1), (1025, 1)],
 )
 def test_damped_inverse_of_larger_matrices(xp, n, good):
-    """By halves in torch; of the last two matrices one is bad in the first half, one in the second."""
+    """By halves in torch and JAX; of the last two matrices one is bad in each half."""
     rows = normal(n, n + 10)
     x = np.stack([rows @ rows.T / n * (i + 1) for i in range(good + 2)])
     x[-2, 3, 3] = x[-1, -3, -3] = -1.0
@@ -56,6 +57,16 @@ def test_damped_inverse_of_larger_matrices(xp, n, good):
     assert_close(got[:-2], np.linalg.inv(x[:-2] + 0.1 * np.eye(n)))
     assert_identical(got[:-2], np.swapaxes(got[:-2], -1, -2))
     assert np.all(np.isnan(got[-2:]))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [(3, 3), (400, 7), (520, 450), (599, 599)])
+def test_damped_inverse_of_a_large_matrix_that_is_not_finite_is_nan_throughout(xp, at, value):
+    x = np.eye(600) * 2
+    x[at] = x[at[::-1]] = value
+    got = to_numpy(xp.run(linalg.damped_inverse, xp.asarray(np.stack([x, 2 * np.eye(600)])), 0.0))
+    assert np.all(np.isnan(got[0]))
+    assert_close(got[1], np.eye(600) / 2)
 
 
 def test_damped_inverse_is_symmetric_to_the_last_bit_and_positive_definite(xp):
