@@ -184,6 +184,40 @@ def test_a_step_that_is_not_finite_changes_nothing():
             assert any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(updates))
 
 
+@pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
+@pytest.mark.parametrize("hidden", [6, 200])
+def test_a_step_whose_factors_would_overflow_changes_nothing(hidden, method):
+    """All of its sums are finite: those of a mean of N terms are multiplied by N²."""
+
+    def loss(p, x, scale):
+        return scale * jnp.mean(jnp.sum((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2, axis=1))
+
+    params = {"w": normal(4, hidden), "v": normal(hidden, 3, seed=1) / hidden}
+    params, x = jax.tree.map(lambda p: p.astype(jnp.float32), (params, normal(64, 4, seed=2)))
+    vag = value_and_grad(loss)
+    plan = vag.plan(params, x, 1.0)
+    tx = kfac(plan, 0.1, compute_method=method)
+    update, state = jax.jit(tx.update), tx.init(params)
+
+    def step(state, scale):
+        bases = eigenbases(state, plan) if method == "ekfac" else None
+        _, grads, statistics = vag(params, x, scale, bases=bases)
+        return statistics, *update(grads, state, params, statistics=statistics)
+
+    *_, state = step(state, 1.0)
+    one, _, _ = step(state, 1.0)
+    sums = [(s.main.G, s.main.products) for s in one.layers.values()]
+    largest = max(float(jnp.max(x)) for x in jax.tree.leaves(sums))
+    spike, updates, after = step(state, 1e19 / largest**0.5)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(spike))
+    assert int(after.skipped_steps) == 1
+    assert not any(np.any(u) for u in jax.tree.leaves(updates))
+    jax.tree.map(np.testing.assert_array_equal, state[0].factors, after[0].factors)
+    _, updates, after = step(after, 1.0)
+    assert any(np.any(u) for u in jax.tree.leaves(updates))
+    assert np.all(after.preconditioner.factors.failures == 0)
+
+
 def test_entries_of_a_leaf_that_no_layer_reads_stay_too():
     """In a step that is not finite; a clip before has made all of its gradients NaN."""
     params = {"w": normal(4, 5), "head": normal(5, 8, seed=1), "b": normal(3, seed=2)}

@@ -8,7 +8,6 @@ that they wait for, and as many of them at once as there are cores stop for ever
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,7 @@ from jax import lax
 
 from suite.core import _numpy
 
-_LARGEST_WHOLE = 256  # side of matrices that a CPU does not invert by halves
-_STRIP = 512  # rows of a product with a triangle
+_LARGEST_WHOLE = 512  # side of matrices that a CPU does not invert by halves, which compile for longer
 
 # In the standard's words; the compiler joins them.
 pack, unpack, times_block_diagonal = _numpy.pack, _numpy.unpack, _numpy.times_block_diagonal
@@ -73,42 +71,36 @@ def _in_place(vectors: int, function: Callable[..., Any], stack: jax.Array) -> A
 
 
 def _cholesky_inverse(x: jax.Array) -> jax.Array:
-    half = _inverse_root(x)
-    inverse = half.T @ half
+    root = _inverse_root(x)
+    inverse = root.T @ root
     return (inverse + inverse.T) * _half_or_nan(x, inverse)
 
 
 def _inverse_by_halves(x: jax.Array) -> jax.Array:
     """`_cholesky_inverse` by products, much faster than solves, without most of the triangles' zeros."""
-    n = x.shape[-1]
-    root = _root_by_halves(x)
-    inverse = jnp.zeros_like(x)
-    for start, stop in _strips(n):  # of rootᵀ root, what is left of the diagonal and on it
-        own = root[start:, start:stop].T @ root[start:, :stop]
-        before, corner = own[:, :start], own[:, start:]
-        inverse = inverse.at[start:stop, start:stop].set((corner + corner.T) * 0.5)
-        inverse = inverse.at[start:stop, :start].set(before).at[:start, start:stop].set(before.T)
-    return inverse * (2 * _half_or_nan(x, inverse))
+    first, below, second = _root_by_halves(x)
+    left, across = jnp.concatenate([first, below]), transposed_times(second, below)
+    above = jnp.concatenate([gram(left), across.T], axis=1)
+    inverse = jnp.concatenate([above, jnp.concatenate([across, gram(second)], axis=1)])
+    return (inverse + inverse.T) * _half_or_nan(x, inverse)
 
 
-def _strips(n: int) -> list[tuple[int, int]]:
-    """Where strips of about one width, at most `_STRIP`, begin and end."""
-    count = -(-n // _STRIP)
-    bounds = [n * i // count for i in range(count + 1)]
-    return list(itertools.pairwise(bounds))
-
-
-def _root_by_halves(x: jax.Array) -> jax.Array:
-    """L⁻¹ of x = L Lᵀ."""
-    n = x.shape[-1]
-    if n <= _LARGEST_WHOLE:
-        return _inverse_root(x)
-    k = n // 2
-    first = _root_by_halves(x[:k, :k])
+def _root_by_halves(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """L⁻¹ of x = L Lᵀ: its first half on the diagonal, what is below that, its second half."""
+    k = x.shape[-1] // 2
+    first = _large_root(x[:k, :k])
     beside = times_transposed(x[k:, :k], first)
-    second = _root_by_halves(x[k:, k:] - times_transposed(beside, beside))
-    below = -(second @ (beside @ first))
-    return jnp.block([[first, jnp.zeros((k, n - k), x.dtype)], [below, second]])
+    second = _large_root(x[k:, k:] - times_transposed(beside, beside))
+    return first, -(second @ (beside @ first)), second
+
+
+def _large_root(x: jax.Array) -> jax.Array:
+    """`_inverse_root`, by halves if that is faster."""
+    if x.shape[-1] <= _LARGEST_WHOLE:
+        return _inverse_root(x)
+    first, below, second = _root_by_halves(x)
+    above = jnp.pad(first, ((0, 0), (0, len(second))))
+    return jnp.concatenate([above, jnp.concatenate([below, second], axis=1)])
 
 
 def _inverse_root(x: jax.Array) -> jax.Array:

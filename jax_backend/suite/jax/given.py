@@ -5,8 +5,35 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from suite.core.linalg import diagonal
 from suite.jax.layers import LayerSums
 from suite.jax.plan import Plan, Statistics
+
+_CHECKED_THROUGHOUT = 128  # side of second moments of which every entry is looked at
+
+
+def finite_signs(given: Statistics) -> list[jax.Array]:
+    """Of which one is not finite if statistics are not, or if factors made of them would not be.
+
+    No entry of a second moment exceeds the largest on its diagonal, and factors of a mean of N terms are at
+    most N² times the sums.
+    """
+    scale = jnp.square(jnp.maximum(given.terms, 1))
+    found = [given.terms]
+    for sums in given.layers.values():
+        for own in (sums.main, sums.transposed):
+            if own is None:
+                continue
+            found.append(own.rows)
+            for x in (own.A, own.G, own.products):
+                if x is None:
+                    continue
+                if x is not own.products and x.ndim == 3:
+                    if x.shape[-1] <= _CHECKED_THROUGHOUT:
+                        found.append(x)
+                    x = jnp.ravel(diagonal(x))
+                found.append(x * scale.astype(x.dtype))
+    return found
 
 
 def any_rows(given: Statistics) -> jax.Array:

@@ -19,7 +19,7 @@ from suite.jax.dtypes import check_dtype
 from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.factors import Factors
 from suite.jax.finite import all_finite, select, zero_unless
-from suite.jax.given import any_rows, require_fit
+from suite.jax.given import any_rows, finite_signs, require_fit
 from suite.jax.kept_factors import KeptFactors
 from suite.jax.kfac_state import KFACOptState, ScaleByKFACState, explicit_state_specs
 from suite.jax.layers import gradient_matrix, write_gradient
@@ -167,7 +167,8 @@ def scale_by_kfac(
         if statistics is not None:
             require_fit(plan, statistics, factors.keeps_products)
         at = {name: _at(value, state.steps) for name, value in settings.items()}
-        finite = all_finite((updates, statistics))
+        signs = [] if statistics is None else finite_signs(statistics)
+        finite = all_finite((updates, signs))
         gradients = [gradient_matrix(leaves, layer) for layer in factors.layers]
         leaves = [
             leaf if own else zero_unless(finite, leaf)
