@@ -15,7 +15,7 @@ _CHECKED_THROUGHOUT = 128  # side of second moments of which every entry is look
 def finite_signs(given: Statistics) -> list[jax.Array]:
     """Of which one is not finite if statistics are not, or if factors made of them would not be.
 
-    No entry of a second moment exceeds the largest on its diagonal, and factors of a mean of N terms are at
+    No entry of a second moment exceeds the largest on its diagonal; of a mean of N terms factors are at
     most N² times the sums.
     """
     scale = jnp.square(jnp.maximum(given.terms, 1))
