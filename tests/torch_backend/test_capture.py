@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from suite.core import statistics
-from suite.torch import KFAC
+from suite.torch import KFAC, detach
 from suite.torch.rows import _rows
 
 torch.manual_seed(0)
@@ -271,6 +271,47 @@ def test_two_on_one_model_is_an_error_until_the_first_is_detached():
     assert not model[0]._forward_hooks
     first.detach()
     KFAC(model)
+
+
+def test_detach_takes_off_what_a_trainer_keeps():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    other = nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, model[1], other)]
+    kept = KFAC(model, optimizers[0])
+    elsewhere = KFAC(other, optimizers[2])
+    with pytest.raises(ValueError, match=r"already has .*suite\.torch\.detach\(model\)"):
+        KFAC(model[1], optimizers[1])
+    detach(model[1])
+    KFAC(model[1], optimizers[1])
+    model(torch.randn(4, 3)).sum().backward()
+    with pytest.warns(RuntimeWarning, match="K-FAC was detached"):
+        kept.step()
+    other(torch.randn(4, 3)).sum().backward()
+    elsewhere.step()
+    assert elsewhere.routing()["weight"].treatment == "kfac"
+
+
+def test_two_on_parts_of_one_model_are_as_two_on_two_models():
+    def train(whole: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict(
+            {k: nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for k in ("first", "second")}
+        )
+        kfacs = []
+        for part, other in (("first", "second"), ("second", "first")):
+            base = torch.optim.SGD(model[part].parameters(), lr=0.1, momentum=0.9)
+            on = (model, base) if whole else (model[part], base)
+            kfacs.append(KFAC(*on, skip_layers=[other] if whole else None))
+        for _ in range(6):
+            for kfac in kfacs:
+                for each in kfacs:
+                    each.zero_grad()
+                (model["second"](model["first"](torch.randn(8, 3))) - 1).square().mean().backward()
+                kfac.step()
+        return list(model.parameters())
+
+    for one, two in zip(train(whole=True), train(whole=False), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
 def test_layers_that_are_never_called_are_reported():

@@ -592,6 +592,8 @@ def test_a_grad_scaler_that_kfac_does_not_know_is_an_error():
         scaled_step(kfac, model, torch.amp.GradScaler("cpu"))
     scaled_step(kfac, model, torch.amp.GradScaler("cpu", enabled=False))
     assert kfac.steps == 1
+    # Lightning asks this before it clips, with or without a scaler.
+    assert getattr(kfac, "_step_supports_amp_scaling", False) is False
 
 
 def test_gradients_that_are_still_scaled_are_an_error():

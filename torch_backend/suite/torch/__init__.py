@@ -11,6 +11,7 @@ except ImportError as error:
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.torch.adaptive import AdaptiveKFAC
+from suite.torch.attached import detach
 from suite.torch.kfac import KFAC, KFACPreconditioner
 from suite.torch.kron import Kron
 from suite.torch.lra import LRA, DenseNewton
@@ -36,6 +37,7 @@ __all__ = [
     "KFACPreconditioner",
     "Kron",
     "LambdaParamScheduler",
+    "detach",
     "precond_lr_schedule",
     "precond_update_prob_schedule",
     "replace_recurrent",

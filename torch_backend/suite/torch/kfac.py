@@ -14,6 +14,7 @@ from torch import nn
 from suite.core import kfac as core_kfac
 from suite.core.checks import check_choice
 from suite.core.routing import Routing
+from suite.torch import attached
 from suite.torch.agreement import Agreement, Terms
 from suite.torch.autocast import without_autocast
 from suite.torch.checks import warn_user
@@ -278,6 +279,7 @@ class KFAC(torch.optim.Optimizer):
             only=(nn.Linear, nn.Conv2d) if factor_scaling == "kfac_pytorch" else None,
             moved=None if optimizer is None else _moved_by(optimizer),
         )
+        attached.require_free(found.layers)
         ranks, tensor_ranks = ranks_of(model, found, process_group, allreduce_bucket_cap_mb)
         workers = workers_of(gradient_worker_fraction, grad_worker_fraction, ranks.world)
         if workers == 1 and not colocate_factors and not ranks.alone:
@@ -331,6 +333,7 @@ class KFAC(torch.optim.Optimizer):
         self._skipped_steps = 0
         self._unread: torch.Tensor | None = None  # (): skipped steps that the host did not wait to see
         self._moved: set[int] = set()  # by id: what the base optimizer has moved, and has a state for
+        attached.register(self, self._engine.capture)
 
     def _current(name: str) -> property:  # type: ignore[misc]
         def get(self: KFAC) -> Any:
@@ -605,8 +608,13 @@ class KFAC(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler.step asks an optimizer first; the one sign of it that an optimizer gets."""
-        if self._grad_scaler is None and self._sampler is None:
+        """What GradScaler.step asks an optimizer first; the one sign of it that an optimizer gets.
+
+        Others ask, too, who may scale nothing: trainers, before they clip gradients.
+        """
+        asks = sys._getframe(1).f_locals.get("self")
+        unknown = self._grad_scaler is None and self._sampler is None
+        if unknown and isinstance(asks, torch.amp.GradScaler):
             raise ValueError(
                 "grad_scaler must be given to KFAC where a GradScaler scales the loss: statistics are "
                 "of scaled gradients"

@@ -18,7 +18,7 @@ from suite.torch.dtensors import sharded_modules
 from suite.torch.factor_store import at_least_single
 from suite.torch.find_layers import FoundLayers
 from suite.torch.functional import FunctionCapture, RunningLayer, callers, has_functions
-from suite.torch.hooks import Hook, ModeAround
+from suite.torch.hooks import ModeAround
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
 from suite.torch.thin import KeptRows, can_be_thin
 from suite.torch.uses import UseCounter
@@ -38,9 +38,6 @@ class ModelCapture:
             found: its layers.
             seed: of the noise that chooses rows or examples, this rank's own.
             keeps_rows: whether layers keep their rows for directions.
-
-        Raises:
-            ValueError: a layer has another K-FAC; nothing is attached then.
         """
         self.layers = found.layers
         self.clock = CaptureClock()
@@ -58,23 +55,6 @@ class ModelCapture:
         weakref.finalize(self, _take_off, self._attached, self._attentions)
 
     def _attach(self, model: nn.Module, found: FoundLayers, seed: int, keeps_rows: bool) -> None:
-        sites = [site for layer in self.layers for site in layer.sites]
-        ours = {id(m) for site in sites for m in (site.module, site.owner)}
-        ours |= {id(model), *(id(attention.module) for attention in found.attentions)}
-        for name, module in model.named_modules():
-            if id(module) not in ours:
-                continue  # a part that both have and this one leaves alone
-            forward = module.__dict__.get("forward")
-            hooked = list(module._forward_hooks.values())
-            if isinstance(forward, Attention):
-                hooked += list(forward.product("q")._forward_hooks.values())
-            if any(isinstance(h, Hook) and h.owner() is not None for h in hooked):
-                raise ValueError(
-                    f"layer {found.name_of(name)!r} already has a K-FAC attached: "
-                    "detach() that one first, or name the layer in skip_layers"
-                )
-            if isinstance(forward, Attention):  # of a K-FAC that is gone
-                forward.detach()
         for attention in found.attentions:
             attention.attach()
         fully_sharded = {id(p) for part in sharded_modules(model) for p in part.parameters()}

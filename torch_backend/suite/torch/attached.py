@@ -1,0 +1,58 @@
+"""Which K-FACs are on which layers: one at most on each."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import nn
+
+from suite.torch.layers import Layer
+from suite.torch.model_capture import ModelCapture
+
+
+class _Detachable(Protocol):
+    def detach(self) -> None: ...
+
+
+_CAPTURES: weakref.WeakKeyDictionary[_Detachable, ModelCapture] = weakref.WeakKeyDictionary()
+
+
+def register(kfac: _Detachable, capture: ModelCapture) -> None:
+    """`kfac` is on the layers of `capture` until that is detached."""
+    _CAPTURES[kfac] = capture
+
+
+def require_free(layers: Sequence[Layer]) -> None:
+    """ValueError if one of them has a K-FAC."""
+    taken = {
+        id(p)
+        for capture in _CAPTURES.values()
+        if capture.attached
+        for layer in capture.layers
+        for p in layer.parameters()
+    }
+    for layer in layers:
+        if any(id(p) in taken for p in layer.parameters()):
+            raise ValueError(
+                f"layer {layer.name!r} already has a K-FAC attached: detach() that one first, with "
+                "suite.torch.detach(model) if a trainer keeps it; or give each a part of the model, by "
+                "KFAC(model.part) or skip_layers"
+            )
+
+
+def detach(model: nn.Module) -> None:
+    """`KFAC.detach` of every K-FAC on layers of `model`, for those that something else keeps.
+
+    Trainers that set up optimizers anew (Lightning's `fit`, again or after its learning rate finder)
+    still have the ones before then.
+
+        >>> def configure_optimizers(self):
+        ...     suite.torch.detach(self)
+        ...     return KFAC(self, torch.optim.SGD(self.parameters(), lr=0.1))
+    """
+    modules = set(model.modules())
+    for kfac, capture in list(_CAPTURES.items()):
+        if any(site.module in modules for layer in capture.layers for site in layer.sites):
+            kfac.detach()
