@@ -270,7 +270,13 @@ def test_a_product_with_one_hot_rows_has_a_diagonal_A():
     np.testing.assert_array_equal(statistics["params"].main.A[0], [0, 2, 1, 0, 0, 0, 0])
 
 
-def test_scales_and_shifts_are_diagonal():
+def second_moments(scales, shifts):
+    """(channels, 2, 2): Σ z zᵀ over rows (rows, channels)."""
+    z = np.stack([np.asarray(scales, np.float64), np.asarray(shifts, np.float64)], axis=-1)
+    return np.einsum("rci,rcj->cij", z, z)
+
+
+def test_a_scale_and_its_shift_are_a_block_for_each_channel():
     params = {"scale": 1 + 0.1 * normal(4), "shift": normal(4, seed=1), "t": jnp.asarray(0.7)}
     params["position"] = normal(3, 4, seed=2)
     x = normal(5, 3, 4, seed=3)
@@ -282,22 +288,85 @@ def test_scales_and_shifts_are_diagonal():
 
     plan, statistics = check(loss, params, x)
     assert {layer.kind for layer in plan.layers} == {"elementwise"}
+    assert plan.routing["['shift']"].reason == "shift of ['scale']"
     # rows one by one: each example and position by itself
     rows = x.reshape(-1, 1, 4)
     position = jnp.tile(params["position"], (5, 1))[:, None]
     each = jax.vmap(jax.grad(loss), ({"scale": None, "shift": None, "t": None, "position": 0}, 0))(
         {**params, "position": position[:, None]}, rows[:, None]
     )
-    for name in ("scale", "shift"):
-        squares = jnp.sum(each[name] ** 2, 0)
-        np.testing.assert_allclose(statistics[f"['{name}']"].main.G[0], squares, rtol=1e-10)
+    main = statistics["['scale']"].main
+    np.testing.assert_allclose(main.A, second_moments(each["scale"], each["shift"]), rtol=1e-10)
+    np.testing.assert_array_equal(main.G, np.full((4, 1), 15.0))
+    np.testing.assert_array_equal(main.rows, np.full(4, 15.0))
     examples = jax.vmap(jax.grad(loss), (None, 0))(params, x[:, None])
     squares = jnp.sum(examples["position"] ** 2, 0).reshape(-1)
     np.testing.assert_allclose(statistics["['position']"].main.G[0], squares, rtol=1e-10)
+    # one row for each example
+    vag = value_and_grad(loss, rows="reduce")
+    reduced = jax.jit(vag)(params, x)[2]["['scale']"].main
+    np.testing.assert_allclose(
+        reduced.A, second_moments(examples["scale"], examples["shift"]), rtol=1e-10
+    )
+    np.testing.assert_array_equal(reduced.rows, np.full(4, 5.0))
+
+
+@pytest.mark.parametrize("case", ["alone", "read again", "other channels", "twice"])
+def test_what_is_added_to_a_scaled_value_is_not_always_its_shift(case):
+    params = {"scale": 1 + 0.1 * normal(4), "shift": normal(4, seed=1)}
+
+    def loss(p, x):
+        scaled = x * p["scale"]
+        if case == "alone":  # something that is no sum is between them
+            return jnp.sum(jnp.sin(jnp.sin(scaled) + p["shift"]))
+        if case == "read again":
+            return jnp.sum(jnp.sin(scaled + p["shift"]) + scaled**2)
+        if case == "other channels":
+            return jnp.sum(jnp.sin(scaled + jnp.flip(p["shift"])))
+        return jnp.sum(jnp.sin(scaled + p["shift"]) + jnp.cos(x + p["shift"]))
+
+    plan, _ = check(loss, params, normal(5, 4, seed=3))
+    for name in params:
+        assert plan.routing[f"['{name}']"].reason.startswith("diagonal")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["flax", "equinox"])
+def test_scales_and_shifts_of_scanned_norms(late):
+    params = {
+        "scale": 1 + 0.1 * normal(3, 4),
+        "shift": normal(3, 4, seed=1),
+        "w": normal(3, 4, 4, seed=2),
+    }
+    x = normal(5, 2, 4, seed=3)
+
+    def norm(p, x):
+        deviation = x - x.mean(-1, keepdims=True)
+        inverse = lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        if late:
+            return p["scale"] * (deviation * inverse) + p["shift"]
+        return deviation * (inverse * p["scale"]) + p["shift"]
+
+    def loss(p, x):
+        def block(x, p):
+            return x + jnp.tanh(norm(p, x)) @ p["w"], None
+
+        return jnp.sum(lax.scan(block, x, p)[0] ** 2)
+
+    plan, statistics = check(loss, params, x)
+    (layer,) = (layer for layer in plan.layers if layer.kind == "elementwise")
+    assert (layer.groups, layer.sizes) == (12, (2, 1))
+
+    def of_one_row(x):
+        grads = jax.grad(loss)(params, x[None, None])
+        return grads["scale"], grads["shift"]
+
+    scales, shifts = jax.vmap(of_one_row)(x.reshape(-1, 4))  # nothing mixes rows
+    expected = second_moments(scales.reshape(10, 12), shifts.reshape(10, 12))
+    np.testing.assert_allclose(statistics["['scale']"].main.A, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["bare", "jit", "remat"])
-def test_a_scale_that_first_meets_the_deviations_is_diagonal_row_by_row(wrap):
+def test_a_scale_that_first_meets_the_deviations_is_its_rows(wrap):
     """Batch norm as flax and haiku write it: rows times (scale / deviation)."""
     params = {"w": normal(4, 3), "scale": 1 + 0.1 * normal(3, seed=1), "shift": normal(3, seed=2)}
     params["scale"] = params["scale"].at[0].set(0.0)  # as in the last norm of a residual block
@@ -315,7 +384,7 @@ def test_a_scale_that_first_meets_the_deviations_is_diagonal_row_by_row(wrap):
     normed = (y - y.mean(0)) / np.sqrt(y.var(0) + 1e-5)
     g = np.cos(normed * params["scale"] + params["shift"])
     own = statistics["['scale']"].main
-    np.testing.assert_allclose(own.G[0], ((g * normed) ** 2).sum(0), rtol=1e-9)
+    np.testing.assert_allclose(own.A, second_moments(g * normed, g), rtol=1e-9)
     assert float(own.rows[0]) == 6
 
 

@@ -74,11 +74,11 @@ def cnn() -> Network:
 
 
 class _Block(nn.Module):
-    """x + attention(scale · x / rms x)."""
+    """x + attention(norm(x))."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.norm = nn.LayerNorm(width, eps=1e-5)
         self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,29 +94,32 @@ class _MeanOverTokens(nn.Module):
 def attention() -> Network:
     rng = np.random.default_rng(3)
     width, heads = 8, 2
-    shapes = ((width,), (3 * width, width), (3 * width,), (width, width), (width,), (4, width), (4,))
+    shapes = ((width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,), (width,))
+    shapes = (*shapes, (4, width), (4,))
     weights = [_normal(rng, *s) if len(s) > 1 else 0.1 * rng.normal(size=s) for s in shapes]
-    weights[0] = 1 + weights[0]
+    weights[0], weights[6] = 1 + weights[0], 1 + weights[6]
 
     def layers() -> list[nn.Module]:
-        return [_Block(width, heads), _MeanOverTokens(), nn.Linear(width, 4)]
+        last = nn.RMSNorm(width, eps=1e-5)
+        return [_Block(width, heads), last, _MeanOverTokens(), nn.Linear(width, 4)]
 
     def to_jax(weights: Any) -> list[Any]:
-        scale, in_weight, in_bias, *rest = weights
+        scale, shift, in_weight, in_bias, *rest = weights
         split = [
             part
             for pair in zip(np.split(in_weight, 3), np.split(in_bias, 3), strict=True)
             for part in pair
         ]
-        return [scale, *split, *rest]
+        return [scale, shift, *split, *rest]
 
     def from_jax(weights: Any) -> list[Any]:
-        scale, *parts = weights
-        return [scale, np.concatenate(parts[0:6:2]), np.concatenate(parts[1:6:2]), *parts[6:]]
+        scale, shift, *parts = weights
+        return [scale, shift, np.concatenate(parts[0:6:2]), np.concatenate(parts[1:6:2]), *parts[6:]]
 
     def apply(p, x):
-        scale, *qkv = p[:7]
-        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
+        scale, shift, *qkv = p[:8]
+        y = x - jnp.mean(x, -1, keepdims=True)
+        y = y * (jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5) * scale) + shift
 
         def project(w, b):
             return (y @ w.T + b).reshape(*x.shape[:2], heads, -1)
@@ -124,8 +127,9 @@ def attention() -> Network:
         q, k, v = (project(qkv[i], qkv[i + 1]) for i in (0, 2, 4))
         scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) / jnp.sqrt(width / heads)
         mixed = jnp.einsum("nhqk,nkhd->nqhd", jax.nn.softmax(scores), v).reshape(x.shape)
-        x = x + mixed @ p[7].T + p[8]
-        return x.mean(1) @ p[9].T + p[10]
+        x = x + mixed @ p[8].T + p[9]
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * p[10]
+        return x.mean(1) @ p[11].T + p[12]
 
     x, y = rng.normal(size=(16, 5, width)), rng.integers(0, 4, 16)
     return Network(weights, x, y, layers, apply, to_jax, from_jax)

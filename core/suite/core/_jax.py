@@ -129,12 +129,50 @@ def _eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return values * mark, vectors * mark
 
 
+def _inverses_of_two(x: jax.Array) -> jax.Array:
+    """`_cholesky_inverse` of a whole stack at once: of scales and shifts there are thousands."""
+    a, b, c = x[..., 0, 0], x[..., 1, 0], x[..., 1, 1]
+    ratio = b / a
+    rest = c - ratio * b  # what Cholesky leaves of c
+    corner = 1 / rest
+    beside = -ratio * corner
+    inverse = _two_by_two(1 / a - beside * ratio, beside, corner)
+    positive = (a > 0) & (rest > 0) & jnp.isfinite(a) & jnp.isfinite(c)
+    fine = positive & jnp.all(jnp.isfinite(inverse), axis=(-2, -1))
+    return jnp.where(fine[..., None, None], inverse, jnp.nan)
+
+
+def _eigh_of_two(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`_eigh` of a whole stack at once, by one rotation (Golub & Van Loan 2013, section 8.5.2)."""
+    x = (x + jnp.matrix_transpose(x)) * 0.5
+    a, b, c = x[..., 0, 0], x[..., 1, 0], x[..., 1, 1]
+    tau = (c - a) / jnp.where(b == 0, 1, 2 * b)
+    tangent = jnp.where(tau < 0, -1, 1) / (jnp.abs(tau) + jnp.hypot(tau, jnp.ones_like(tau)))
+    tangent = jnp.where(b == 0, 0, tangent).astype(x.dtype)
+    cosine = lax.rsqrt(1 + tangent * tangent)
+    sine = tangent * cosine
+    first, second = a - tangent * b, c + tangent * b
+    swap = first > second
+    values = jnp.stack([jnp.minimum(first, second), jnp.maximum(first, second)], axis=-1)
+    low, high = jnp.stack([cosine, -sine], axis=-1), jnp.stack([sine, cosine], axis=-1)
+    chosen = swap[..., None]
+    vectors = jnp.stack([jnp.where(chosen, high, low), jnp.where(chosen, low, high)], axis=-1)
+    mark = jnp.where(are_finite(x), 1, jnp.nan).astype(x.dtype)
+    return values * mark[..., None], vectors * mark[..., None, None]
+
+
+def _two_by_two(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+    return jnp.stack([a, b, b, c], axis=-1).reshape(*a.shape, 2, 2)
+
+
 # Compiled, so that a call outside jit compiles once and not every time; inside jit this changes nothing.
 
 
 @jax.jit
 def cholesky_inverse(x: jax.Array) -> jax.Array:
     """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
+    if x.shape[-1] == 2:
+        return _inverses_of_two(x)
     on_cpu = _inverse_by_halves if x.shape[-1] > _LARGEST_WHOLE else None
     return _over_stack(_cholesky_inverse, x, on_cpu=on_cpu)
 
@@ -142,6 +180,8 @@ def cholesky_inverse(x: jax.Array) -> jax.Array:
 @jax.jit
 def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Eigenvalues and -vectors of (x + xᵀ) / 2; NaN where that is not finite or the solver gave up."""
+    if x.shape[-1] == 2:
+        return _eigh_of_two(x)
     values, vectors = _over_stack(_eigh, x, vectors=1)
     return values, vectors
 

@@ -29,7 +29,7 @@ from suite.jax.layers import (
     feature_axes,
 )
 from suite.jax.probes import Multiplier
-from suite.jax.views import Shape, Step, View, apply_steps, lift
+from suite.jax.views import Shape, Step, View, apply_steps, entries, in_order, lift, same_entries
 
 
 class Origin(NamedTuple):
@@ -165,6 +165,8 @@ class _Finder:
         self.joined: dict[int, tuple[Piece, ...]] = {}
         self.scaled: dict[int, _Scaled] = {}
         self.scalings: dict[int, _Scaling] = {}
+        self.early: dict[int, tuple[Site, tuple[Step, ...]]] = {}  # a leaf times rows, re-indexed
+        self.late: dict[Any, Site] = {}  # by place: of which site it is what it may be moved to
         self.roots = [root for root in roots if root is not None]
         self.nodes = [n for n in program.nodes if any(out in self.live for out in n.outputs)]
         self.readers = Counter(v for n in self.nodes for v in n.inputs if v is not None)
@@ -185,6 +187,7 @@ class _Finder:
                 self.activations.follow(node)
                 if live:
                     self.sum_lookups(node)
+                    self.scale_later(node)
             elif live:
                 self.meet(node, known)
         for root in self.roots:
@@ -386,7 +389,9 @@ class _Finder:
             shape = self.shape(node.inputs[places[0]])  # type: ignore[arg-type]
             if self.elementwise(node, _Meeting(places[0], found.origin, shape, None)):
                 site = self.uses.sites.pop()
-                scaling.rows.append(site._replace(use=site.use._replace(factor=found.factor)))
+                site = site._replace(use=site.use._replace(factor=found.factor))
+                scaling.rows.append(site)
+                self.activations.outputs[site.value] = self.activations.made_by(site, site.value)
                 return
         for i in places:
             first = self.scaled[node.inputs[i]].first  # type: ignore[index]
@@ -399,6 +404,35 @@ class _Finder:
             elif not self.elementwise(scaling.node, scaling.met):
                 for why in dict.fromkeys(scaling.others):
                     self.uses.rule_out(scaling.met.origin, why)
+
+    def scale_later(self, node: jaxprs.Node) -> None:
+        """(scale * 1/σ) * (x - mean) is scale * ((x - mean) * 1/σ), which a shift may be added to."""
+        op, out = node.operation, node.outputs[0] if node.outputs else -1
+        for place, value in enumerate(node.inputs):
+            known = None if value is None else self.early.get(value)
+            if value is None or known is None or self.readers[value] != 1 or node.custom is not None:
+                continue
+            site, steps = known
+            path, beside = site.use.path, site.loops == node.loops and self.stays_real(node)
+            if not beside or path[:-1] != node.path[:-1]:
+                continue
+            if isinstance(op, operations.Reindex):
+                self.early[out] = site, steps if op.step is None else (*steps, op.step)
+            elif isinstance(op, operations.Multiply) and node.inputs[1 - place] is not None:
+                use, product = site.use, site.use.product
+                assert isinstance(product, Elementwise)
+                whole = self.shape(out)
+                if self.shape(value) != whole:
+                    steps = (*steps, ("broadcast", (whole, tuple(range(len(whole))))))
+                product = product._replace(steps=(*product.steps, *steps))
+                rows = math.prod(whole) // max(math.prod(product.shape), 1)
+                factor = Factor(path, use.x_operand, steps)  # type: ignore[arg-type]
+                use = use._replace(path=node.path, out=0, x_operand=1 - place, product=product)
+                use = use._replace(factor=factor, rows=rows, examples=rows)
+                late = site._replace(use=use, value=out)
+                self.activations.outputs[out] = self.activations.made_by(late, out)
+                self.late[use.place] = site
+            return
 
     def rule_out_pieces(self, joined: Sequence[Piece]) -> None:
         for piece in joined:
@@ -609,7 +643,13 @@ class _Finder:
         site = Site(origin.leaf, use, view, (size, 1), False, None, value, node.loops)
         if added_to is None:
             self.uses.sites.append(site)
+            if multiplies and piece is None and node.custom is None:
+                self.activations.outputs[value] = self.activations.made_by(site, value)
+                self.early[value] = site, ()
         else:
+            if added_to.use.place in self.late:
+                early = self.late.pop(added_to.use.place)
+                self.uses.sites = [added_to if one is early else one for one in self.uses.sites]
             self.uses.biases.setdefault(origin.leaf, []).append(BiasUse(added_to, site))
         return True
 
@@ -635,11 +675,14 @@ class _Finder:
             return None
         if math.prod(origin.part) != site.use.groups * site.block[0]:
             return None
-        # Where each entry of what is added comes from, without touching its values.
         leaf = self.shape(self.program.inputs[origin.leaf])
-        stacked = apply_steps(np.arange(math.prod(leaf)).reshape(leaf), origin.outer)
-        index = apply_steps(stacked, tuple(lift(step, origin.stack) for step in inner))
+        index = entries(leaf, origin.outer, origin.stack, inner)
         k = len(origin.stack)
+        if isinstance(site.use.product, Elementwise):  # a scale, whose shift this is
+            scale, steps = self.shape(self.program.inputs[site.leaf]), site.view.steps
+            scaled = entries(scale, steps, site.use.lengths, site.use.product.steps)
+            same = in_order(scale, steps) and in_order(leaf, origin.outer)
+            return site if same and same_entries(scaled, index, output.axes, k) else None
         features = feature_axes(site.use.product)
         rows = [i for i, axis in enumerate(output.axes) if axis not in features]
         if any(index.shape[i + k] != 1 and index.strides[i + k] != 0 for i in rows):

@@ -23,6 +23,7 @@ from suite.jax.views import (
     Step,
     View,
     apply_steps,
+    entries,
     grouped,
     matrices,
     write_matrices,
@@ -218,6 +219,11 @@ def use_sums(
     product, dtype = use.product, like.G.dtype
     x, gradient, lengths = use.own(layer, x, gradient.astype(dtype))
     rows = jnp.full(like.rows.shape, float(use.rows), jnp.float32)
+    if isinstance(product, Elementwise) and layer.bias is not None:
+        units = unit_sums(product, x, gradient, reduce)
+        units = units if lengths is None else units * (lengths[:, None] * lengths[None, :])
+        count = use.examples if reduce else use.rows
+        return Sums(units, jnp.full_like(like.G, count), jnp.full_like(rows, count), None)
     if isinstance(product, Elementwise):
         # A of one entry, 1: each entry of the leaf is a layer with one input by itself.
         diagonal = elementwise_sum(product, x, gradient)
@@ -270,7 +276,11 @@ def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Arr
     x, gradient, lengths = use.own(layer, x, gradient)
     if isinstance(product, Elementwise):
         given = gradient * x if product.multiplies else product.sign * gradient
-        return _to_leaf(product, given).reshape(1, -1, 1)
+        if layer.bias is None:
+            return _to_leaf(product, given).reshape(1, -1, 1)
+        both = [_to_leaf(product, part).reshape(-1, 1) for part in (given, gradient)]
+        matrix = jnp.stack(both, axis=-1)
+        return matrix if lengths is None else matrix * lengths
     if use.half == "outputs":
         matrix = jnp.zeros((1, layer.sizes[1], layer.sizes[0]), gradient.dtype)
         return matrix  # all of it is in the other half
@@ -380,6 +390,29 @@ def elementwise_sum(product: Elementwise, x: Any, gradient: jax.Array) -> jax.Ar
     other = jnp.broadcast_to(x, gradient.shape).astype(gradient.dtype) if product.multiplies else None
     squares = elementwise_second_moment_sum(gradient, other, "product", gradient.shape)
     return _to_leaf(product, squares)
+
+
+def unit_sums(product: Elementwise, x: Any, gradient: jax.Array, reduce: bool) -> jax.Array:
+    """(entries, 2, 2): Σ z zᵀ over all that read an entry; z are its gradient and its shift's."""
+    scales = jnp.broadcast_to(x, gradient.shape).astype(gradient.dtype) * gradient
+    shifts, shared = gradient, 1
+    if reduce:  # one row for each example; that it is at all its positions is divided out
+        shape, rows = broadcast_rows(product)
+        shared = math.prod(shape[axis] for axis in rows[1:])
+        scales, shifts = (
+            jnp.broadcast_to(jnp.sum(z, axis=rows[1:], keepdims=True), shape) for z in (scales, shifts)
+        )
+    pairs = (scales, scales), (scales, shifts), (shifts, shifts)
+    squares, cross, shifted = (_to_leaf(product, a * b).reshape(-1) / shared for a, b in pairs)
+    return jnp.stack([squares, cross, cross, shifted], axis=-1).reshape(-1, 2, 2)
+
+
+def broadcast_rows(product: Elementwise) -> tuple[Shape, Shape]:
+    """The shape that a leaf is broadcast to, and the axes along which it is, examples first."""
+    index = entries(product.shape, (), (), product.steps)
+    return index.shape, tuple(
+        a for a in range(index.ndim) if index.shape[a] > 1 and not index.strides[a]
+    )
 
 
 def _to_leaf(product: Elementwise, x: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -14,7 +15,7 @@ from suite.core.routing import Route, Routing, describe_factors
 from suite.jax import jaxprs
 from suite.jax.dtypes import at_least_float32
 from suite.jax.find_layers import Site, Uses
-from suite.jax.layers import Elementwise, Layer, LayerSums, Lookup, empty_sums
+from suite.jax.layers import Elementwise, Layer, LayerSums, Lookup, broadcast_rows, empty_sums
 from suite.jax.views import Signature, overlap, signature
 
 Require = Literal["all", "most"] | None
@@ -137,17 +138,17 @@ class _Assembly:
                 blocks[leaf] = found
             else:
                 self.reasons[leaf] = reason or "used in ways that overlap without being equal"
-        biases = self.biases(blocks)
-        alone = [
-            bias for bias in self.uses.biases if bias not in biases.values() and bias not in products
-        ]
+        biases, units = self.biases(blocks), self.units(sites)
+        beside = {*biases.values(), *units.values()}
+        alone = [bias for bias in self.uses.biases if bias not in beside and bias not in products]
         layers = [
             self.layer(leaf, number if len(found) > 1 else None, block, biases.get(leaf))
             for leaf, found in blocks.items()
             for number, block in enumerate(found)
         ]
+        layers += [self.unit(leaf, sites[leaf], bias) for leaf, bias in units.items()]
         for leaf in dict.fromkeys([*sites, *alone]):
-            if leaf in products:
+            if leaf in products or leaf in units:
                 continue
             own = [*sites.get(leaf, ()), *(use.instead for use in self.uses.biases.get(leaf, ()))]
             reason = self.excluded(leaf, own)
@@ -219,6 +220,41 @@ class _Assembly:
             if everywhere and not elsewhere and not tied and not lookup:
                 found[weight] = bias
         return found
+
+    def units(self, sites: dict[int, list[Site]]) -> dict[int, int]:
+        """scale leaf -> shift leaf, where the shift follows every use of the scale and nothing else."""
+        found: dict[int, int] = {}
+        for shift, uses in self.uses.biases.items():
+            scale = uses[0].site.leaf
+            own = sites.get(scale, [])
+            places, shifted = ({s.use.place for s in some} for some in (own, [u.site for u in uses]))
+            elsewhere = shift in sites or scale in found or scale in self.uses.biases
+            elementwise = all(isinstance(site.use.product, Elementwise) for site in own)
+            if places != shifted or elsewhere or not elementwise:
+                continue
+            alike = len({signature(self.shapes[scale], site.view) for site in own}) == 1
+            same = alike and self.dtypes[scale] == self.dtypes[shift]
+            if same and not self.excluded(scale, own) and not self.excluded(shift, []):
+                found[scale] = shift
+        return found
+
+    def unit(self, leaf: int, sites: list[Site], shift: int) -> Layer:
+        """A block for each entry of a scale, with its shift."""
+        site = sites[0]
+        count = site.block[0]
+        after = {u.site.use.place: u.instead.use.multipliers for u in self.uses.biases[shift]}
+        uses = []
+        for use in (s.use for s in sites):
+            assert isinstance(use.product, Elementwise)
+            shape, rows = broadcast_rows(use.product)
+            examples = use.rows // math.prod(shape[axis] for axis in rows[1:])
+            multipliers = after[use.place]
+            uses.append(use._replace(groups=count, examples=examples, bias_multipliers=multipliers))
+        view = site.view._replace(axes=((*site.view.axes[0], *site.view.axes[1]), (), ()))
+        groups = count * math.prod(site.use.lengths)
+        return Layer(
+            self.names[leaf], leaf, view, shift, groups, (2, 1), (False, True), tuple(uses), None
+        )
 
     def layer(
         self, leaf: int, number: int | None, block: list[tuple[Site, bool]], bias: int | None
@@ -319,8 +355,11 @@ def _terms(last: Site, layer: Layer, products: list[Site], reduce: bool) -> tupl
     def beside(site: Site) -> list[Site]:
         return [s for s in products if s.leaf == site.leaf and not s.excludes(site)]
 
+    examples = {use.place: use.examples for use in layer.uses}
+
     def rows(sites: list[Site]) -> int:
-        return sum((s.use.examples if reduce else s.use.rows) * s.executions for s in sites)
+        own = (examples.get(s.use.place, s.use.examples) if reduce else s.use.rows for s in sites)
+        return sum(count * s.executions for count, s in zip(own, sites, strict=True))
 
     if layer.tied and last is very_last:  # count the head's rows, not the lookups'
         own = {u.place for u in layer.uses if not u.transposed}
@@ -347,9 +386,11 @@ def _route(
             factors.append(f"{layer.groups} x ({described})" if layer.groups > 1 else described)
         layer = own[0]
         words.append(
-            "diagonal: added or multiplied elementwise"
-            if layer.kind == "elementwise"
-            else f"weight of a {layer.kind} layer"
+            f"weight of a {layer.kind} layer"
+            if layer.kind != "elementwise"
+            else "diagonal: added or multiplied elementwise"
+            if layer.bias is None
+            else f"scale of {names[layer.bias]}, a block for each entry"
         )
         if len(own) > 1:
             words.append(f"in {len(own)} parts")
@@ -367,7 +408,8 @@ def _route(
         return Route(names[leaf], shapes[leaf], "kfac", "; ".join(factors), ", ".join(words))
     for layer in layers:
         if leaf == layer.bias:
-            return Route(names[leaf], shapes[leaf], "kfac", "", f"bias of {layer.name}")
+            what = "shift" if layer.kind == "elementwise" else "bias"
+            return Route(names[leaf], shapes[leaf], "kfac", "", f"{what} of {layer.name}")
     return Route(names[leaf], shapes[leaf], "plain", "", reason)
 
 

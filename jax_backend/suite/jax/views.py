@@ -80,6 +80,39 @@ def lift(step: Step, stack: Shape) -> Step:
     return kind, ((*stack, *shape), (*front, *(axis + k for axis in axes)))
 
 
+def entries(shape: Shape, outer: Sequence[Step], stack: Shape, inner: Sequence[Step]) -> np.ndarray:
+    """Where in a leaf each entry comes from, of what steps make of it: a stack, and each array of it."""
+    stacked = apply_steps(np.arange(math.prod(shape)).reshape(shape), outer)
+    return apply_steps(stacked, tuple(lift(step, stack) for step in inner))
+
+
+def in_order(shape: Shape, steps: Sequence[Step]) -> bool:
+    """Whether these steps leave the entries of a leaf one behind the other."""
+    count = math.prod(shape)
+    return np.array_equal(entries(shape, steps, (), ()).ravel(), np.arange(count))
+
+
+def same_entries(one: np.ndarray, other: np.ndarray, axes: Sequence[int | None], stack: int) -> bool:
+    """Whether two of `entries` are equal, the first one's axes behind the stack moved to `axes`.
+
+    Args:
+        axes: where each axis was, None for a new one of size 1; those that are not there are of size 1.
+    """
+    kept = [axis for axis in axes if axis is not None]
+    gone = [axis for axis in range(one.ndim - stack) if axis not in kept]
+    one = one.transpose([*range(stack), *(axis + stack for axis in (*kept, *gone))])
+    new = [None if axis is None else slice(None) for axis in axes]
+    one = one[(*[slice(None)] * stack, *new, *[0] * len(gone))]
+    if one.shape != other.shape:
+        return False
+    constant = [
+        [n == 1 or stride == 0 for n, stride in zip(x.shape, x.strides, strict=True)]
+        for x in (one, other)
+    ]
+    first = tuple(0 if all(pair) else slice(None) for pair in zip(*constant, strict=True))
+    return constant[0] == constant[1] and np.array_equal(one[first], other[first])
+
+
 def matrices(x: Any, view: View) -> Any:
     """(groups, d_out, d_in)."""
     return grouped(apply_steps(x, view.steps), view.axes)
