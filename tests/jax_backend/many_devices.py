@@ -66,6 +66,7 @@ PARAMS = {
     "w": normal(6, 8) * 0.4,
     "b": normal(8, seed=1) * 0.1,
     "scale": jnp.ones(8),
+    "shift": 0.1 * normal(8, seed=5),
     "layers": {"w": normal(4, 8, 8) * 0.3, "b": 0.1 * normal(4, 8)},
     "v": normal(8, 4, seed=2) * 0.4,
 }
@@ -73,7 +74,7 @@ X, Y = normal(16, 6, seed=3), normal(16, 4, seed=4)
 
 
 def apply(p, x):
-    h = jnp.tanh(x @ p["w"] + p["b"]) * p["scale"]
+    h = jnp.tanh(x @ p["w"] + p["b"]) * p["scale"] + p["shift"]
     h, _ = lax.scan(lambda h, own: (jnp.tanh(h @ own["w"] + own["b"]), None), h, p["layers"])
     return h @ p["v"]
 
@@ -141,6 +142,7 @@ SHARDED = {
         "w": P(None, "model"),
         "b": P("model"),
         "scale": P("model"),
+        "shift": P(),
         "layers": {"w": P(None, "model", None), "b": P(None, "model")},
         "v": P("model", None),
     },
