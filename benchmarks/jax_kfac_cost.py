@@ -1,6 +1,6 @@
 """What a K-FAC step costs in JAX on the 784-1000-500-250-30 autoencoder, batch 256.
 
-    python benchmarks/jax_kfac_cost.py [--repeats 20] [--compilations 3] [--json FILE]
+    python benchmarks/jax_kfac_cost.py [--repeats 20] [--cycles 5] [--compilations 3] [--json FILE]
 
 Capture: a step with statistics, over `jax.value_and_grad` plus the same second moments as bare products
 of arrays that are given. Compilation: CPU seconds to trace and compile the whole training step, its
@@ -148,10 +148,59 @@ def compile_theirs(params, x) -> tuple[float, float]:
     return first_steps(start, step)
 
 
+def adamw(params):
+    tx = optax.adamw(1e-3)
+
+    def step(params, state, x):
+        _, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    run = jax.jit(step, donate_argnums=(0, 1))
+    return (params, tx.init(params)), lambda now, x, _: run(*now, x)
+
+
+def ours(params, x, period):
+    """K-FAC with inverses in every tenth step, and statistics in every `period`th."""
+    vag = value_and_grad(loss_fn)
+    plan = vag.plan(params, x)
+    settings = {"damping": 0.01, "factor_update_steps": period, "inv_update_steps": PERIOD}
+    tx = kfac(plan, 0.01, compute_method="inverse", **settings)
+
+    def step(params, state, x, capture):
+        _, grads, statistics = vag(params, x, capture=capture)
+        updates, state = tx.update(grads, state, params, statistics=statistics)
+        return optax.apply_updates(params, updates), state
+
+    run = jax.jit(step, static_argnums=3, donate_argnums=(0, 1))
+    return (params, tx.init(params)), lambda now, x, t: run(*now, x, t % period == 0)
+
+
+def step_costs(params, x, cycles: int) -> dict[str, list[float]]:
+    """Of each of ten steps, AdamW's median being 1."""
+    own = lambda: jax.tree.map(jnp.copy, params)  # noqa: E731 (steps donate them)
+    contenders = {
+        "AdamW": adamw(own()),
+        "K-FAC, inverse": ours(own(), x, 1),
+        "K-FAC, inverse, statistics every 10": ours(own(), x, PERIOD),
+    }
+    now = {name: start for name, (start, _) in contenders.items()}
+    seconds: dict[str, list[list[float]]] = {name: [[] for _ in range(PERIOD)] for name in contenders}
+    for cycle in range(cycles + 1):
+        for name, (_, step) in contenders.items():
+            for t in range(PERIOD):
+                taken, now[name] = seconds_of(lambda n=now[name], t=t, step=step: step(n, x, t))
+                if cycle:  # the first compiles
+                    seconds[name][t].append(taken)
+    one = float(np.median([s for at in seconds["AdamW"] for s in at]))
+    return {name: [float(np.median(at)) / one for at in found] for name, found in seconds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--compilations", type=int, default=3)
+    parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.default_backend()}, seed 0, {options.repeats} repeats")
@@ -172,6 +221,10 @@ def main() -> None:
         print(f"{name:28} {1e3 * seconds:8.2f} ms")
     ratio = times["capture"] / times["value_and_grad + products"]
     print(f"capture / (value_and_grad + products): {ratio:.2f}")
+    costs = step_costs(params, x, options.cycles)
+    for name, own in costs.items():
+        amortised, plain = np.mean(own), np.median(own[1:])
+        print(f"{name:36} amortised {amortised:5.2f}, plain {plain:5.2f}, first {own[0]:5.2f}")
     contenders = {
         "eigen": lambda: compile_ours(params, x, "eigen"),
         "inverse": lambda: compile_ours(params, x, "inverse"),
@@ -203,6 +256,7 @@ def main() -> None:
             "versions": {"python": platform.python_version(), "jax": jax.__version__},
             "seed": 0,
             "seconds": times,
+            "steps / AdamW's": costs,
             "CPU seconds to start": starts,
             "CPU seconds to compile the step": steps,
             "ratios": found,

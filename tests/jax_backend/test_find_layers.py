@@ -12,6 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_fishers import assert_exact, check, dense_block, exact_blocks, normal
-from suite.jax import probe, value_and_grad, verify
+from suite.jax import kfac, probe, value_and_grad, verify
 
 # ---- products ------------------------------------------------------------------------------------
 
@@ -978,3 +979,46 @@ def test_terms_of_a_loss_whose_trained_leaves_are_not_in_products(rows):
     assert float(vag(trained, plain=["['w']"])(p | {"w": frozen}, x)[2].terms) == 20
     del p["bias"]
     assert float(vag(lambda p, x: loss(p | {"bias": 0.0}, x))(p, x)[2].terms) == 20
+
+
+@pytest.mark.parametrize("order", ["value first", "value last"])
+def test_terms_are_counted_of_values_and_not_of_their_derivatives(order):
+    """u of 7 points and u - u' of 5, in whatever order: 12 terms, by the bias that is u's alone."""
+    p = {"w": normal(1, 4), "b": normal(4, seed=1), "v": normal(4, 1, seed=2), "c": normal(1, seed=3)}
+    x, y = normal(5, 1, seed=4), normal(7, 1, seed=5)
+
+    def u(p, x):
+        return jnp.tanh(x @ p["w"] + p["b"]) @ p["v"] + p["c"]
+
+    def residual(p, x):
+        value, slope = jax.jvp(lambda x: u(p, x), (x,), (jnp.ones_like(x),))
+        return jnp.sum((value - slope) ** 2)
+
+    def loss(p, x, y):
+        parts = [lambda: jnp.sum(u(p, y) ** 2), lambda: residual(p, x)]
+        return sum(part() for part in (parts if order == "value first" else parts[::-1]))
+
+    assert float(value_and_grad(loss)(p, x, y)[2].terms) == 12
+
+
+def test_terms_of_a_head_that_is_used_twice_and_tied_to_a_lookup():
+    table, ids = normal(7, 4), jnp.arange(6).reshape(2, 3)
+
+    def loss(table, ids):
+        hidden = jnp.tanh(table[ids])
+        return jnp.mean(jnp.sin(hidden[:1] @ table.T)) + jnp.mean(jnp.sin(hidden[1:] @ table.T))
+
+    assert float(value_and_grad(loss)(table, ids)[2].terms) == 6
+
+
+def test_complex_parameters_are_said_to_be_so():
+    p = {"w": normal(3, 4), "c": (normal(4, 2) + 1j * normal(4, 2, seed=1))}
+
+    def loss(p, x):
+        return jnp.sum(jnp.abs(jnp.tanh(x @ p["w"]) @ p["c"]) ** 2)
+
+    plan = value_and_grad(loss).plan(p, normal(5, 3))
+    assert plan.routing["['c']"].reason == "complex128 parameters are not covered"
+    with pytest.raises(ValueError, match=r"fallback must be given where .* got \['c'\] of complex128"):
+        kfac(plan, 0.1).init(p)
+    kfac(plan, 0.1, fallback=optax.adam(1e-3)).init(p)

@@ -333,6 +333,20 @@ def test_an_operation_without_a_forward_derivative_is_an_error():
         optimizer_of(model).step(closure_of(model, x, y))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch.func's own
+@pytest.mark.filterwarnings("ignore:these layers ran inside of torch.func:RuntimeWarning")
+def test_a_closure_with_forward_mode_derivatives_is_an_error_that_says_what_works():
+    model, x = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(9, 2)
+
+    def closure():
+        slopes = torch.vmap(torch.func.jacfwd(lambda x: model(x)[0]))(x)
+        residuals = torch.cat([slopes.sum(1), model(x)[:, 0]])
+        return residuals.square().mean(), residuals
+
+    with pytest.raises(RuntimeError, match=r"forward mode itself .* torch\.autograd\.grad can be"):
+        optimizer_of(model).step(closure)
+
+
 @pytest.mark.filterwarnings("ignore:.*step.* skipped:RuntimeWarning")
 def test_a_batch_that_is_not_finite_changes_nothing():
     model, (x, y) = network(), data()

@@ -506,6 +506,30 @@ def test_derivatives_forward_are_those_without_kfac():
     kfac.detach()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # forward_ad's own
+@pytest.mark.parametrize("how", ["hessian", "vmap", "forward mode"])
+def test_layers_that_also_run_where_nothing_is_seen_are_warned_of(how):
+    """A PINN: derivatives of a residual by torch.func, values at the boundary."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    kfac, x, boundary = KFAC(model), torch.randn(5, 2), torch.randn(3, 2)
+
+    def u(x):
+        return model(x)[0]
+
+    if how == "forward mode":
+        with forward_ad.dual_level():
+            residual = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent
+    else:
+        residual = torch.vmap(torch.func.hessian(u) if how == "hessian" else u)(x)
+    (residual.square().mean() + model(boundary).square().mean()).backward()
+    with pytest.warns(RuntimeWarning, match="K-FAC sees nothing: .* their other calls alone: '0', '2'"):
+        kfac.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        (torch.vmap(u)(x).square().mean() + model(boundary).square().mean()).backward()
+        kfac.step()
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_inputs_are_rows_like_others(layout):

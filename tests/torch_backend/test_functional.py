@@ -1088,3 +1088,22 @@ def test_a_weight_that_is_cast_to_the_inputs_dtype(dtype):
         model(torch.randn(9, 4, dtype=dtype)).float().square().mean().backward()
         kfac.step()
     assert all(record["ready"] for record in kfac.metrics()["layers"].values())
+
+
+@pytest.mark.parametrize("function", [torch.linalg.slogdet, torch.linalg.qr, torch.linalg.svdvals])
+def test_a_weight_in_a_function_that_returns_several_tensors_is_a_missed_use(function):
+    class Flow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = function(self.mix.weight)
+            last = found if isinstance(found, torch.Tensor) else found[1]
+            first, *_ = self.head.weight.unbind(0)  # a view: no use by itself
+            return self.head(torch.tanh(self.mix(x))) + last.sum() + 0 * first.detach().sum()
+
+    kfac = KFAC(model := Flow())
+    model(torch.randn(8, 3)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*: 'mix'. Call"):
+        kfac.step()

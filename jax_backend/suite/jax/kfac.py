@@ -288,9 +288,17 @@ def kfac(
 
     def init(params: Any) -> KFACOptState:
         flat, treedef = jax.tree.flatten(params)
+        mine = is_ours(params)
+        moved = zip(plan_leaves(plan, params), plan.names, strict=True)
+        here = [name for leaf, name in moved if leaf is not None]
+        for leaf, name, ours in zip(flat, here, mine, strict=True):
+            if ours and jnp.iscomplexobj(leaf):
+                raise ValueError(
+                    f"fallback must be given where parameters are complex, got {name} of "
+                    f"{jnp.result_type(leaf)}: their gradients are conjugates in JAX"
+                )
         kept = [
-            jnp.zeros_like(p) if ours else optax.MaskedNode()
-            for p, ours in zip(flat, is_ours(params), strict=True)
+            jnp.zeros_like(p) if ours else optax.MaskedNode() for p, ours in zip(flat, mine, strict=True)
         ]
         return KFACOptState(
             preconditioner.init(params), jax.tree.unflatten(treedef, kept), rest.init(params)

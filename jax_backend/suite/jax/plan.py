@@ -170,6 +170,8 @@ class _Assembly:
         """Why a leaf is not covered, whatever its products are; '' if nothing speaks against it."""
         if self.names[leaf] in self.plain:
             return "named in `plain`"
+        if not jnp.issubdtype(self.dtypes[leaf], jnp.floating):
+            return f"{self.dtypes[leaf]} parameters are not covered"
         products = [s for s in sites if not isinstance(s.use.product, Elementwise)]
         if leaf in self.uses.others and leaf not in self.uses.by_hand:
             kinds = ", ".join(dict.fromkeys(self.uses.others[leaf]))
@@ -179,8 +181,6 @@ class _Assembly:
             return f"{how}, but also used by {kinds}"
         if products and leaf in self.uses.biases:
             return "both weight and bias"
-        if not jnp.issubdtype(self.dtypes[leaf], jnp.floating):
-            return f"{self.dtypes[leaf]} parameters are not covered"
         return ""
 
     def blocks(self, leaf: int, sites: list[Site]) -> list[list[tuple[Site, bool]]]:
@@ -338,37 +338,37 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
         if layer is None:
             continue
         if all(layer.name != last.layer for last in found):
-            found.append(Last(layer.name, *_terms(site, layer, products, reduce)))
+            primal = {u.site.use.place for own in uses.biases.values() for u in own}
+            found.append(Last(layer.name, *_terms(site, layer, products, primal, reduce)))
         if all(length is not None for _, length in site.loops):
             break
     return tuple(found)
 
 
-def _terms(last: Site, layer: Layer, products: list[Site], reduce: bool) -> tuple[float, float]:
+def _terms(
+    last: Site, layer: Layer, products: list[Site], primal: set[Any], reduce: bool
+) -> tuple[float, float]:
     """The loss's terms where this covered product is the last that ran: by its layer's rows, and all.
 
     The terms are positions, also where `reduce` makes one row of all of an example.
     """
     products = [s for s in products if not s.excludes(last)]
-    very_last = products[-1]
+    very_last, mine = products[-1], {use.place: use for use in layer.uses}
 
-    def beside(site: Site) -> list[Site]:
-        return [s for s in products if s.leaf == site.leaf and not s.excludes(site)]
+    def rows(site: Site) -> int:
+        use = mine.get(site.use.place, site.use)
+        return (use.examples if reduce else use.rows) * site.executions
 
-    examples = {use.place: use.examples for use in layer.uses}
-
-    def rows(sites: list[Site]) -> int:
-        own = (examples.get(s.use.place, s.use.examples) if reduce else s.use.rows for s in sites)
-        return sum(count * s.executions for count, s in zip(own, sites, strict=True))
-
-    if layer.tied and last is very_last:  # count the head's rows, not the lookups'
-        own = {u.place for u in layer.uses if not u.transposed}
-        count = rows([s for s in products if s.use.place in own])
-        positions = last.use.rows * last.executions
-    else:
-        count = rows(beside(last))
-        positions = sum(s.use.rows * s.executions for s in beside(very_last))
-    return positions / max(count, 1), positions
+    own = [s for s in products if s.use.place in mine]
+    counted = [s for s in own if not mine[s.use.place].transposed]  # in the sums of its rows
+    if very_last.use.place not in mine:
+        own = [s for s in products if s.leaf == very_last.leaf and s.view == very_last.view]
+    # Of a tied table the head's rows, not the lookups'; and a bias is added to what a layer computes,
+    # not to the derivatives of that.
+    for is_output in (lambda s: not isinstance(s.use.product, Lookup), lambda s: s.use.place in primal):
+        own = [s for s in own if is_output(s)] or own
+    positions = sum(s.use.rows * s.executions for s in own)
+    return positions / max(sum(map(rows, counted)), 1), positions
 
 
 def _route(

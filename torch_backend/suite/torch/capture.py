@@ -18,7 +18,7 @@ import torch
 from suite.core.statistics import LayerStatistics
 from suite.torch.clock import CaptureClock
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.hooks import Hook, in_backward, without_modes
+from suite.torch.hooks import Hook, in_backward, is_transformed, without_modes
 from suite.torch.layers import Layer, Site
 from suite.torch.prepared import prepared
 from suite.torch.rows import (
@@ -248,6 +248,9 @@ class LayerCapture:
         x = args[0] if args else kwargs.get("input")
         if self.clock.discovering and not torch.compiler.is_compiling():
             self.calls += 1
+            watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
+            if watched and is_transformed(y):
+                self.clock.transformed.add(self.layer.name)
         if isinstance(x, torch.Tensor) and x.layout is not torch.strided and not x.is_nested:
             with torch.no_grad():
                 x = x.to_dense()  # sparse features of a graph's nodes

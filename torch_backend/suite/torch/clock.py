@@ -30,6 +30,7 @@ class CaptureClock:
         self.discovering = True  # which layers read the same inputs
         self.strangers: set[str] = set()  # layers that turned out not to
         self.strays: set[str] = set()  # free parameters with a use that is not understood
+        self.transformed: set[str] = set()  # layers that ran where there are no statistics
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
         self.calls = 0

@@ -559,9 +559,10 @@ class FoundLayers:
             elif not parameter.requires_grad:
                 routes.append(Route(name, shape, "frozen", "", "requires_grad is False"))
             else:
-                reason = self._reasons.get(
-                    id(parameter), "its layer's weight is preconditioned without it"
-                )
+                alone = "its layer's weight is preconditioned without it"
+                if not parameter.is_floating_point():
+                    alone = f"{str(parameter.dtype).removeprefix('torch.')} parameters are not covered"
+                reason = self._reasons.get(id(parameter), alone)
                 routes.append(Route(name, shape, "plain", "", reason))
         return Routing(tuple(routes))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 # torch 2.6 has none.
@@ -98,6 +99,20 @@ def in_backward() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1
+
+
+def is_transformed(y: Any) -> bool:
+    """Whether a layer's output, in which autograd sees a parameter, is of a transform.
+
+    That is torch.func's, whose gradients by what is handed to it are its own business, or forward mode.
+    """
+    transformed = False
+    while isinstance(y, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(y):
+        transformed, y = True, torch._C._functorch.get_unwrapped(y)
+    if not isinstance(y, torch.Tensor) or not y.requires_grad:
+        return False
+    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(y).tangent is not None
+    return transformed or dual
 
 
 def packs_with() -> Any:

@@ -195,6 +195,7 @@ class KFACEngine:
         if clock.discovering:
             clock.discovering = False
             self.reports.strays()
+            self.reports.transformed()
             found = self._find_sharing(taken)
             for capture in self.capture.by_layer:
                 capture.inputs = []

@@ -68,7 +68,8 @@ class Reports:
         said = "K-FAC saw no layer run in training mode with gradients since the last step"
         why = (
             "A model that torch.compile has compiled before K-FAC was attached loses its hooks (attach "
-            "first, or call torch._dynamo.reset()), and gradients from torch.func have none"
+            "first, or call torch._dynamo.reset()), gradients from torch.func have none, and weights "
+            "that a forward makes anew before a function gets them (times a mask) are not seen"
         )
         if all(layer.spec.kind == "free" for layer in self.layers):
             names = ", ".join(repr(layer.name) for layer in self.layers)
@@ -146,6 +147,16 @@ class Reports:
                 "statistics miss some uses of these weights, outside of their layer (by a function of "
                 f"torch.nn.functional perhaps) or in an operation K-FAC does not know: {names}. Call a "
                 "layer that shares the weight instead, or name them in skip_layers"
+            )
+
+    def transformed(self) -> None:
+        """Once: warn about layers that also ran where K-FAC sees nothing."""
+        if self.capture.clock.transformed:
+            names = ", ".join(map(repr, sorted(self.capture.clock.transformed)))
+            warn_user(
+                "these layers ran inside of torch.func's transforms, or with forward-mode derivatives, "
+                f"where K-FAC sees nothing: statistics are of their other calls alone: {names}. Carry "
+                "derivatives by the inputs forward with the activations (examples/train_pinn.py)"
             )
 
     def torn(self, torn: Sequence[int]) -> None:

@@ -131,6 +131,13 @@ def derivatives_along(
                 "the model must be made of operations with forward-mode derivatives, which torch lacks "
                 f"for one in it: {error}"
             ) from error
+        except RuntimeError as error:
+            if "ested forward mode AD" not in str(error):
+                raise
+            raise RuntimeError(
+                "the closure must not take derivatives in forward mode itself (torch.func.hessian, jvp, "
+                "jacfwd do), which torch cannot nest: torch.autograd.grad can be differentiated"
+            ) from error
         finally:
             for module, name, parameter in places:
                 module._parameters[name] = parameter

@@ -67,13 +67,17 @@ class _Counting(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
-        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+        if function is torch.autograd.grad:  # takes weights for names of what it differentiates by
+            return output
+        several = output if isinstance(output, list | tuple) else (output,)
+        made = [x for x in several if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not made:
             return output
         if function in CASTS:
             weight = self._weight(args[0])
             if weight and output is not args[0]:
                 self.casts[id(output)] = output, weight
-        if function in CASTS or self._weight(output):
+        if function in CASTS or any(self._weight(x) for x in made):
             return output  # a view: what takes it is the use
         given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
         for weight in [self._weight(operand) for operands in given for operand in operands]:
