@@ -1022,3 +1022,43 @@ def test_complex_parameters_are_said_to_be_so():
     with pytest.raises(ValueError, match=r"fallback must be given where .* got \['c'\] of complex128"):
         kfac(plan, 0.1).init(p)
     kfac(plan, 0.1, fallback=optax.adam(1e-3)).init(p)
+
+
+@pytest.mark.parametrize("rows", ["expand", "reduce"])
+@pytest.mark.parametrize("layers", [2, 6, 18])
+def test_rows_of_scales_and_shifts_of_several_layers_in_one_leaf(layers, rows):
+    p = {"s": 1 + 0.1 * normal(layers, 3), "b": normal(layers, 3, seed=1)}
+    x = normal(5, 7, 3, seed=2)
+
+    def loss(p, x):
+        for i in range(layers):
+            x = jnp.sin(x * p["s"][i] + p["b"][i])
+        return jnp.mean(jnp.sum(x**2, -1))
+
+    main = jax.jit(value_and_grad(loss, rows=rows))(p, x)[2]["['s']"].main
+    expected = np.full(layers * 3, 35.0 if rows == "expand" else 5.0)
+    np.testing.assert_array_equal(main.rows, expected)
+    np.testing.assert_array_equal(main.G[:, 0], expected)
+
+
+def test_one_example_is_one_row_of_scales_and_shifts_too():
+    p = {"s": 1 + 0.1 * normal(3), "b": normal(3, seed=1), "w": normal(3, 2, seed=2)}
+    x = normal(1, 7, 3, seed=3)
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin((x * p["s"] + p["b"]) @ p["w"]))
+
+    grads = jax.grad(loss)(p, x)
+    main = value_and_grad(loss, rows="reduce")(p, x)[2]["['s']"].main
+    np.testing.assert_array_equal(main.rows, np.ones(3))
+    np.testing.assert_allclose(main.A, second_moments(grads["s"][None], grads["b"][None]), rtol=1e-10)
+
+
+def test_terms_of_a_head_with_a_bias_in_some_of_its_calls():
+    p = {"w": normal(3, 2), "b": normal(2, seed=1)}
+    x, y = normal(3, 3, seed=2), normal(8, 3, seed=3)
+
+    def loss(p, x, y):
+        return jnp.sum(jnp.sin(x @ p["w"] + p["b"])) + jnp.sum(jnp.sin(y @ p["w"]))
+
+    assert float(value_and_grad(loss)(p, x, y)[2].terms) == 11

@@ -314,6 +314,17 @@ def test_two_on_parts_of_one_model_are_as_two_on_two_models():
         torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
+def test_two_models_that_share_a_weight_may_have_one_each():
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    second.weight = first.weight
+    kfacs = [KFAC(model) for model in (first, second)]
+    for model, kfac in zip((first, second), kfacs, strict=True):
+        model(torch.randn(4, 3)).square().sum().backward()
+        kfac.step()
+        kfac.zero_grad()
+        assert kfac.routing()["weight"].treatment == "kfac"
+
+
 def test_layers_that_are_never_called_are_reported():
     class Functional(nn.Module):
         def __init__(self) -> None:
@@ -522,11 +533,30 @@ def test_layers_that_also_run_where_nothing_is_seen_are_warned_of(how):
     else:
         residual = torch.vmap(torch.func.hessian(u) if how == "hessian" else u)(x)
     (residual.square().mean() + model(boundary).square().mean()).backward()
-    with pytest.warns(RuntimeWarning, match="K-FAC sees nothing: .* their other calls alone: '0', '2'"):
+    # Second derivatives by the input have no part of the last layer's own output.
+    names = "'0'" if how == "hessian" else "'0', '2'"
+    with pytest.warns(RuntimeWarning, match=f"K-FAC sees nothing: .* their other calls alone: {names}. "):
         kfac.step()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # said once, and not of what is only logged
         (torch.vmap(u)(x).square().mean() + model(boundary).square().mean()).backward()
+        kfac.step()
+
+
+def test_transforms_that_are_no_part_of_the_loss_are_no_matter():
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    kfac, x = KFAC(model), torch.randn(5, 2)
+
+    def loss_of(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logged = torch.vmap(torch.func.grad(loss_of), (None, 0))(dict(model.named_parameters()), x)
+        slopes = torch.vmap(torch.func.jacrev(model))(x)
+        assert slopes.requires_grad
+        assert len(logged) == 4
+        model(x).square().mean().backward()
         kfac.step()
 
 

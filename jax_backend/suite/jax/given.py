@@ -18,7 +18,7 @@ def finite_signs(given: Statistics) -> list[jax.Array]:
     No entry of a second moment exceeds the largest on its diagonal; of a mean of N terms factors are at
     most N² times the sums.
     """
-    scale = jnp.square(jnp.maximum(given.terms, 1))
+    scale = jnp.square(jnp.maximum(jnp.asarray(given.terms, jnp.float32), 1))
     found = [given.terms]
     for sums in given.layers.values():
         for own in (sums.main, sums.transposed):

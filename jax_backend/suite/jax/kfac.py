@@ -126,10 +126,11 @@ def scale_by_kfac(
             if here[layer.leaf] and (layer.bias is None or here[layer.bias]):
                 layers.append(layer)
             elif here[layer.leaf] or (layer.bias is not None and here[layer.bias]):
-                bias = layer.leaf if layer.bias is None else layer.bias
+                assert layer.bias is not None
+                masked = plan.names[layer.bias if here[layer.leaf] else layer.leaf]
                 raise ValueError(
-                    f"{plan.names[layer.leaf]} and its bias must be masked together, or both not, or "
-                    f"the bias left alone: value_and_grad(..., plain=[{plan.names[bias]!r}])"
+                    f"{plan.names[layer.leaf]} and {plan.names[layer.bias]} must be masked together, or "
+                    f"both not, or what is masked left alone: value_and_grad(..., plain=[{masked!r}])"
                 )
         factors = (kind if layers else Factors)(
             plan,

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from suite.core import correlations, patches
@@ -222,8 +223,8 @@ def use_sums(
     if isinstance(product, Elementwise) and layer.bias is not None:
         units = unit_sums(product, x, gradient, reduce)
         units = units if lengths is None else units * (lengths[:, None] * lengths[None, :])
-        count = use.examples if reduce else use.rows
-        return Sums(units, jnp.full_like(like.G, count), jnp.full_like(rows, count), None)
+        counts = jnp.asarray(unit_rows(product, reduce), rows.dtype)
+        return Sums(units, counts[:, None].astype(dtype), counts, None)
     if isinstance(product, Elementwise):
         # A of one entry, 1: each entry of the leaf is a layer with one input by itself.
         diagonal = elementwise_sum(product, x, gradient)
@@ -397,10 +398,11 @@ def unit_sums(product: Elementwise, x: Any, gradient: jax.Array, reduce: bool) -
     scales = jnp.broadcast_to(x, gradient.shape).astype(gradient.dtype) * gradient
     shifts, shared = gradient, 1
     if reduce:  # one row for each example; that it is at all its positions is divided out
-        shape, rows = broadcast_rows(product)
-        shared = math.prod(shape[axis] for axis in rows[1:])
+        _, inner = broadcast_rows(product)
+        shared = math.prod(gradient.shape[axis] for axis in inner)
         scales, shifts = (
-            jnp.broadcast_to(jnp.sum(z, axis=rows[1:], keepdims=True), shape) for z in (scales, shifts)
+            jnp.broadcast_to(jnp.sum(z, axis=inner, keepdims=True), gradient.shape)
+            for z in (scales, shifts)
         )
     pairs = (scales, scales), (scales, shifts), (shifts, shifts)
     squares, cross, shifted = (_to_leaf(product, a * b).reshape(-1) / shared for a, b in pairs)
@@ -408,11 +410,24 @@ def unit_sums(product: Elementwise, x: Any, gradient: jax.Array, reduce: bool) -
 
 
 def broadcast_rows(product: Elementwise) -> tuple[Shape, Shape]:
-    """The shape that a leaf is broadcast to, and the axes along which it is, examples first."""
+    """The axes along which a leaf is broadcast, and of these the ones that are no example's.
+
+    Examples are on the axis in front, or the first on which there are none of the leaf's entries.
+    """
     index = entries(product.shape, (), (), product.steps)
-    return index.shape, tuple(
-        a for a in range(index.ndim) if index.shape[a] > 1 and not index.strides[a]
-    )
+    sides = enumerate(zip(index.shape, index.strides, strict=True))
+    rows = tuple(axis for axis, (n, stride) in sides if n > 1 and stride == 0)
+    of_one = index.shape[:1] == (1,)
+    return rows, rows if of_one else rows[1:]
+
+
+def unit_rows(product: Elementwise, reduce: bool) -> np.ndarray:
+    """(entries,): how many rows read each entry; examples with `reduce`."""
+    index = entries(product.shape, (), (), product.steps)
+    rows, inner = broadcast_rows(product)
+    each = math.prod(index.shape[axis] for axis in rows if not reduce or axis not in inner)
+    first = index[tuple(0 if axis in rows else slice(None) for axis in range(index.ndim))]
+    return np.bincount(first.ravel(), minlength=math.prod(product.shape)) * each
 
 
 def _to_leaf(product: Elementwise, x: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from suite.core.routing import Route, Routing, describe_factors
 from suite.jax import jaxprs
 from suite.jax.dtypes import at_least_float32
 from suite.jax.find_layers import Site, Uses
-from suite.jax.layers import Elementwise, Layer, LayerSums, Lookup, broadcast_rows, empty_sums
+from suite.jax.layers import Elementwise, Layer, LayerSums, Lookup, empty_sums, unit_rows
 from suite.jax.views import Signature, overlap, signature
 
 Require = Literal["all", "most"] | None
@@ -246,10 +246,10 @@ class _Assembly:
         uses = []
         for use in (s.use for s in sites):
             assert isinstance(use.product, Elementwise)
-            shape, rows = broadcast_rows(use.product)
-            examples = use.rows // math.prod(shape[axis] for axis in rows[1:])
-            multipliers = after[use.place]
-            uses.append(use._replace(groups=count, examples=examples, bias_multipliers=multipliers))
+            # What `capture._terms` takes the mean of, over all entries.
+            rows, examples = (float(np.mean(unit_rows(use.product, reduce))) for reduce in (False, True))
+            use = use._replace(groups=count, rows=rows, examples=examples)  # type: ignore[arg-type]
+            uses.append(use._replace(bias_multipliers=after[use.place]))
         view = site.view._replace(axes=((*site.view.axes[0], *site.view.axes[1]), (), ()))
         groups = count * math.prod(site.use.lengths)
         return Layer(
@@ -365,8 +365,10 @@ def _terms(
         own = [s for s in products if s.leaf == very_last.leaf and s.view == very_last.view]
     # Of a tied table the head's rows, not the lookups'; and a bias is added to what a layer computes,
     # not to the derivatives of that.
-    for is_output in (lambda s: not isinstance(s.use.product, Lookup), lambda s: s.use.place in primal):
-        own = [s for s in own if is_output(s)] or own
+    own = [s for s in own if not isinstance(s.use.product, Lookup)] or own
+    values = [s for s in own if s.use.place in primal]
+    if {s.use.rows for s in own} == {s.use.rows for s in values}:  # derivatives have rows of values
+        own = values
     positions = sum(s.use.rows * s.executions for s in own)
     return positions / max(sum(map(rows, counted)), 1), positions
 

@@ -26,20 +26,20 @@ def register(kfac: _Detachable, capture: ModelCapture) -> None:
 
 def require_free(layers: Sequence[Layer]) -> None:
     """ValueError if one of them has a K-FAC."""
-    taken = {
-        id(p)
-        for capture in _CAPTURES.values()
-        if capture.attached
-        for layer in capture.layers
-        for p in layer.parameters()
-    }
+    on = [capture for capture in _CAPTURES.values() if capture.attached]
+    taken = {use for capture in on for layer in capture.layers for use in _uses(layer)}
     for layer in layers:
-        if any(id(p) in taken for p in layer.parameters()):
+        if taken & _uses(layer):
             raise ValueError(
                 f"layer {layer.name!r} already has a K-FAC attached: detach() that one first, with "
                 "suite.torch.detach(model) if a trainer keeps it; or give each a part of the model, by "
                 "KFAC(model.part) or skip_layers"
             )
+
+
+def _uses(layer: Layer) -> set[tuple[int, int]]:
+    """Of which parameter by which module: a weight that two models share is two uses."""
+    return {(id(site.module), id(p)) for site in layer.sites for p in layer.parameters()}
 
 
 def detach(model: nn.Module) -> None:

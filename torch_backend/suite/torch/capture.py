@@ -8,6 +8,7 @@ under activation checkpointing, never in a forward pass without a backward one.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from dataclasses import replace
@@ -18,7 +19,7 @@ import torch
 from suite.core.statistics import LayerStatistics
 from suite.torch.clock import CaptureClock
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.hooks import Hook, in_backward, is_transformed, without_modes
+from suite.torch.hooks import Hook, in_backward, on_transformed, without_modes
 from suite.torch.layers import Layer, Site
 from suite.torch.prepared import prepared
 from suite.torch.rows import (
@@ -249,8 +250,8 @@ class LayerCapture:
         if self.clock.discovering and not torch.compiler.is_compiling():
             self.calls += 1
             watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
-            if watched and is_transformed(y):
-                self.clock.transformed.add(self.layer.name)
+            if watched:
+                on_transformed(y, functools.partial(self.clock.transformed.add, self.layer.name))
         if isinstance(x, torch.Tensor) and x.layout is not torch.strided and not x.is_nested:
             with torch.no_grad():
                 x = x.to_dense()  # sparse features of a graph's nodes

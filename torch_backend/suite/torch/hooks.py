@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -101,18 +102,20 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def is_transformed(y: Any) -> bool:
-    """Whether a layer's output, in which autograd sees a parameter, is of a transform.
+def on_transformed(y: Any, call: Callable[[], None]) -> None:
+    """Call when a gradient arrives at a layer's output that is of a transform.
 
     That is torch.func's, whose gradients by what is handed to it are its own business, or forward mode.
     """
-    transformed = False
-    while isinstance(y, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(y):
-        transformed, y = True, torch._C._functorch.get_unwrapped(y)
-    if not isinstance(y, torch.Tensor) or not y.requires_grad:
-        return False
-    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(y).tangent is not None
-    return transformed or dual
+    if not isinstance(y, torch.Tensor):
+        return
+    under = y
+    while torch._C._functorch.is_functorch_wrapped_tensor(under):
+        under = torch._C._functorch.get_unwrapped(under)
+    if under is y and forward_ad._current_level >= 0:
+        under = forward_ad.unpack_dual(y).tangent
+    if under is not None and under is not y and under.requires_grad:
+        under.register_hook(lambda gradient: call())
 
 
 def packs_with() -> Any:
