@@ -535,7 +535,7 @@ def test_layers_that_also_run_where_nothing_is_seen_are_warned_of(how):
     (residual.square().mean() + model(boundary).square().mean()).backward()
     # Second derivatives by the input have no part of the last layer's own output.
     names = "'0'" if how == "hessian" else "'0', '2'"
-    with pytest.warns(RuntimeWarning, match=f"K-FAC sees nothing: .* their other calls alone: {names}. "):
+    with pytest.warns(RuntimeWarning, match=f"sees nothing: .* their other calls alone: {names}. "):
         kfac.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once, and not of what is only logged
