@@ -313,6 +313,7 @@ def test_both_uses_keep_their_trace_and_share_the_shape_by_it(xp, diagonal):
     got = [to_numpy(x) for x in xp.run(add_transposed, *xp.convert((A, G, other_A, other_G)))]
     traces = total(A) * total(G), total(other_A) * total(other_G)
     assert_close(total(got[0]) * total(got[1]), traces[0] + traces[1])
+    assert_close(total(got[0]), total(A))
     share = traces[0] / (traces[0] + traces[1])
     for joined, own, other in ((got[0], A, other_G), (got[1], G, other_A)):
         for k in range(2):

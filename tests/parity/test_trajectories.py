@@ -107,6 +107,67 @@ def test_kfac(name, compute_method, dtype, rtol):
     assert_same(ours, jax_kfac_trajectory(network, dtype, compute_method=compute_method), rtol)
 
 
+@pytest.mark.parametrize("compute_method", ["eigen", "inverse"])
+@pytest.mark.parametrize("values", [True, False], ids=["values and derivatives", "derivatives"])
+def test_kfac_of_derivatives(values, compute_method):
+    """First and second derivatives by the inputs beside a term without any; 30 steps, they are rough."""
+    rng = np.random.default_rng(6)
+    sizes, settings = ((5, 3), (4, 5), (1, 4)), {**KFAC_SETTINGS, "compute_method": compute_method}
+    weights = [(rng.normal(size=s) / np.sqrt(s[1]), rng.normal(size=s[0])) for s in sizes]
+    given = [rng.normal(size=s) for s in ((6, 3), (6, 1), (6, 3), (4, 3))]
+
+    layers = [m for o, i in sizes for m in (torch.nn.Linear(i, o), torch.nn.Tanh())][:-1]
+    model = torch.nn.Sequential(*layers).double()
+    flat = [w for pair in weights for w in pair]
+    with torch.no_grad():
+        for parameter, weight in zip(model.parameters(), flat, strict=True):
+            parameter.copy_(torch.from_numpy(weight))
+    x, along, direction, boundary = map(torch.from_numpy, given)
+    x.requires_grad_()
+    base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = KFAC(model, base, **settings)
+    for _ in range(30):
+        optimizer.zero_grad()
+        y = model(x)
+        (slopes,) = torch.autograd.grad(y, x, along, create_graph=True)
+        (bends,) = torch.autograd.grad(slopes, x, direction, create_graph=True)
+        loss = ((bends * direction).sum(1) - 0.3).square().mean() + model(boundary).square().mean()
+        (loss + y.square().mean() if values else loss).backward()
+        optimizer.step()
+    ours = [p.detach().numpy() for p in model.parameters()]
+    assert all(np.abs(a - b).max() > 1e-2 for a, b in zip(flat[:-1], ours[:-1], strict=True))
+
+    def network(weights, x):
+        for w, b in weights[:-1]:
+            x = jnp.tanh(x @ w.T + b)
+        return x @ weights[-1][0].T + weights[-1][1]
+
+    def loss_fn(weights, x, along, direction, boundary):
+        def slopes(x):
+            y, pull = jax.vjp(lambda x: network(weights, x), x)
+            return pull(along)[0], y
+
+        _, pull, y = jax.vjp(slopes, x, has_aux=True)
+        second = jnp.sum(pull(direction)[0] * direction, 1)
+        loss = jnp.mean((second - 0.3) ** 2) + jnp.mean(network(weights, boundary) ** 2)
+        return loss + jnp.mean(y**2) if values else loss
+
+    vag = value_and_grad(loss_fn)
+    weights = jax.tree.map(jnp.asarray, weights)
+    tx = kfac(vag.plan(weights, *given), 0.05, **settings)
+    state = jax.jit(tx.init)(weights)
+
+    @jax.jit
+    def step(weights, state):
+        _, grads, statistics = vag(weights, *given)
+        updates, state = tx.update(grads, state, weights, statistics=statistics)
+        return optax.apply_updates(weights, updates), state
+
+    for _ in range(30):
+        weights, state = step(weights, state)
+    assert_same(ours, [np.asarray(w) for w in jax.tree.leaves(weights)], 1e-9)
+
+
 @pytest.mark.parametrize("name", ["mlp", "cnn", "attention"])
 def test_adaptive_kfac(name):
     """Until the loss of the one batch is at rounding, where damping follows rounding errors."""

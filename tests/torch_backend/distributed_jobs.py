@@ -201,8 +201,14 @@ def backward(run: nn.Module, x: torch.Tensor, y: torch.Tensor, settings: Setting
         if settings.held_back and isinstance(run, FSDPModule):
             run.set_requires_gradient_sync(last)
         with run.no_sync() if hold else contextlib.nullcontext():  # type: ignore[operator]
+            a = a.clone().requires_grad_(settings.loss == "slopes")
             output = run(a)
-            if settings.loss == "global":
+            if settings.loss == "slopes":
+                (slopes,) = torch.autograd.grad(output.sum(), a, create_graph=True)
+                losses = F.cross_entropy(output, b, reduction="none") + slopes.square().sum((1, 2, 3))
+                share = world / settings.batch if settings.shares else 1 / len(a) / len(parts)
+                loss = losses.sum() * share
+            elif settings.loss == "global":
                 loss = F.cross_entropy(output, b, reduction="sum") * world / settings.batch
             elif settings.loss == "sum":
                 loss = F.cross_entropy(output, b, reduction="sum") * world

@@ -64,8 +64,9 @@ def alone(settings: Settings) -> list[torch.Tensor]:
     kept += ("factor_update_steps", "kl_clip", "weight_sharing", "loss_reduction", "damping")
     kept += ("compute_eigenvalue_outer_product", "warm_start", "spread_inverses")
     own = {name: value for name, value in settings.kfac.items() if name in kept}
-    if settings.loss == "global":
-        settings = replace(settings, loss="mean", shares=())
+    if settings.loss == "global" or settings.shares:
+        loss = "mean" if settings.loss == "global" else settings.loss
+        settings = replace(settings, loss=loss, shares=())
         own.pop("loss_reduction")
     settings = replace(settings, wrap="none", kfac=own)
     _SETTINGS[repr(settings)] = settings
@@ -238,6 +239,12 @@ VARIANTS: dict[str, tuple[int, Settings]] = {
             "fsdp", kfac={"spread_inverses": True, "inv_update_steps": 3, "compute_method": "ekfac"}
         ),
     ),
+    "derivatives": (3, Settings(loss="slopes", kfac={"gradient_worker_fraction": "MEM_OPT"})),
+    "derivatives on some ranks": (
+        3,
+        Settings("none", loss="slopes", shares=(13, 11, 0), kfac={"loss_reduction": "global_mean"}),
+    ),
+    "derivatives, shared inputs": (2, Settings(loss="slopes", gated=True, micro=2)),
     "a rank without data": (
         3,
         Settings("none", loss="global", shares=(13, 11, 0), kfac={"loss_reduction": "global_mean"}),

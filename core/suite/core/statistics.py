@@ -278,7 +278,8 @@ def add_transposed(A: Array, G: Array, transposed_A: Array, transposed_G: Array)
     """One Kronecker product for a weight that is used both as W and as Wᵀ (a tied embedding).
 
     The sum of two products is not a product. Each side becomes the mean of both uses' factors, scaled
-    to mean eigenvalue 1 and weighted by the use's share of the trace; the trace is kept.
+    to one mean eigenvalue and weighted by the use's share of the trace. The trace is kept, and A's scale
+    as well, so that it can be averaged with that of steps in which there were no uses as Wᵀ.
 
     Args:
         A, G: (blocks, n, n) and (blocks, m, m), or their diagonals, of the use as W.
@@ -289,15 +290,15 @@ def add_transposed(A: Array, G: Array, transposed_A: Array, transposed_G: Array)
     first, second = means[0] * means[1], means[2] * means[3]
     share = first / _or_one(first + second)
 
-    def joined(one: Array, mean: Array, other: Array, other_mean: Array) -> Array:
+    def joined(one: Array, mean: Array, other: Array, other_mean: Array, scale: Array) -> Array:
         shape = (-1, *(1,) * (one.ndim - 1))
-        left = xp.reshape(share / _or_one(mean), shape)
-        right = xp.reshape((1 - share) / _or_one(other_mean), shape)
+        left = xp.reshape(share * scale / _or_one(mean), shape)
+        right = xp.reshape((1 - share) * scale / _or_one(other_mean), shape)
         return one * left + other * right
 
-    new_A = joined(A, means[0], transposed_G, means[3])
-    new_G = joined(G, means[1], transposed_A, means[2])
-    return new_A, new_G * xp.reshape(first + second, (-1, *(1,) * (new_G.ndim - 1)))
+    scale = _or_one(means[0])
+    new_A = joined(A, means[0], transposed_G, means[3], scale)
+    return new_A, joined(G, means[1], transposed_A, means[2], (first + second) / scale)
 
 
 def _or_tiny(count: Array) -> Array:

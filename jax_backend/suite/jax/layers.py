@@ -105,6 +105,7 @@ class Use(NamedTuple):
     examples: int = 0  # rows of one block with 'reduce'
     multipliers: tuple[Multiplier, ...] = ()  # of the leaf
     bias_multipliers: tuple[Multiplier, ...] = ()
+    biased: bool = False  # whether the layer's bias is added to it
     once: bool = False  # whether its input is the same for all examples
     half: Half = "both"
     shared_by: int = 1  # examples, of a lookup's inputs
@@ -131,7 +132,7 @@ class Use(NamedTuple):
         if self.chains:
             x, factors = x
             c, bias_c = (factor.astype(gradient.dtype) for factor in factors)
-            if layer.bias is None:
+            if not self.biased:
                 gradient = gradient * c
             else:
                 lengths = jnp.append(jnp.full(layer.sizes[0] - 1, c), bias_c)
@@ -232,7 +233,6 @@ def use_sums(
     if reduce and use.rows:
         rows = rows * (example_count(product, x.shape) / use.rows)
     diagonal_A, diagonal_G = layer.diagonal[::-1] if use.transposed else layer.diagonal
-    bias = layer.bias is not None
     if isinstance(product, Lookup) and use.half == "outputs":
         outputs = jnp.moveaxis(gradient, use.features, -1)
         outputs = outputs.reshape(1, -1, outputs.shape[-1])
@@ -250,10 +250,10 @@ def use_sums(
     if like.A is not None or bases is not None:
         x = x.astype(dtype)
         if like.A is not None and not reduce and bases is None and _without_patches(product, diagonal_A):
-            A = _convolution_second_moment(product, x, bias)
+            A = _convolution_second_moment(product, x, use.biased)
         else:
             inputs = input_rows(product, x, reduce)
-            A = second_moment_sum(inputs, diagonal=diagonal_A, bias=bias)
+            A = second_moment_sum(inputs, diagonal=diagonal_A, bias=use.biased)
     outputs = gradient_rows(product, gradient, use.groups, reduce)
     G = second_moment_sum(outputs, diagonal=diagonal_G)
     products = None
@@ -261,19 +261,21 @@ def use_sums(
         if bases is None:
             products = jnp.zeros_like(like.products)
         else:
-            products = second_moment_in_basis(inputs, outputs, *_longer(bases, lengths), bias=bias)
+            vectors = _longer(_without_bias(bases, layer, use), lengths)
+            products = second_moment_in_basis(inputs, outputs, *vectors, bias=use.biased)
+            products = _as_long(products, like.products.shape, 1)
             if lengths is not None and bases[0] is None:
                 products = products * (lengths**2)[None, None, :]
     if lengths is not None and A is not None:
         squares = lengths**2 if diagonal_A else lengths[:, None] * lengths[None, :]
         A = A * squares[None]
-    return Sums(None if like.A is None else A, G, rows, products)
+    A = None if like.A is None or A is None else _as_long(A, like.A.shape, 1 if diagonal_A else 2)
+    return Sums(A, _as_long(G, like.G.shape, 1 if diagonal_G else 2), rows, products)
 
 
 def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Array:
     """(groups, d_out, d_in): what one use adds to the layer's gradient, Σ g aᵀ, for `verify`."""
     product = use.product
-    bias = layer.bias is not None
     x, gradient, lengths = use.own(layer, x, gradient)
     if isinstance(product, Elementwise):
         given = gradient * x if product.multiplies else product.sign * gradient
@@ -293,9 +295,26 @@ def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Arr
         matrix = jnp.matrix_transpose(table)[None]
     else:
         inputs = input_rows(product, x.astype(gradient.dtype), False)
-        matrix = cross_moment_sum(outputs, inputs, bias=bias)
+        matrix = cross_moment_sum(outputs, inputs, bias=use.biased)
         matrix = matrix if lengths is None else matrix * lengths[None, None, :]
-    return jnp.matrix_transpose(matrix) if use.transposed else matrix
+    matrix = jnp.matrix_transpose(matrix) if use.transposed else matrix
+    return _as_long(matrix, (*matrix.shape[:2], layer.sizes[0]), 1)
+
+
+def _without_bias(bases: Bases, layer: Layer, use: Use) -> Bases:
+    """For a use without the bias that others have: the rows of Q for the other coordinates."""
+    vectors_A, vectors_G = bases
+    if use.biased or layer.bias is None or vectors_A is None:
+        return bases
+    return vectors_A[:, :-1], vectors_G
+
+
+def _as_long(x: jax.Array, shape: tuple[int, ...], axes: int) -> jax.Array:
+    """Zeros behind the last `axes` axes: the place of a bias that a use does not have."""
+    if x.shape == shape:
+        return x
+    widths = zip(shape[-axes:], x.shape[-axes:], strict=True)
+    return jnp.pad(x, [(0, 0)] * (x.ndim - axes) + [(0, new - old) for new, old in widths])
 
 
 def _longer(bases: Bases, lengths: jax.Array | None) -> Bases:

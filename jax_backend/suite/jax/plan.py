@@ -204,21 +204,29 @@ class _Assembly:
         return [_oriented(members) for _, members in found]
 
     def biases(self, blocks: dict[int, list[list[tuple[Site, bool]]]]) -> dict[int, int]:
-        """weight leaf -> bias leaf, where the bias follows every use of the weight and nothing else."""
+        """weight leaf -> bias leaf, where nothing but uses of the weight has the bias, nor another one.
+
+        Uses without it, as those in derivatives of a layer are, have a 0 in its place. The block's
+        orientation becomes that of the uses with it.
+        """
+        weights = {bias: {use.site.leaf for use in uses} for bias, uses in self.uses.biases.items()}
         found: dict[int, int] = {}
         for bias, bias_uses in self.uses.biases.items():
-            weights = {use.site.leaf for use in bias_uses}
-            weight = next(iter(weights))
+            weight = next(iter(weights[bias]))
             block = blocks.get(weight, [])
-            if len(weights) != 1 or len(block) != 1 or weight in found or self.excluded(bias, []):
+            others = any(weight in own for other, own in weights.items() if other != bias)
+            if len(weights[bias]) != 1 or len(block) != 1 or others or self.excluded(bias, []):
                 continue
-            places = {s.use.place for s, _ in block[0]}
-            everywhere = {u.site.use.place for u in bias_uses} == places
+            places = {use.site.use.place for use in bias_uses}
+            after = {transposed for s, transposed in block[0] if s.use.place in places}
+            everywhere = places <= {s.use.place for s, _ in block[0]}
             elsewhere = any(site.leaf == bias for site in self.uses.sites)
-            tied = any(transposed for _, transposed in block[0])
             lookup = any(isinstance(s.use.product, Lookup) for s, _ in block[0])
-            if everywhere and not elsewhere and not tied and not lookup:
+            if everywhere and len(after) == 1 and not elsewhere and not lookup:
                 found[weight] = bias
+                if after == {True}:
+                    turned = [(s, not transposed) for s, transposed in block[0]]
+                    block[0] = sorted(turned, key=lambda member: member[1])
         return found
 
     def units(self, sites: dict[int, list[Site]]) -> dict[int, int]:
@@ -249,7 +257,7 @@ class _Assembly:
             # What `capture._terms` takes the mean of, over all entries.
             rows, examples = (float(np.mean(unit_rows(use.product, reduce))) for reduce in (False, True))
             use = use._replace(groups=count, rows=rows, examples=examples)  # type: ignore[arg-type]
-            uses.append(use._replace(bias_multipliers=after[use.place]))
+            uses.append(use._replace(biased=True, bias_multipliers=after[use.place]))
         view = site.view._replace(axes=((*site.view.axes[0], *site.view.axes[1]), (), ()))
         groups = count * math.prod(site.use.lengths)
         return Layer(
@@ -277,7 +285,11 @@ class _Assembly:
         sums = () if bias is None else self.uses.biases[bias]
         beside = {u.site.use.place: u.instead.use.multipliers for u in sums}
         uses = tuple(
-            s.use._replace(transposed=transposed, bias_multipliers=beside.get(s.use.place, ()))
+            s.use._replace(
+                transposed=transposed,
+                biased=s.use.place in beside,
+                bias_multipliers=beside.get(s.use.place, ()),
+            )
             for s, transposed in block
         )
         name = self.names[leaf] if number is None else f"{self.names[leaf]} part {number}"

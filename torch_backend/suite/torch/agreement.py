@@ -29,6 +29,7 @@ class Agreement(NamedTuple):
     torn: list[int]  # layers with a gradient on some
     seen: list[bool]  # by layer: whether any rank has statistics
     measured: list[bool]  # by layer: whether any rank has second moments in the eigenbasis
+    turned: list[bool]  # by layer: whether any rank has statistics of uses as the transpose
     strangers: set[int]  # layers that read another input than the one whose A they share
     incomplete: set[int]  # layers that left out inputs of which another layer has the sum
     functional: set[int]  # layers whose weights functions got around their modules
@@ -88,6 +89,7 @@ class Agreements:
             present,
             [t is not None for t in taken],
             [t is not None and t.products is not None for t in taken],
+            [t is not None and t.transposed is not None for t in taken],
             [layer.name in names for layer in self.layers],
             [capture.incomplete for capture in self.capture.by_layer],
             [i in functional for i in range(count)],
@@ -102,8 +104,9 @@ class Agreements:
                 torn=[],
                 seen=flags[1],
                 measured=flags[2],
-                strangers={i for i, flag in enumerate(flags[3]) if flag},
-                incomplete={i for i, flag in enumerate(flags[4]) if flag},
+                turned=flags[3],
+                strangers={i for i, flag in enumerate(flags[4]) if flag},
+                incomplete={i for i, flag in enumerate(flags[5]) if flag},
                 functional=functional,
                 terms=torch.where(terms > 0, terms, torch.ones_like(terms)),
                 share=1.0,
@@ -124,7 +127,9 @@ class Agreements:
             bad = self.tensor_ranks.total(bad, "K-FAC's agreement on the step")
             counts[self.ranks.rank] += int(bad) if not any(counts[:world]) else 0
         present_on, *others = (counts[world + i * count :][:count] for i in range(len(flags)))
-        seen, measured, strangers, incomplete, anywhere = ([n > 0 for n in row] for row in others)
+        seen, measured, turned, strangers, incomplete, anywhere = (
+            [n > 0 for n in row] for row in others
+        )
         return Agreement(
             unusable=tuple(r for r in range(world) if counts[r]),
             finite=None,
@@ -132,6 +137,7 @@ class Agreements:
             torn=[i for i, n in enumerate(present_on) if 0 < n < world],
             seen=seen,
             measured=measured,
+            turned=turned,
             strangers={i for i, flag in enumerate(strangers) if flag},
             incomplete={i for i, flag in enumerate(incomplete) if flag},
             functional={i for i, flag in enumerate(anywhere) if flag},

@@ -18,6 +18,7 @@ import torch
 
 from suite.core.statistics import LayerStatistics
 from suite.torch.clock import CaptureClock
+from suite.torch.derivatives import PRODUCTS, DerivativeProbe, Passed, Product
 from suite.torch.dtensors import is_sharded, like, local
 from suite.torch.hooks import Hook, in_backward, on_transformed, without_modes
 from suite.torch.layers import Layer, Site
@@ -57,10 +58,11 @@ class _Probe(torch.autograd.Function):
         spec: LayerSpec,
         clock: CaptureClock | _UnlessBroadcast | _OfSum | None,
         reading: _Reading | None,
+        product: Product | CaptureClock | None,
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
         """`rest`: slot of products, scale, chosen rows, bases of A and G, a factor of x; or nothing."""
-        ctx.clock, ctx.reading = clock, reading
+        ctx.clock, ctx.reading, ctx.product = clock, reading, product
         ctx.save_for_backward(x, *rest[1:])
         ctx.spec = spec
         ctx.dtype = G.dtype
@@ -70,22 +72,26 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         wanted = ctx.needs_input_grad
+        if ctx.product is not None and torch.is_grad_enabled():
+            ctx.product.passed(gradient, ctx.saved_tensors[0])
         if not wanted[3] or (ctx.clock is not None and not ctx.clock.sampling):
             return (gradient, *(None,) * (len(wanted) - 1))
         if ctx.reading is not None:
             ctx.reading.read.append(ctx.reading.token)
         x, *rest = ctx.saved_tensors
         scale, chosen, *vectors = rest or (None, None)
-        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[8] else None
+        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[9] else None
         given = ctx, gradient, x, scale, chosen, bases, vectors[2] if vectors else None
         if _is_plain(gradient.device.type):
             A, G, counts, products = _Probe._sums(*given)
         else:
             with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                 A, G, counts, products = _Probe._sums(*given)
+        if isinstance(ctx.product, Product) and not ctx.product.is_first():
+            counts = torch.stack([counts[0], torch.zeros_like(counts[0])])
         if not rest:
-            return gradient, None, A, G, counts, None, None, None
-        return gradient, None, A, G, counts, None, None, None, products, *(None,) * 5
+            return gradient, None, A, G, counts, None, None, None, None
+        return gradient, None, A, G, counts, None, None, None, None, products, *(None,) * 5
 
     @staticmethod
     def _sums(
@@ -190,8 +196,7 @@ class LayerCapture:
             self.A = self._slot(*layer.weight.shape)
         self.transposed: tuple[torch.Tensor, ...] = ()
         if any(site.transposed for site in layer.sites):
-            sizes, diagonal = layer.sizes[::-1], layer.diagonal[::-1]
-            self.transposed = self._slots(sizes, diagonal)
+            self.turn()
         self.products = self._slot(layer.blocks, layer.sizes[1], layer.sizes[0])
         self.sampled: dict[int, torch.Tensor] = {}  # by slot: of passes of our own
         self.terms = 0.0  # of the losses that those are about
@@ -221,6 +226,11 @@ class LayerCapture:
             for side, d in zip(sizes, diagonal, strict=True)
         ]
         return factors[0], factors[1], self._slot(2)
+
+    def turn(self) -> None:
+        """Have slots for uses as the transpose."""
+        if not self.transposed:
+            self.transposed = self._slots(self.layer.sizes[::-1], self.layer.diagonal[::-1])
 
     def slots(self) -> list[torch.Tensor]:
         """All slots, in a fixed order."""
@@ -264,7 +274,7 @@ class LayerCapture:
         if not y.numel():  # an expert without tokens has seen nothing
             return y
         if is_sharded(y):  # of a tensor-parallel layer: what is here is a block
-            probed = self._probed(site, local(x), local(y), args, kwargs)
+            probed = self._probed(site, local(x), local(y), args, kwargs, whole=False)
             return like(y, probed)
         return self._probed(site, x, y, args, kwargs)
 
@@ -295,10 +305,13 @@ class LayerCapture:
         kwargs: Any,
         unless: _UnlessBroadcast | None = None,
         made: torch.Tensor | None = None,
+        whole: bool = True,
     ) -> Any:
+        """`whole`: whether the layer computed `y` from `x`, and not from what `x` is a block of."""
         spec = site.spec
         again = in_backward()
         scale = factor = None
+        given = x
         if site.scaling or spec.kind == "bag":
             with torch.no_grad():
                 x, scale = prepared(site, x, y, args, kwargs)
@@ -309,6 +322,8 @@ class LayerCapture:
             x, factor = x.detach(), torch.stack([length, made.mean() / (length + (length == 0))])
         elif made is not None:
             scale = made.expand(self.layer.weight.shape[0]).reshape(-1, *(1,) * len(spec.kernel))
+        understood = factor is None and site.scaling != "magnitude" and whole
+        product = self._product(site, given, scale, understood)
         self._note(site, x, y, again)
         slots = self.transposed if site.transposed else (self.A, self.G, self.counts)
         shared = self.input_of is not None and not site.transposed and self._has_input_of(x)
@@ -334,10 +349,62 @@ class LayerCapture:
                 spec,
                 clock,
                 self._reading(x),
+                product,
                 *rest,
             )
         if isinstance(clock, _UnlessBroadcast):
             self.looked_up = _LookedUp(weakref.ref(probed), x, clock, site)
+        return probed
+
+    def _product(
+        self, site: Site, x: torch.Tensor, scale: torch.Tensor | None, understood: bool
+    ) -> Product | CaptureClock | None:
+        """What looks for derivatives by a call's input."""
+        if torch.compiler.is_compiling() or site.spec.kind not in PRODUCTS or not x.requires_grad:
+            return None
+        if not self.clock.discovering and not self.clock.derivatives:
+            return self.clock
+        probe = functools.partial(self._probed_derivative, site, scale) if understood else None
+        product = Product(self.clock, self.layer.name, probe)
+        if understood:
+            product.watch(x)
+        return product
+
+    def _probed_derivative(
+        self,
+        site: Site,
+        scale: torch.Tensor | None,
+        product: Product,
+        passed: Passed,
+        y: torch.Tensor,
+    ) -> torch.Tensor:
+        """Probe `y`, what a product in derivatives of a call made of the gradient that passed it."""
+        spec, is_norm = site.spec, site.spec.kind == "norm"
+        if is_norm:
+            product.probe = None  # in derivatives of higher order the scale is elsewhere, too
+        slots: tuple[torch.Tensor, ...] = (self.A, self.G, self.counts)
+        own = self.transposed if site.transposed else slots
+        if not is_norm and product.turned != site.transposed:
+            self.turn()
+            slots = self.transposed
+        if not is_norm and product.turned:
+            slots = slots[1], slots[0], slots[2]
+        pair = (y, passed.gradient) if product.turned else (passed.gradient, y)
+        bases = None if site.transposed else self.bases
+        probed: torch.Tensor = DerivativeProbe.apply(
+            y,
+            *slots,
+            own[2],
+            None if bases is None else self.products,
+            product,
+            spec,
+            self.clock if self.clock.sampled else None,
+            passed.gradient,
+            passed.x if is_norm else None,
+            scale,
+            self._chosen(spec, *pair),
+            *(bases or (None, None)),
+        )
         return probed
 
     def observe_sum(self, operand: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -413,7 +480,8 @@ class LayerCapture:
         """Setting the model's gradients to None, whoever does it, clears its statistics."""
         if self.held_back:  # then None may mean that a micro-batch's are not reduced yet
             return
-        if self._sum(self.G) is not None and self.layer.weight.parameter.grad is None:
+        sums = [self._sum(slot) for slot in (self.G, *self.transposed[1:2])]
+        if any(x is not None for x in sums) and self.layer.weight.parameter.grad is None:
             self.clear()
 
     def clear(self) -> None:
@@ -448,7 +516,8 @@ class LayerCapture:
         if counts is None or G is None:
             if transposed is None:
                 return None
-            counts, G = torch.zeros_like(self.counts), torch.zeros_like(self.G)
+            counts = torch.zeros_like(self.counts) if counts is None else counts
+            G = torch.zeros_like(self.G)
         if A is None:
             A = torch.zeros_like(self.A)
         if self.layer.spec.kind == "free":

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from suite.core.statistics import elementwise_second_moment_sum
+from suite.torch.clock import CaptureClock
+from suite.torch.derivatives import Passed, Product
 from suite.torch.hooks import in_traced_graph, packs_with, without_modes
 from suite.torch.rows import counts_like
 
@@ -63,6 +65,7 @@ class Watched(NamedTuple):
     clock: Any = None  # says when statistics are taken, where not in every backward pass
     strays: Any = None  # a set, to put `name` into when a use is not understood
     name: str = ""
+    recorded: Any = None  # the clock that knows of backward passes that are recorded
     widened: bool = False  # an entry of the parameter is several of the tensor's
 
 
@@ -192,11 +195,36 @@ def _probed(
         return None
     if watched.widened and kind not in ("sum", "product"):
         return None  # a factor of a matrix's rows: its gradient is a sum over them, not a row of x
+    product = None
+    if isinstance(other, T) and not torch.compiler.is_compiling():
+        product = _product(None if in_place else other, watched, kind, ends)
     slots = watched.slot, watched.ones, watched.counts
     apply = _FreeProbe.apply if torch.compiler.is_compiling() else _FreeProbeOfDuals.apply
     with without_modes():
-        probed: T = apply(output, other, *slots, kind, watched.clock, ends, in_place)
+        probed: T = apply(output, other, *slots, kind, watched.clock, ends, in_place, product)
     return probed
+
+
+def _product(x: T | None, watched: Watched, kind: str, ends: T | None) -> Product | CaptureClock | None:
+    """What looks for derivatives by what the parameter multiplies; None: that is no more what it was."""
+    clock: CaptureClock | None = watched.recorded
+    if clock is None or (x is not None and not x.requires_grad):
+        return None
+    if not clock.discovering and not clock.derivatives:
+        return clock
+    if x is None:
+        return Product(clock, watched.name, None)
+
+    def probe(product: Product, passed: Passed, y: T) -> T:
+        slots = watched.slot, watched.ones, watched.counts
+        probed: T = _FreeProbeOfDuals.apply(
+            y, passed.gradient, *slots, kind, watched.clock, ends, False, product
+        )
+        return probed
+
+    product = Product(clock, watched.name, probe)
+    product.watch(x)
+    return product
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
@@ -218,7 +246,9 @@ class _FreeProbe(torch.autograd.Function):
         clock: Any,
         ends: T | None,
         in_place: bool,
+        product: Product | CaptureClock | None,
     ) -> T:
+        ctx.product = product
         ctx.save_for_backward(other, ends)
         ctx.kind, ctx.shape, ctx.dtype, ctx.clock = kind, slot.shape, slot.dtype, clock
         ctx.in_place = in_place
@@ -229,15 +259,19 @@ class _FreeProbe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: T) -> Any:
+        if ctx.product is not None and torch.is_grad_enabled():
+            ctx.product.passed(gradient)
         if not ctx.needs_input_grad[2] or (ctx.clock is not None and not ctx.clock.sampling):
-            return gradient, *(None,) * 8
+            return gradient, *(None,) * 9
         other, ends = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             g = gradient.to(ctx.dtype)
             other = None if other is None else other.detach().to(ctx.dtype)
+            if isinstance(ctx.product, Product) and ctx.product.turned:
+                g, other = other, g  # of the product that it is a derivative of
             squares = elementwise_second_moment_sum(g, other, ctx.kind, tuple(ctx.shape), ends)
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
-        return gradient, None, squares, one, counts_like(one, 1, 0), *(None,) * 4
+        return gradient, None, squares, one, counts_like(one, 1, 0), *(None,) * 5
 
 
 class _FreeProbeOfDuals(_FreeProbe):

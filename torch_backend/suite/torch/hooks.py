@@ -118,6 +118,17 @@ def on_transformed(y: Any, call: Callable[[], None]) -> None:
         under.register_hook(lambda gradient: call())
 
 
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether it is under a vmap, torch.func's or that of `is_grads_batched`, which has no name."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    try:
+        x.untyped_storage()
+    except RuntimeError:  # a batch has none
+        return True
+    return False
+
+
 def packs_with() -> Any:
     """What autograd packs tensors with that it saves; None: it keeps them, or it is not known."""
     if torch.compiler.is_compiling() or _top_hooks is None:

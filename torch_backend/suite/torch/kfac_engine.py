@@ -158,6 +158,7 @@ class KFACEngine:
             return self.reports.nothing_seen()
         self.reports.unseen(agreed.seen)
         self.reports.thawed()
+        self.reports.missed_derivatives()
         self.capture.settle_functions(agreed.functional)
         partial = self._settle_sharing(taken, agreed)
         captures, sampled = self.capture.by_layer, self.capture.clock.sampled
@@ -169,7 +170,7 @@ class KFACEngine:
             # Sampled gradients are of single terms: N times those of a loss that is their mean.
             taken = self.capture.all_unscaled(taken, agreed.terms)
         scaling = Scaling(agreed.terms, self.loss_reduction, self.factor_scaling)
-        new = summed_factors(captures, taken, agreed.seen, self.factors, scaling)
+        new = summed_factors(captures, taken, agreed, self.factors, scaling)
         seen = {
             (i, side): agreed.seen[i] and not (side == "A" and i in partial)
             for i, side in self.factors.all_keys()
@@ -196,20 +197,25 @@ class KFACEngine:
             clock.discovering = False
             self.reports.strays()
             self.reports.transformed()
-            found = self._find_sharing(taken)
+            found = self._find_sharing(taken, agreed)
             for capture in self.capture.by_layer:
                 capture.inputs = []
             self._share(found)
         clock.forget()
         # One that leads and was no part of the loss has summed nothing for those that follow.
-        alone = {i for i, j in self.factors.input_of.items() if agreed.seen[i] and not agreed.seen[j]}
-        strangers = (agreed.strangers | alone) & self.factors.input_of.keys()
+        input_of = self.factors.input_of
+        alone = {i for i, j in input_of.items() if agreed.seen[i] and not agreed.seen[j]}
+        turned = {i for i, j in input_of.items() if agreed.turned[i] or agreed.turned[j]}
+        strangers = (agreed.strangers | alone | turned) & input_of.keys()
         if strangers:
-            self._share({i: j for i, j in self.factors.input_of.items() if i not in strangers})
+            self._share({i: j for i, j in input_of.items() if i not in strangers})
         return strangers & agreed.incomplete
 
-    def _find_sharing(self, taken: Taken) -> dict[int, int]:
-        """Layer -> the one whose A is its A, too, on every rank; only layers that were seen."""
+    def _find_sharing(self, taken: Taken, agreed: Agreement) -> dict[int, int]:
+        """Layer -> the one whose A is its A, too, on every rank; only layers that were seen.
+
+        Uses as the transpose have a part in A that is each layer's own.
+        """
         first: dict[Any, int] = {}
         labels: dict[int, int] = {}  # layer -> the first that reads what it reads
         # The one that runs first leads: it has the input when the others come.
@@ -220,7 +226,7 @@ class KFACEngine:
             seen = taken[i]
             if seen is None or not capture.inputs or spec.kind not in ("dense", "convolution"):
                 continue
-            if len(layer.sites) > 1:
+            if len(layer.sites) > 1 or agreed.turned[i]:
                 continue
             alike = spec._replace(diagonal=(layer.diagonal[0], False))
             calls = tuple(capture.inputs), seen.read

@@ -38,6 +38,7 @@ class Reports:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._known = {found.name_of(name): p for name, p in model.named_parameters()}
         self._unseen_reported = self._torn_reported = False
+        self._missed: set[str] = set()  # of whose derivatives was warned
 
     def require_parameters(self, taken: Taken) -> None:
         """RuntimeError if a layer ran whose weight is not the model's, or not as it was, any more."""
@@ -155,8 +156,20 @@ class Reports:
             names = ", ".join(map(repr, sorted(self.capture.clock.transformed)))
             warn_user(
                 "these layers ran inside of torch.func's transforms, or with forward-mode derivatives, "
-                f"where K-FAC sees nothing: statistics are of their other calls alone: {names}. Carry "
-                "derivatives by the inputs forward with the activations (examples/train_pinn.py)"
+                f"where K-FAC sees nothing: statistics are of their other calls alone: {names}. Take "
+                "derivatives by the inputs with torch.autograd.grad(..., create_graph=True), or carry them "
+                "forward with the activations (examples/train_pinn.py)"
+            )
+
+    def missed_derivatives(self) -> None:
+        """Warn about layers whose part in derivatives by their inputs K-FAC does not understand."""
+        missed, self.capture.clock.missed = self.capture.clock.missed - self._missed, set()
+        self._missed |= missed
+        if missed:
+            names = ", ".join(map(repr, sorted(missed)))
+            warn_user(
+                "derivatives by inputs of these layers were computed with create_graph=True, and what a "
+                f"loss of them owes to these layers has no part in their statistics: {names}"
             )
 
     def torn(self, torn: Sequence[int]) -> None:

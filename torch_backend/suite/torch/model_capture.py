@@ -158,6 +158,8 @@ class ModelCapture:
 
         It is asked only where there are statistics: a GradScaler's answer has to come from the device.
         """
+        if self.clock.derivatives:
+            self._slots = [slot for capture in self.by_layer for slot in capture.slots()]
         if not self.clock.sampled and all(slot.grad is None for slot in self._slots):
             for capture in self.by_layer:
                 capture.take_nothing()

@@ -124,6 +124,44 @@ def sums(
     return Sums(A, G, counts_like(gradient, round(inputs.shape[1] * share), positions), products)
 
 
+def derivative_sums(
+    spec: LayerSpec,
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    at: torch.Tensor | None,
+    chosen: torch.Tensor | None = None,
+    bases: Bases | None = None,
+) -> Sums:
+    """`sums` of a product in a layer's derivatives, in which its bias has no part.
+
+    Args:
+        x, gradient: shaped like the layer's input and output. One is what went into the product, the
+            other the loss's gradient by what came out.
+        at: of a norm, its input, at which it was differentiated.
+    """
+    if spec.kind == "norm":
+        assert at is not None
+        # All of them have a symmetric Jacobian, along each group that they normalize.
+        with torch.enable_grad():
+            at = at.detach().requires_grad_()
+            (x,) = torch.autograd.grad(_normalized(spec, at), at, x)
+        found = _normalized_sums(spec, x, gradient, 0)
+        if spec.bias and found.A is not None:  # of the shift
+            found.A[:, 1:], found.A[:, :, 1:] = 0, 0
+        return found
+    if bases is not None and bases[0] is not None and spec.bias:
+        bases = (bases[0][..., :-1, :], bases[1])
+    found = sums(spec._replace(bias=False), x, gradient, chosen=chosen, bases=bases)
+    if not spec.bias:
+        return found
+    assert found.A is not None  # its last coordinate is the bias's
+    A = F.pad(found.A, (0, 1) if spec.diagonal[0] else (0, 1, 0, 1))
+    products = found.products
+    if products is not None and products.shape[-1] < A.shape[-1]:
+        products = F.pad(products, (0, 1))
+    return found._replace(A=A, products=products)
+
+
 def _sums_of_some(
     spec: LayerSpec,
     x: torch.Tensor | None,
@@ -265,31 +303,36 @@ def _batched(x: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
 
 
 def _norm_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positions: int) -> Sums:
+    if spec.norm == "batch" and not spec.reduce and x.numel():
+        A = batch_norm_second_moment_sum(x, gradient, spec.eps or 0.0, spec.bias)
+        return _unit_sums(A, gradient, positions, positions)
+    return _normalized_sums(spec, _normalized(spec, x), gradient, positions)
+
+
+def _normalized(spec: LayerSpec, x: torch.Tensor) -> torch.Tensor:
+    """What a norm's scale is multiplied with, shaped like `x`."""
     eps = spec.eps or 0.0
     if spec.norm in ("layer", "rms"):
         shape = x.shape[-spec.norm_size :]
         if spec.norm == "layer":
-            x = F.layer_norm(x, shape, eps=eps)
-        else:
-            x = F.rms_norm(x, shape, eps=spec.eps)  # None: that of the dtype
-        width = math.prod(shape)
-        x, gradient = (t.reshape(*t.shape[: t.ndim - len(shape)], width) for t in (x, gradient))
-    elif spec.norm == "group":
-        x = F.group_norm(x, spec.norm_size, eps=eps)
-    elif spec.norm == "batch":
-        if not spec.reduce and x.numel():
-            A = batch_norm_second_moment_sum(x, gradient, eps, spec.bias)
-            return _unit_sums(A, gradient, positions, positions)
-        x = F.batch_norm(x, None, None, training=True, eps=eps)
-    elif spec.norm == "instance":
-        if x.ndim == -spec.channel_axis:  # no batch axis
-            x, gradient = x[None], gradient[None]
-        x = F.instance_norm(x, eps=eps)
-    return _normalized_sums(spec, x, gradient, positions)
+            return F.layer_norm(x, shape, eps=eps)
+        return F.rms_norm(x, shape, eps=spec.eps)  # None: that of the dtype
+    if spec.norm == "group":
+        return F.group_norm(x, spec.norm_size, eps=eps)
+    if spec.norm == "batch":
+        return F.batch_norm(x, None, None, training=True, eps=eps)
+    if spec.norm == "instance" and x.ndim == -spec.channel_axis:  # no batch axis
+        return F.instance_norm(x[None], eps=eps)[0]
+    return F.instance_norm(x, eps=eps) if spec.norm == "instance" else x
 
 
 def _normalized_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, positions: int) -> Sums:
     """Of a scale and shift that follow what `x` has gone through already."""
+    if spec.norm in ("layer", "rms"):
+        width = math.prod(x.shape[-spec.norm_size :])
+        x, gradient = (t.reshape(*t.shape[: t.ndim - spec.norm_size], width) for t in (x, gradient))
+    elif spec.norm == "instance" and x.ndim == -spec.channel_axis:
+        x, gradient = x[None], gradient[None]
     axis = spec.channel_axis % x.ndim
     channels = x.shape[axis]
     scales, shifts = gradient * x, gradient

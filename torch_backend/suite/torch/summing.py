@@ -11,6 +11,7 @@ import torch
 from suite.core import statistics
 from suite.core.packing import pack, packed_shape, unpack
 from suite.core.statistics import LayerStatistics
+from suite.torch.agreement import Agreement
 from suite.torch.capture import Captured, LayerCapture
 from suite.torch.collectives import Parcel
 from suite.torch.factor_store import Key
@@ -28,19 +29,20 @@ class Scaling(NamedTuple):
 def summed_factors(
     captures: Sequence[LayerCapture],
     taken: Sequence[Captured | None],
-    seen: Sequence[bool],
+    agreed: Agreement,
     factors: LayerFactors,
     scaling: Scaling,
 ) -> dict[Key, torch.Tensor]:
     """Normalized (A, G) of the layers that some rank has seen, of the factors that are kept here.
 
     Args:
-        captures, taken, seen: by layer; `taken` of this rank, `seen` by any.
+        captures, taken: by layer; `taken` of this rank.
     """
     if factors.ranks.alone:
         return _all_normalized(captures, taken, scaling)
-    packs = [_Pack(capture, factors.symmetric) for capture in captures]
-    keys = [key for key in factors.all_keys() if seen[key[0]]]
+    turned = zip(captures, agreed.turned, strict=True)
+    packs = [_Pack(capture, factors.symmetric, flag) for capture, flag in turned]
+    keys = [key for key in factors.all_keys() if agreed.seen[key[0]]]
     parcels = [
         Parcel(
             factors.layers[i].name,
@@ -156,18 +158,17 @@ def _scaled(
 class _Pack:
     """How the sums of one layer travel: what an owner of a side needs, in one vector."""
 
-    def __init__(self, capture: LayerCapture, symmetric: bool) -> None:
+    def __init__(self, capture: LayerCapture, symmetric: bool, turned: bool) -> None:
         self.capture, self.symmetric = capture, symmetric
-        self.tied = bool(capture.transposed)  # then each side of the factors needs all sums
+        self.turned = turned  # used as the transpose, too: each side of the factors needs all sums
 
     def _shapes(self, side: str) -> list[tuple[int, ...]]:
         capture = self.capture
         A = (1, capture.A.numel()) if capture.layer.spec.kind == "free" else tuple(capture.A.shape)
         G = tuple(capture.G.shape)
-        if not self.tied:
+        if not self.turned:
             return [A if side == "A" else G, (1,)]
-        other = [tuple(x.shape) for x in capture.transposed[:2]]
-        return [A, G, (1,), *other, (1,)]
+        return [A, G, (1,), G, A, (1,)]
 
     def _packs(self, shape: tuple[int, ...]) -> bool:
         return self.symmetric and len(shape) == 3 and shape[1] == shape[2]
@@ -180,7 +181,7 @@ class _Pack:
     def packed(self, captured: Captured, side: str) -> torch.Tensor:
         main, other = captured.main, captured.transposed
         parts = [main.A if side == "A" else main.G, main.rows]
-        if self.tied:
+        if self.turned:
             parts = [main.A, main.G, main.rows]
             if other is None:
                 parts += [torch.zeros(s).to(main.A) for s in self._shapes(side)[3:]]
@@ -203,7 +204,7 @@ class _Pack:
             else:
                 parts.append(piece.reshape(shape))
         terms = scaling.terms.to(flat.device)
-        if self.tied:
+        if self.turned:
             main = LayerStatistics(parts[0], parts[1], parts[2][0])
             other = LayerStatistics(parts[3], parts[4], parts[5][0])
             used = other if bool(other.rows > 0) else None

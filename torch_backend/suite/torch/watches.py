@@ -46,7 +46,7 @@ class FreeCapture(ModeAround):
         clock = capture.clock if capture.clock.sampled else None
         strays = capture.clock.strays if capture.clock.discovering else None
         slots = capture.A, capture.G, capture.counts
-        return Watched(parameter, *slots, clock, strays, capture.layer.name)
+        return Watched(parameter, *slots, clock, strays, capture.layer.name, capture.clock)
 
 
 class OutputWatch:
