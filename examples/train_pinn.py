@@ -10,9 +10,9 @@ has the solution sin(k π x) sin(k π y), to which the network's relative L2 err
 
 The network carries u's derivatives forward, from layer to layer, beside u (Li et al. 2023,
 arXiv:2307.08214). So they are inputs and outputs of its linear layers like u itself, and K-FAC takes
-its statistics of all of them (Dangel, Müller & Zeinhofer 2024, arXiv:2405.15603). It does so, too, with
-derivatives by torch.autograd.grad(..., create_graph=True), but not by torch.func, of which a warning says
-that they pass by its statistics: these are of the plain calls (the boundary), and it takes far more damping.
+its statistics of all of them (Dangel, Müller & Zeinhofer 2024, arXiv:2405.15603). It does so, too, where
+derivatives come from torch.autograd.grad(..., create_graph=True), but not from torch.func: those pass by
+its statistics, which are of the plain calls then (the boundary), and it takes far more damping.
 """
 
 from __future__ import annotations

@@ -157,8 +157,8 @@ class Reports:
             warn_user(
                 "these layers ran inside of torch.func's transforms, or with forward-mode derivatives, "
                 f"where K-FAC sees nothing: statistics are of their other calls alone: {names}. Take "
-                "derivatives by the inputs with torch.autograd.grad(..., create_graph=True), or carry them "
-                "forward with the activations (examples/train_pinn.py)"
+                "derivatives by the inputs by torch.autograd.grad(..., create_graph=True) or carry them "
+                "forward with the activations, as examples/train_pinn.py does"
             )
 
     def missed_derivatives(self) -> None:
