@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_fishers import assert_exact, check, dense_block, exact_blocks, normal
-from suite.jax import kfac, probe, value_and_grad, verify
+from suite.jax import eigenbases, kfac, probe, value_and_grad, verify
 
 # ---- products ------------------------------------------------------------------------------------
 
@@ -1062,3 +1062,163 @@ def test_terms_of_a_head_with_a_bias_in_some_of_its_calls():
         return jnp.sum(jnp.sin(x @ p["w"] + p["b"])) + jnp.sum(jnp.sin(y @ p["w"]))
 
     assert float(value_and_grad(loss)(p, x, y)[2].terms) == 11
+
+
+# ---- derivatives by the inputs -------------------------------------------------------------------
+
+
+def mlp_of_a_point(p, x):
+    for w, b in p[:-1]:
+        x = jnp.tanh(x @ w + b)
+    return (x @ p[-1][0] + p[-1][1])[0]
+
+
+def points_and_mlp():
+    p = [(normal(i, o, seed=i), normal(o, seed=o)) for i, o in ((2, 5), (5, 4), (4, 1))]
+    return p, normal(9, 2, seed=1), normal(4, 2, seed=2)
+
+
+LAPLACIANS = {
+    "reverse": lambda u, x: sum(jax.grad(lambda x, i=i: jax.grad(u)(x)[i])(x)[i] for i in range(2)),
+    "forward": lambda u, x: sum(
+        jax.jvp(lambda x, e=e: jax.jvp(u, (x,), (e,))[1], (x,), (e,))[1] for e in jnp.eye(2)
+    ),
+    "hessian": lambda u, x: jnp.trace(jax.hessian(u)(x)),
+    "forward over reverse": lambda u, x: jnp.trace(jax.jacfwd(jax.grad(u))(x)),
+}
+
+
+@pytest.mark.parametrize("kind", LAPLACIANS)
+def test_the_terms_of_a_loss_of_derivatives_are_its_points(kind):
+    p, x, y = points_and_mlp()
+
+    def at(f, p, x):
+        return jax.vmap(lambda x: f(lambda z: mlp_of_a_point(p, z), x))(x)
+
+    def residual(p, x):
+        return jnp.mean(at(LAPLACIANS[kind], p, x) ** 2)
+
+    def boundary(p, x, y):
+        return residual(p, x) + jnp.mean(at(lambda u, z: u(z), p, y) ** 2)
+
+    def and_more(p, x, y):  # beside the loss
+        return boundary(p, x, y), at(lambda u, z: u(z), p, jnp.ones((50, 2)))
+
+    def terms(loss, *batch, **options):
+        return float(value_and_grad(loss, **options)(p, *batch)[2].terms)
+
+    assert terms(residual, x) == pytest.approx(9)
+    assert terms(boundary, x, y) == pytest.approx(13)
+    assert terms(and_more, x, y, has_aux=True) == pytest.approx(13)
+
+
+def test_the_terms_of_energies_and_forces_and_of_a_gradient_penalty():
+    p, x, y = points_and_mlp()
+
+    def energy(p, x):
+        return jax.vmap(functools.partial(mlp_of_a_point, p))(x)
+
+    def slopes(p, x):
+        return jax.vmap(jax.grad(functools.partial(mlp_of_a_point, p)))(x)
+
+    def forces(p, x):
+        return jnp.mean(energy(p, x) ** 2) + jnp.mean(slopes(p, x) ** 2)
+
+    def penalty(p, x, y):
+        sizes = jnp.linalg.norm(slopes(p, 0.5 * x[:4] + 0.5 * y), axis=1)
+        return energy(p, x).mean() - energy(p, y).mean() + jnp.mean((sizes - 1) ** 2)
+
+    assert float(value_and_grad(forces)(p, x)[2].terms) == 9
+    assert float(value_and_grad(penalty)(p, x, y)[2].terms) == 9 + 4 + 4
+
+
+def padded(rows):
+    return np.pad(np.asarray(rows), ((0, 0), (0, 1)))
+
+
+def test_a_bias_that_some_uses_have_is_a_coordinate_that_is_zero_in_the_others():
+    """u and its derivative along v, of which the loss is: W has rows (x, 1) and (v, 0)."""
+    w, b, c = normal(4, 3), normal(3, seed=1), normal(5, 3, seed=2)
+    x, v = normal(5, 4, seed=3), normal(5, 4, seed=4)
+
+    def loss(p, x, v, eps=(0.0, 0.0)):
+        y, slope = jax.jvp(lambda x: x @ p["w"] + p["b"] + eps[0], (x,), (v,))
+        return jnp.sum(jnp.sin(y) * jnp.cos(slope + eps[1]) * c)
+
+    p = {"w": w, "b": b}
+    plan = value_and_grad(loss).plan(p, x, v)
+    assert [layer.sizes for layer in plan.layers] == [(5, 3)]
+    main = value_and_grad(loss)(p, x, v)[2]["['w']"].main
+    g = jax.grad(lambda eps: loss(p, x, v, eps))((jnp.zeros((5, 3)),) * 2)
+    inputs = np.concatenate([np.pad(x, ((0, 0), (0, 1)), constant_values=1), padded(v)])
+    outputs = np.concatenate(g)
+    np.testing.assert_allclose(main.A[0], inputs.T @ inputs, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(main.G[0], outputs.T @ outputs, rtol=1e-10, atol=1e-12)
+    verify(loss, p, x, v, rtol=1e-10)
+
+
+def test_so_it_is_beside_uses_as_the_transpose():
+    """The network's slope by x is a product with Wᵀ; the uses with the bias are the main ones."""
+    w, b, c = normal(4, 3), normal(3, seed=1), normal(3, seed=2)
+    x = normal(5, 4, seed=3)
+
+    def energy(p, x, eps):
+        return jnp.sum(jnp.sin(x @ p["w"] + p["b"] + eps) * c)
+
+    def loss(p, x, eps=(0.0, 0.0)):
+        slope = jax.grad(energy, 1)(p, x, eps[0]) + eps[1]
+        return jnp.sum(slope**3)
+
+    p = {"w": w, "b": b}
+    sums = value_and_grad(loss)(p, x)[2]["['w']"]
+    eps = (jnp.zeros((5, 3)), jnp.zeros((5, 4)))
+    g, v = jax.grad(lambda eps: loss(p, x, eps))(eps)
+    (by_output,) = jax.grad(lambda eps: energy(p, x, eps), argnums=(0,))(eps[0])
+    inputs = np.pad(x, ((0, 0), (0, 1)), constant_values=1)
+    np.testing.assert_allclose(sums.main.A[0], inputs.T @ inputs, rtol=1e-10)
+    np.testing.assert_allclose(sums.main.G[0], g.T @ g, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(sums.transposed.A[0], by_output.T @ by_output, rtol=1e-10)
+    np.testing.assert_allclose(sums.transposed.G[0], padded(v).T @ padded(v), rtol=1e-10, atol=1e-12)
+    verify(loss, p, x, rtol=1e-10)
+
+
+def test_so_it_is_in_convolutions():
+    p = {"w": normal(3, 2, 2, 2), "b": normal(3, seed=1)}
+    x, v = normal(5, 2, 4, 4, seed=3), normal(5, 2, 4, 4, seed=4)
+
+    def convolve(x, w):
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME")
+
+    def loss(p, x, v):
+        y, slope = jax.jvp(lambda x: convolve(x, p["w"]) + p["b"][:, None, None], (x,), (v,))
+        return jnp.mean(jnp.sum(jnp.sin(y) * jnp.cos(slope), (1, 2, 3)))
+
+    (layer,) = value_and_grad(loss).plan(p, x, v).layers
+    assert layer.sizes == (9, 3)
+    verify(loss, p, x, v, rtol=1e-9)
+    A = value_and_grad(loss)(p, x, v)[2]["['w']"].main.A[0]
+    np.testing.assert_allclose(A[-1, -1], 5 * 16)  # ones are in the rows of x
+    patches = jax.lax.conv_general_dilated_patches(jnp.concatenate([x, v]), (2, 2), (1, 1), "SAME")
+    rows = np.moveaxis(patches, 1, -1).reshape(-1, 8)
+    np.testing.assert_allclose(A[:-1, :-1], rows.T @ rows, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(A[-1, :-1], rows[: 5 * 16].sum(0), rtol=1e-10, atol=1e-12)
+
+
+def test_so_it_is_in_eigenbases():
+    w, b = normal(4, 3), normal(3, seed=1)
+    x, v = normal(5, 4, seed=3), normal(5, 4, seed=4)
+
+    def loss(p, x, v, eps=(0.0, 0.0)):
+        y, slope = jax.jvp(lambda x: x @ p["w"] + p["b"] + eps[0], (x,), (v,))
+        return jnp.sum(jnp.sin(y) * jnp.cos(slope + eps[1]))
+
+    p, vag = {"w": w, "b": b}, value_and_grad(loss)
+    tx = kfac(vag.plan(p, x, v), 0.1, compute_method="ekfac", inv_update_steps=5)
+    bases = eigenbases(tx.init(p), vag.plan(p, x, v))
+    turns = [np.linalg.qr(normal(n, n, seed=n))[0][None] for n in (5, 3)]
+    bases = {name: tuple(map(jnp.asarray, turns)) for name in bases}
+    products = vag(p, x, v, bases=bases)[2]["['w']"].main.products[0]
+    g = np.concatenate(jax.grad(lambda eps: loss(p, x, v, eps))((jnp.zeros((5, 3)),) * 2))
+    inputs = np.concatenate([np.pad(x, ((0, 0), (0, 1)), constant_values=1), padded(v)])
+    expected = ((g @ turns[1][0]) ** 2).T @ (inputs @ turns[0][0]) ** 2
+    np.testing.assert_allclose(products, expected, rtol=1e-9)

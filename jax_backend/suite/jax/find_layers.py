@@ -108,6 +108,8 @@ class Uses:
     biases: dict[int, list[BiasUse]] = field(default_factory=dict)
     others: dict[int, list[str]] = field(default_factory=dict)  # primitives that rule a leaf out
     by_hand: dict[int, list[Site]] = field(default_factory=dict)  # a user's probes
+    beside: list[Site] = field(default_factory=list)  # values of which the loss has derivatives only
+    made_of: dict[Any, Any] = field(default_factory=dict)  # by place, if there are: see `made_of`
 
     def rule_out(self, origin: Origin | None, why: str) -> None:
         if origin is not None:
@@ -152,6 +154,7 @@ class _Finder:
         self.live = jaxprs.live_values(program, roots)
         self.differentiable = jaxprs.differentiable_values(program, program.inputs[:leaves])
         data = {*program.inputs[leaves:], *program.constants}
+        self.data = data
         self.of_data = jaxprs.dependent_values(program, data)
         self.origins: dict[int, Origin] = {}
         for i, value in enumerate(program.inputs[:leaves]):
@@ -166,6 +169,7 @@ class _Finder:
         self.scaled: dict[int, _Scaled] = {}
         self.scalings: dict[int, _Scaling] = {}
         self.early: dict[int, tuple[Site, tuple[Step, ...]]] = {}  # a leaf times rows, re-indexed
+        self.aside: dict[int, Site] = {}  # products that the loss does not depend on
         self.late: dict[Any, Site] = {}  # by place: of which site it is what it may be moved to
         self.roots = [root for root in roots if root is not None]
         self.nodes = [n for n in program.nodes if any(out in self.live for out in n.outputs)]
@@ -190,12 +194,18 @@ class _Finder:
                     self.scale_later(node)
             elif live:
                 self.meet(node, known)
+            else:
+                self.meet_beside(node, known)
         for root in self.roots:
             self.uses.rule_out(self.origins.get(root), "being returned")
             self.rule_out_pieces(self.joined.get(root, ()))
             if root in self.scaled:
                 self.scalings[self.scaled[root].first].others.append("being returned")
         self.settle_scalings()
+        if self.uses.beside:
+            values = [use.site for own in self.uses.biases.values() for use in own]
+            values += self.uses.beside
+            self.uses.made_of = {site.use.place: self.made_of(site) for site in values}
         for leaf, marked in self.uses.by_hand.items():  # the user vouches for them
             self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s in marked]
             self.uses.biases.pop(leaf, None)
@@ -265,6 +275,32 @@ class _Finder:
         how = op.how if isinstance(op, operations.Moved) else ""
         for one in met:
             self.uses.rule_out(one.origin, f"`{name}`, {how}" if how else f"`{name}`")
+
+    def meet_beside(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
+        """An operation that the loss does not depend on: y = x w + b where its derivatives have x."""
+        op, out = node.operation, node.outputs[0]
+        met = [
+            _Meeting(i, origin, self.shape(node.inputs[i]), None)  # type: ignore[arg-type]
+            for i, origin in enumerate(known)
+            if origin is not None
+        ]
+        if isinstance(op, operations.Reindex) and known[0] is not None:
+            self.origins[out] = known[0].moved(op.step)
+        elif isinstance(op, operations.Add):
+            self.uses.beside += [self.aside[v] for v in node.inputs if v is not None and v in self.aside]
+        elif len(met) == 1 and isinstance(op, (operations.DotGeneral, operations.Convolve)):
+            site = self.product(node, met[0])
+            if site is not None and site.input in self.live:
+                self.aside[out] = site
+
+    def made_of(self, site: Site) -> Any:
+        """A product's weight, and the data that its input is made of.
+
+        A program that takes derivatives has that of the values again, with the same data.
+        """
+        if site.input is None:
+            return site.leaf, None
+        return site.leaf, jaxprs.sources(self.program, site.input, self.data)
 
     def multiplier(self, node: jaxprs.Node, place: int) -> Multiplier | None:
         """The number, without a derivative, that the operand at `place` is multiplied with."""

@@ -248,6 +248,20 @@ def differentiable_values(program: Program, inputs: Sequence[int]) -> set[int]:
     return found
 
 
+def sources(program: Program, value: int, among: set[int]) -> frozenset[int]:
+    """Which of some values a value is computed from."""
+    made_of = {out: node.inputs for node in program.nodes for out in node.outputs}
+    loops = dict(program.back)
+    found, todo = set(), [value]
+    while todo:
+        here = todo.pop()
+        if here in found:
+            continue
+        found.add(here)
+        todo.extend(v for v in (*made_of.get(here, ()), loops.get(here)) if v is not None)
+    return frozenset(found & among)
+
+
 def dependent_values(program: Program, starts: Iterable[int]) -> set[int]:
     """Values that are computed from some of these."""
     found = set(starts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -339,47 +339,70 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
     Where none is covered, those that are added or multiplied elementwise.
     """
     owner = {u.place: layer for layer in layers for u in layer.uses}
+    primal = {u.site.use.place for own in uses.biases.values() for u in own}
     sites = [*uses.sites, *(u.instead for own in uses.biases.values() for u in own)]
-    sites.sort(key=lambda site: site.use.path)  # as they run
     products = [s for s in sites if not isinstance(s.use.product, Elementwise)]
+    if uses.beside:
+        # Of values and what derivatives of them multiply with only the former are terms.
+        own_layer = {layer.leaf: layer for layer in layers if layer.kind != "elementwise"}
+        owner |= {s.use.place: own_layer[s.leaf] for s in uses.beside if s.leaf in own_layer}
+        primal |= {s.use.place for s in uses.beside}
+        products += uses.beside
+        valued = {s.leaf for s in products if s.use.place in primal}
+        products = [s for s in products if s.use.place in primal or s.leaf not in valued]
+    products.sort(key=lambda site: site.use.path)  # as they run
     if not any(s.use.place in owner for s in products):
-        products = [*(s for s in sites if s not in products), *products]
+        others = [s for s in sites if s not in products]
+        products = [*sorted(others, key=lambda site: site.use.path), *products]
     found: list[Last] = []
     for site in reversed(products):
         layer = owner.get(site.use.place)
         if layer is None:
             continue
         if all(layer.name != last.layer for last in found):
-            primal = {u.site.use.place for own in uses.biases.values() for u in own}
-            found.append(Last(layer.name, *_terms(site, layer, products, primal, reduce)))
+            found.append(Last(layer.name, *_terms(site, layer, owner, products, sites, uses, reduce)))
         if all(length is not None for _, length in site.loops):
             break
     return tuple(found)
 
 
 def _terms(
-    last: Site, layer: Layer, products: list[Site], primal: set[Any], reduce: bool
+    last: Site,
+    layer: Layer,
+    owner: Mapping[Any, Layer],
+    products: list[Site],
+    sites: list[Site],
+    uses: Uses,
+    reduce: bool,
 ) -> tuple[float, float]:
     """The loss's terms where this covered product is the last that ran: by its layer's rows, and all.
 
     The terms are positions, also where `reduce` makes one row of all of an example.
+
+    Args:
+        owner: layers by the places of their products.
+        products: those that may be terms, as they run.
+        sites: all uses in the loss.
     """
-    products = [s for s in products if not s.excludes(last)]
+    products, sites = ([s for s in some if not s.excludes(last)] for some in (products, sites))
     very_last, mine = products[-1], {use.place: use for use in layer.uses}
 
     def rows(site: Site) -> int:
         use = mine.get(site.use.place, site.use)
         return (use.examples if reduce else use.rows) * site.executions
 
-    own = [s for s in products if s.use.place in mine]
-    counted = [s for s in own if not mine[s.use.place].transposed]  # in the sums of its rows
-    if very_last.use.place not in mine:
+    own = [s for s in products if owner.get(s.use.place) is layer]
+    counted = [s for s in sites if s.use.place in mine and not mine[s.use.place].transposed]
+    if owner.get(very_last.use.place) is not layer:
         own = [s for s in products if s.leaf == very_last.leaf and s.view == very_last.view]
     # Of a tied table the head's rows, not the lookups'; and a bias is added to what a layer computes,
     # not to the derivatives of that.
     own = [s for s in own if not isinstance(s.use.product, Lookup)] or own
+    primal = {u.site.use.place for every in uses.biases.values() for u in every}
     values = [s for s in own if s.use.place in primal]
-    if {s.use.rows for s in own} == {s.use.rows for s in values}:  # derivatives have rows of values
+    if uses.beside:
+        own = list({uses.made_of.get(s.use.place, s.use.place): s for s in own}.values())
+    elif {s.use.rows for s in own} == {s.use.rows for s in values}:  # derivatives have rows of values
         own = values
     positions = sum(s.use.rows * s.executions for s in own)
     return positions / max(sum(map(rows, counted)), 1), positions
