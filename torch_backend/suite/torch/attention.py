@@ -111,10 +111,9 @@ class Attention:
             weights: Any = self.module.in_proj_weight.chunk(3)
         else:
             weights = [getattr(self.module, f"{name}_proj_weight") for name in _KEYS]
-        return [
-            self._products[name](x, w, b)
-            for name, x, w, b in zip(_KEYS, (query, key, value), weights, biases, strict=True)
-        ]
+        given = query, key, value
+        # torch 2.6's compiler takes no strict zip where a layer's hook ends a graph.
+        return [self._products[k](given[i], weights[i], biases[i]) for i, k in enumerate(_KEYS)]
 
     def _attend(
         self,
