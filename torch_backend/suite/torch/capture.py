@@ -18,9 +18,18 @@ import torch
 
 from suite.core.statistics import LayerStatistics
 from suite.torch.clock import CaptureClock
-from suite.torch.derivatives import PRODUCTS, DerivativeProbe, Passed, Product
+from suite.torch.derivatives import (
+    PRODUCTS,
+    Call,
+    DerivativeProbe,
+    Noted,
+    Source,
+    follow,
+    is_awaited,
+    is_recorded,
+)
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.hooks import Hook, in_backward, on_transformed, without_modes
+from suite.torch.hooks import Hook, in_backward, is_batched, on_transformed, without_modes
 from suite.torch.layers import Layer, Site
 from suite.torch.prepared import prepared
 from suite.torch.rows import (
@@ -58,11 +67,11 @@ class _Probe(torch.autograd.Function):
         spec: LayerSpec,
         clock: CaptureClock | _UnlessBroadcast | _OfSum | None,
         reading: _Reading | None,
-        product: Product | CaptureClock | None,
+        source: Source | None,
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
         """`rest`: slot of products, scale, chosen rows, bases of A and G, a factor of x; or nothing."""
-        ctx.clock, ctx.reading, ctx.product = clock, reading, product
+        ctx.clock, ctx.reading, ctx.source, ctx.call = clock, reading, source, None
         ctx.save_for_backward(x, *rest[1:])
         ctx.spec = spec
         ctx.dtype = G.dtype
@@ -71,15 +80,18 @@ class _Probe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        wanted = ctx.needs_input_grad
-        if ctx.product is not None and torch.is_grad_enabled():
-            ctx.product.passed(gradient, ctx.saved_tensors[0])
-        if not wanted[3] or (ctx.clock is not None and not ctx.clock.sampling):
-            return (gradient, *(None,) * (len(wanted) - 1))
+        wanted, on, source = ctx.needs_input_grad, gradient, ctx.source
+        x, *rest = ctx.saved_tensors  # once: checkpoints compute what is read again
+        scale, chosen, *vectors = rest or (None, None)
+        waits = wanted[3] and (ctx.clock is None or ctx.clock.sampling)
+        if source is not None and is_recorded():
+            ctx.call = ctx.call or Call()
+            on = source.capture.passed(source, ctx.call, gradient, x, scale, True)
+            waits = waits and is_awaited(source.capture.G)
+        if not waits:
+            return (on, *(None,) * (len(wanted) - 1))
         if ctx.reading is not None:
             ctx.reading.read.append(ctx.reading.token)
-        x, *rest = ctx.saved_tensors
-        scale, chosen, *vectors = rest or (None, None)
         bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[9] else None
         given = ctx, gradient, x, scale, chosen, bases, vectors[2] if vectors else None
         if _is_plain(gradient.device.type):
@@ -87,11 +99,11 @@ class _Probe(torch.autograd.Function):
         else:
             with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                 A, G, counts, products = _Probe._sums(*given)
-        if isinstance(ctx.product, Product) and not ctx.product.is_first():
+        if ctx.call is not None and not ctx.call.is_first():
             counts = torch.stack([counts[0], torch.zeros_like(counts[0])])
         if not rest:
-            return gradient, None, A, G, counts, None, None, None, None
-        return gradient, None, A, G, counts, None, None, None, None, products, *(None,) * 5
+            return on, None, A, G, counts, None, None, None, None
+        return on, None, A, G, counts, None, None, None, None, products, *(None,) * 5
 
     @staticmethod
     def _sums(
@@ -322,8 +334,9 @@ class LayerCapture:
             x, factor = x.detach(), torch.stack([length, made.mean() / (length + (length == 0))])
         elif made is not None:
             scale = made.expand(self.layer.weight.shape[0]).reshape(-1, *(1,) * len(spec.kernel))
-        understood = factor is None and site.scaling != "magnitude" and whole
-        product = self._product(site, given, scale, understood)
+        source = None
+        if spec.kind in PRODUCTS and given.requires_grad and not torch.compiler.is_compiling():
+            source = Source(self, site, factor is None and site.scaling != "magnitude" and whole)
         self._note(site, x, y, again)
         slots = self.transposed if site.transposed else (self.A, self.G, self.counts)
         shared = self.input_of is not None and not site.transposed and self._has_input_of(x)
@@ -349,60 +362,83 @@ class LayerCapture:
                 spec,
                 clock,
                 self._reading(x),
-                product,
+                source,
                 *rest,
             )
         if isinstance(clock, _UnlessBroadcast):
             self.looked_up = _LookedUp(weakref.ref(probed), x, clock, site)
         return probed
 
-    def _product(
-        self, site: Site, x: torch.Tensor, scale: torch.Tensor | None, understood: bool
-    ) -> Product | CaptureClock | None:
-        """What looks for derivatives by a call's input."""
-        if torch.compiler.is_compiling() or site.spec.kind not in PRODUCTS or not x.requires_grad:
-            return None
-        if not self.clock.discovering and not self.clock.derivatives:
-            return self.clock
-        probe = functools.partial(self._probed_derivative, site, scale) if understood else None
-        product = Product(self.clock, self.layer.name, probe)
-        if understood:
-            product.watch(x)
-        return product
+    def passed(
+        self,
+        source: Source,
+        call: Call,
+        gradient: torch.Tensor,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        turned: bool,
+    ) -> torch.Tensor:
+        """A backward pass that is recorded goes through a call, or a product in derivatives of it.
+
+        Args:
+            gradient: by what comes out there.
+            x: what goes in there.
+            scale: what the gradient by the call's output is multiplied with for statistics.
+            turned: whether what the pass computes is a product with the transpose of the call's.
+
+        Returns:
+            The gradient to go on with.
+        """
+        if self.clock.pausing:
+            return gradient
+        name, is_norm = self.layer.name, source.site.spec.kind == "norm"
+        if is_batched(gradient):  # and what is put behind it would be lost
+            self.clock.missed.add(name)
+            return gradient
+        # In derivatives of higher order the scale of a norm is elsewhere, too.
+        if not source.understood or (is_norm and not turned):
+            missed = functools.partial(self.clock.missed.add, name)
+            noted: torch.Tensor = Noted.apply(gradient, self.G, missed)
+            return noted
+        if not x.requires_grad:
+            return gradient
+        at = x if is_norm else None
+        follow(x, lambda y: self._probed_derivative(source, call, gradient, y, at, scale, turned))
+        return gradient
 
     def _probed_derivative(
         self,
-        site: Site,
-        scale: torch.Tensor | None,
-        product: Product,
-        passed: Passed,
+        source: Source,
+        call: Call,
+        x: torch.Tensor,
         y: torch.Tensor,
+        at: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        turned: bool,
     ) -> torch.Tensor:
-        """Probe `y`, what a product in derivatives of a call made of the gradient that passed it."""
-        spec, is_norm = site.spec, site.spec.kind == "norm"
-        if is_norm:
-            product.probe = None  # in derivatives of higher order the scale is elsewhere, too
+        """Probe `y`, what a product in derivatives of a call made of `x`."""
+        site, is_norm = source.site, source.site.spec.kind == "norm"
         slots: tuple[torch.Tensor, ...] = (self.A, self.G, self.counts)
         own = self.transposed if site.transposed else slots
-        if not is_norm and product.turned != site.transposed:
+        if not is_norm and turned != site.transposed:
             self.turn()
             slots = self.transposed
-        if not is_norm and product.turned:
+        if not is_norm and turned:
             slots = slots[1], slots[0], slots[2]
-        pair = (y, passed.gradient) if product.turned else (passed.gradient, y)
+        pair = (y, x) if turned else (x, y)
         bases = None if site.transposed else self.bases
         probed: torch.Tensor = DerivativeProbe.apply(
             y,
             *slots,
             own[2],
             None if bases is None else self.products,
-            product,
-            spec,
-            self.clock if self.clock.sampled else None,
-            passed.gradient,
-            passed.x if is_norm else None,
+            source,
+            call,
+            turned,
+            x,
+            at,
             scale,
-            self._chosen(spec, *pair),
+            self._chosen(site.spec, *pair),
             *(bases or (None, None)),
         )
         return probed

@@ -31,9 +31,6 @@ class CaptureClock:
         self.strangers: set[str] = set()  # layers that turned out not to
         self.strays: set[str] = set()  # free parameters with a use that is not understood
         self.transformed: set[str] = set()  # layers that ran where there are no statistics
-        self.derivatives = False  # whether backward passes were recorded, for a loss of derivatives
-        self._pass = -1  # the last of these
-        self._waiting: dict[int, Any] = {}  # what has passed products on its way, by product
         self.missed: set[str] = set()  # layers whose uses in derivatives are not understood
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
@@ -74,27 +71,6 @@ class CaptureClock:
         if not again and layer.is_product:
             self.last, self.last_positions = layer.name, positions
             self.last_transposed = transposed
-
-    def passed(self, gradient: torch.Tensor, x: torch.Tensor | None = None) -> None:
-        """A backward pass that is recorded goes through a layer: from now on layers look for them."""
-        self.derivatives = True
-
-    def wait(self, product: Any, passed: Any) -> None:
-        """Keep what passed a product until the gradient by its input arrives in the same pass."""
-        self.derivatives = True
-        now = torch._C._current_graph_task_id()
-        if now != self._pass:
-            self._pass = now
-            self._waiting.clear()
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._waiting.clear)
-        self._waiting[id(product)] = passed
-
-    def waiting(self, product: Any) -> Any:
-        """What has passed a product in the backward pass that runs; None: nothing."""
-        if torch._C._current_graph_task_id() != self._pass:
-            return None
-        return self._waiting.pop(id(product), None)
 
     def token(self, x: torch.Tensor) -> int:
         """A number that is the same for the same tensor with the same content."""

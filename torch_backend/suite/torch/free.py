@@ -9,6 +9,7 @@ the module does to view the parameter is done to the slot, so that autograd take
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from suite.core.statistics import elementwise_second_moment_sum
-from suite.torch.clock import CaptureClock
-from suite.torch.derivatives import Passed, Product
-from suite.torch.hooks import in_traced_graph, packs_with, without_modes
+from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
+from suite.torch.hooks import in_traced_graph, is_batched, packs_with, without_modes
 from suite.torch.rows import counts_like
 
 T: Any = torch.Tensor
@@ -195,36 +195,43 @@ def _probed(
         return None
     if watched.widened and kind not in ("sum", "product"):
         return None  # a factor of a matrix's rows: its gradient is a sum over them, not a row of x
-    product = None
-    if isinstance(other, T) and not torch.compiler.is_compiling():
-        product = _product(None if in_place else other, watched, kind, ends)
+    source = None
+    if isinstance(other, T) and other.requires_grad | in_place and not torch.compiler.is_compiling():
+        source = _Source(watched, kind, not in_place)
     slots = watched.slot, watched.ones, watched.counts
     apply = _FreeProbe.apply if torch.compiler.is_compiling() else _FreeProbeOfDuals.apply
     with without_modes():
-        probed: T = apply(output, other, *slots, kind, watched.clock, ends, in_place, product)
+        probed: T = apply(output, other, *slots, kind, watched.clock, ends, in_place, source)
     return probed
 
 
-def _product(x: T | None, watched: Watched, kind: str, ends: T | None) -> Product | CaptureClock | None:
-    """What looks for derivatives by what the parameter multiplies; None: that is no more what it was."""
-    clock: CaptureClock | None = watched.recorded
-    if clock is None or (x is not None and not x.requires_grad):
-        return None
-    if not clock.discovering and not clock.derivatives:
-        return clock
-    if x is None:
-        return Product(clock, watched.name, None)
+class _Source(NamedTuple):
+    """What a parameter was used in, for its uses in derivatives."""
 
-    def probe(product: Product, passed: Passed, y: T) -> T:
-        slots = watched.slot, watched.ones, watched.counts
-        probed: T = _FreeProbeOfDuals.apply(
-            y, passed.gradient, *slots, kind, watched.clock, ends, False, product
-        )
-        return probed
+    watched: Watched
+    kind: str
+    understood: bool  # whether what it multiplied is still what it was
+    turned: bool = False  # in a product in derivatives of that, with the transpose
 
-    product = Product(clock, watched.name, probe)
-    product.watch(x)
-    return product
+    def passed(self, gradient: T, other: T, ends: T | None) -> T:
+        """A backward pass that is recorded goes through; the gradient to go on with."""
+        watched = self.watched
+        if watched.recorded is None or watched.recorded.pausing:
+            return gradient
+        if not self.understood or is_batched(gradient):
+            missed = functools.partial(watched.recorded.missed.add, watched.name)
+            return gradient if is_batched(gradient) else Noted.apply(gradient, watched.ones, missed)
+
+        def probe(y: T) -> T:
+            slots = watched.slot, watched.ones, watched.counts
+            following = self._replace(turned=not self.turned)
+            given = gradient, *slots, self.kind, watched.clock, ends, False, following
+            probed: T = _FreeProbeOfDuals.apply(y, *given)
+            return probed
+
+        if other.requires_grad:
+            follow(other, probe)
+        return gradient
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
@@ -246,9 +253,9 @@ class _FreeProbe(torch.autograd.Function):
         clock: Any,
         ends: T | None,
         in_place: bool,
-        product: Product | CaptureClock | None,
+        source: _Source | None,
     ) -> T:
-        ctx.product = product
+        ctx.source, ctx.slot = source, ones
         ctx.save_for_backward(other, ends)
         ctx.kind, ctx.shape, ctx.dtype, ctx.clock = kind, slot.shape, slot.dtype, clock
         ctx.in_place = in_place
@@ -259,19 +266,21 @@ class _FreeProbe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: T) -> Any:
-        if ctx.product is not None and torch.is_grad_enabled():
-            ctx.product.passed(gradient)
-        if not ctx.needs_input_grad[2] or (ctx.clock is not None and not ctx.clock.sampling):
-            return gradient, *(None,) * 9
         other, ends = ctx.saved_tensors
+        on, waits = gradient, ctx.clock is None or ctx.clock.sampling
+        if ctx.source is not None and is_recorded():
+            on = ctx.source.passed(gradient, other, ends)
+            waits = waits and is_awaited(ctx.slot)
+        if not ctx.needs_input_grad[2] or not waits:
+            return on, *(None,) * 9
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             g = gradient.to(ctx.dtype)
             other = None if other is None else other.detach().to(ctx.dtype)
-            if isinstance(ctx.product, Product) and ctx.product.turned:
+            if ctx.source is not None and ctx.source.turned:
                 g, other = other, g  # of the product that it is a derivative of
             squares = elementwise_second_moment_sum(g, other, ctx.kind, tuple(ctx.shape), ends)
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
-        return gradient, None, squares, one, counts_like(one, 1, 0), *(None,) * 5
+        return on, None, squares, one, counts_like(one, 1, 0), *(None,) * 5
 
 
 class _FreeProbeOfDuals(_FreeProbe):

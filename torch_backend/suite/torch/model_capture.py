@@ -158,9 +158,10 @@ class ModelCapture:
 
         It is asked only where there are statistics: a GradScaler's answer has to come from the device.
         """
-        if self.clock.derivatives:
-            self._slots = [slot for capture in self.by_layer for slot in capture.slots()]
-        if not self.clock.sampled and all(slot.grad is None for slot in self._slots):
+        nothing = all(slot.grad is None for slot in self._slots)
+        turned = [slot for capture in self.by_layer for slot in capture.transposed[1:2]]
+        nothing = nothing and all(slot.grad is None for slot in turned)  # which derivatives may add
+        if nothing and not self.clock.sampled:
             for capture in self.by_layer:
                 capture.take_nothing()
             return [None for _ in self.by_layer]
