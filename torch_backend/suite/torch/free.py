@@ -218,9 +218,13 @@ class _Source(NamedTuple):
         watched = self.watched
         if watched.recorded is None or watched.recorded.pausing:
             return gradient
-        if not self.understood or is_batched(gradient):
-            missed = functools.partial(watched.recorded.missed.add, watched.name)
-            return gradient if is_batched(gradient) else Noted.apply(gradient, watched.ones, missed)
+        missed = functools.partial(watched.recorded.missed.add, watched.name)
+        if is_batched(gradient):  # and what is put behind it would be lost
+            missed()
+            return gradient
+        if not self.understood:
+            noted: T = Noted.apply(gradient, watched.ones, missed)
+            return noted
 
         def probe(y: T) -> T:
             slots = watched.slot, watched.ones, watched.counts
