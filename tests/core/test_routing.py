@@ -43,6 +43,18 @@ def test_table_has_a_line_for_each_parameter_and_the_share_that_is_covered():
     assert lines[6:] == ["42 of 49 parameters preconditioned (85.7 %)"]
 
 
+def test_what_has_diagonals_alone_is_counted():
+    routes = (
+        Route("w", (4, 3), "kfac", "4x4, diag 3", ""),
+        Route("b", (5,), "kfac", "diag 5", ""),
+        Route("experts", (2, 3), "kfac", "2 x (diag 3)", ""),
+        Route("norm", (2,), "kfac", "2x2", ""),
+        Route("rest", (7,), "plain", "", ""),
+    )
+    line = str(Routing(routes)).splitlines()[-1]
+    assert line == "25 of 32 parameters preconditioned (78.1 %), 11 of them by diagonals alone"
+
+
 def test_columns_line_up():
     lines = str(Routing(ROUTES)).splitlines()
     start = lines[0].index("treatment")

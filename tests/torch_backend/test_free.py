@@ -354,20 +354,20 @@ class Features(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "data":
-            return self.x @ self.w
+            return self.x @ (1 + self.w)  # more than a product: else it were a layer's weight
         out = torch.zeros_like(self.x)
         if self.kind == "in place":
             out += x
         else:
             out[:, :] = x
-        return out @ self.w
+        return out @ (1 + self.w)
 
 
 @pytest.mark.parametrize("kind", ["data", "in place", "set"])
 def test_data_in_a_buffer_has_rows(kind):
     x = numbers(6, 4)
     model = double(lambda: Features(kind, x))
-    y = (x @ model.w).detach().requires_grad_()
+    y = (x @ (1 + model.w)).detach().requires_grad_()
     loss_of(y, "sum").backward()
     per_row = x[:, :, None] * y.grad[:, None, :]
     A, G = held(stepped(model, x.clone().requires_grad_(), reduction="sum"))["w"]

@@ -429,7 +429,7 @@ class Around(nn.Module):
         return self.linear(input) * self.gain + input @ self.down.T @ self.up.T
 
 
-def test_parameters_beside_a_layers_weight_are_free_parameters():
+def test_parameters_beside_a_layers_weight_have_blocks_of_their_own():
     x = inputs(sequences)
     order = ["body.down", "body.up", "body.gain"]
     model = built(lambda: LowRank(4, 3), 3)

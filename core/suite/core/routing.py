@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,11 @@ class Route:
     @property
     def preconditioned(self) -> bool:
         return self.treatment in ("kfac", "kron")
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether all of its factors are diagonal."""
+        return "diag" in self.factors and not re.search(r"\dx\d", self.factors)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,11 @@ class Routing:
         total = sum(_size(r.shape) for r in self.routes)
         covered = sum(_size(r.shape) for r in self.routes if r.preconditioned)
         share = 100 * covered / total if total else 0.0
-        return f"{table}\n{covered:,} of {total:,} parameters preconditioned ({share:.1f} %)"
+        diagonal = sum(_size(r.shape) for r in self.routes if r.preconditioned and r.diagonal)
+        by_diagonals = f", {diagonal:,} of them by diagonals alone" if diagonal else ""
+        return (
+            f"{table}\n{covered:,} of {total:,} parameters preconditioned ({share:.1f} %){by_diagonals}"
+        )
 
     def require_preconditioned(self, what: str) -> None:
         """Raise ValueError if no parameter is preconditioned: a second-order method in name only."""

@@ -333,7 +333,8 @@ class LayerCapture:
             length = made.square().mean().sqrt()
             x, factor = x.detach(), torch.stack([length, made.mean() / (length + (length == 0))])
         elif made is not None:
-            scale = made.expand(self.layer.weight.shape[0]).reshape(-1, *(1,) * len(spec.kernel))
+            rows = self.layer.weight.shape[self.layer.layout == "transposed"]
+            scale = made.expand(rows).reshape(-1, *(1,) * len(spec.kernel))
         source = None
         if spec.kind in PRODUCTS and given.requires_grad and not torch.compiler.is_compiling():
             source = Source(self, site, factor is None and site.scaling != "magnitude" and whole)

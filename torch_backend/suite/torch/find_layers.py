@@ -29,6 +29,7 @@ from suite.torch.kinds import (
     why_not_embedding,
 )
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer, Layout, Piece, Site
+from suite.torch.own_weights import OwnWeight, own_weights
 from suite.torch.recurrent import Product
 from suite.torch.rows import LayerSpec, paddings
 
@@ -127,7 +128,8 @@ class FoundLayers:
                 continue
             if module in claimed:
                 continue
-            if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            own = dict(module.named_parameters(recurse=False))
+            if any(map(nn.parameter.is_lazy, own.values())):
                 raise ValueError(
                     f"layer {name!r} is lazy and has no shape yet: run one forward pass before "
                     "attaching K-FAC"
@@ -136,7 +138,6 @@ class FoundLayers:
                 skipped.add(raw)
                 self._say(module, "TorchScript runs it: hooks see nothing of it", recurse=True)
                 continue
-            own = dict(module.named_parameters(recurse=False))
             if self._only is not None and type(module) not in self._only:
                 kind = type(module).__name__
                 self._say(module, f"{kind} is not a kind of layer that kfac-pytorch covers")
@@ -156,13 +157,15 @@ class FoundLayers:
                 self._module(name, module, own)
                 beside = {key: p for key, p in own.items() if key not in ("weight", "bias")}
                 if beside and forward_of_its_own(module):  # low-rank terms, gains
-                    self._free_parameters(name, parents[raw], beside)
+                    self._own_parameters(name, module, beside)
             elif isinstance(module, HIDDEN):
                 self._say(module, why_hidden(module))
             elif is_linear_by_another_name(module, own):
                 self._linear_by_another_name(name, module, own)
-            elif own:
+            elif own and isinstance(module, _CONTAINERS):
                 self._free_parameters(name, parents[raw], own)
+            elif own:
+                self._own_parameters(name, module, own)
 
     def _is_skipped(self, raw: str, module: nn.Module) -> bool:
         """Whether a pattern matches a module's name, with or without its wrappers', or its class."""
@@ -403,14 +406,57 @@ class FoundLayers:
         if not why_not(bias):
             self._bias(name, module, bias)
 
+    def _own_parameters(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
+        """Parameters that a module's own forward uses: as weights of products, or otherwise."""
+        left = {key: p for key, p in own.items() if not self._is_left_out(_join(name, key), p)}
+        matrices = {key: p for key, p in left.items() if p.ndim > 1 and not self.tensor_axes[id(p)]}
+        for found in own_weights(module, left) if matrices else ():
+            weight, bias = left[found.name], left.get(found.bias)
+            if found.name not in matrices or weight.ndim != 2 + found.axes:
+                continue
+            if len(weight) % found.groups:
+                continue
+            if bias is not None and (bias.shape != weight.shape[:1] or not self._together(weight, bias)):
+                bias = None
+            self._own_weight(name, module, found, weight, bias)
+            left = {key: p for key, p in left.items() if p is not weight and p is not bias}
+        self._free_parameters(name, module, left)
+
+    def _own_weight(
+        self,
+        name: str,
+        module: nn.Module,
+        found: OwnWeight,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+    ) -> None:
+        reduce, kernel = self._reduces(module), tuple(weight.shape[2:])
+        spec = LayerSpec(
+            "convolution" if kernel else "dense",
+            bias=bias is not None,
+            groups=found.groups,
+            kernel=kernel,
+            reduce=reduce,
+            max_rows=0 if kernel and self._max_examples else self._max_rows,
+            max_examples=self._max_examples if kernel else 0,
+        )
+        site = Site(module, module, spec, functional=True, weight_name=found.name, bias_name=found.bias)
+        layout: Layout = "transposed" if found.turned else "matrix"
+        own_name = name if name and found.name == "weight" else _join(name, found.name)
+        self._add(own_name, Piece(weight), None if bias is None else Piece(bias), layout, site)
+
+    def _is_left_out(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether it has no block, for a reason that is noted."""
+        reason = why_not(parameter)
+        if reason or self._matches([name]):
+            self._reasons.setdefault(id(parameter), reason or "named by skip_layers")
+            return True
+        return False
+
     def _free_parameters(self, name: str, user: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """Parameters that a module's own forward uses: seen through `free.FreeParameters`."""
         for key, parameter in own.items():
-            reason = why_not(parameter)
-            if self._matches([_join(name, key)]) or reason:
-                self._reasons.setdefault(id(parameter), reason or "named by skip_layers")
-                continue
-            if (id(parameter), 0) in self._by_weight:
+            if self._is_left_out(_join(name, key), parameter) or (id(parameter), 0) in self._by_weight:
                 continue
             spec = LayerSpec("free", diagonal=(True, False))
             site = Site(user, user, spec)

@@ -1,13 +1,13 @@
 """Weights that reach `torch.nn.functional` by another way than their module's own forward.
 
-A subclass of a layer with a forward of its own (timm's norms, scaled embeddings), or a module that hands
-a child's weight to a function (`F.linear(x, self.qkv.weight)`), has no call that a module's hook could
-read. While such a module runs, a torch function mode watches for the functions below with one of these
-weights, and treats each call as one of the layer. So is `x @ self.weight.T`, and of a layer with a bias
-the sum of a product and that. What a layer's own forward makes of its weight by multiplying, shifting
-and standardizing rows may take its place: its rows are so many times longer. The mode also watches for
-sums of what an embedding looked up once for all examples with what they have each
-(`tokens + self.positions(torch.arange(n))`).
+A subclass of a layer with a forward of its own (timm's norms, scaled embeddings), a layer that is no
+subclass of torch's (`own_weights.py`), or a module that hands a child's weight to a function
+(`F.linear(x, self.qkv.weight)`), has no call that a module's hook could read. While such a module runs,
+a torch function mode watches for the functions below with one of these weights, and treats each call as
+one of the layer. So is `x @ self.weight.T`, and of a layer with a bias the sum of a product and that.
+What a layer's own forward makes of its weight by multiplying, shifting and standardizing rows may take
+its place: its rows are so many times longer. The mode also watches for sums of what an embedding looked
+up once for all examples with what they have each (`tokens + self.positions(torch.arange(n))`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from suite.torch.layers import Layer, Site
 from suite.torch.rows import LayerSpec, paddings
 
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
-_PRODUCTS = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
+_ADDED = (torch.addmm, torch.Tensor.addmm)
+# Which take a layer's weight transposed, (in, out).
+_PRODUCTS = (torch.matmul, torch.mm, T.matmul, T.mm, T.__matmul__, *_ADDED)
 _CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _RESHAPE = {T.reshape, torch.reshape, T.view, T.flatten, torch.flatten, T.unflatten, torch.unflatten}
 _LIKE = {T.view_as, T.reshape_as, T.expand_as}
 # By function: the names of its arguments, by which it may be called.
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),
-    **dict.fromkeys(_PRODUCTS, ("input", "weight")),  # which is transposed
+    **dict.fromkeys(_PRODUCTS, ("input", "weight")),
+    **dict.fromkeys(_ADDED, ("bias", "input", "weight")),
     torch.conv1d: _CONVOLVE,
     torch.conv2d: _CONVOLVE,
     torch.conv3d: _CONVOLVE,
@@ -96,6 +99,8 @@ def call_of(function: Any, given: Mapping[str, Any], site: Site) -> LayerSpec | 
     spec, bias = site.spec, given.get("bias")
     if spec.bias and bias is None:
         return None  # what has a coordinate of A is not there
+    if "alpha" in given or "beta" in given:
+        return None
     if function is F.linear or function in _PRODUCTS:
         return spec if spec.kind == "dense" else None
     if function in (F.embedding, T.__getitem__):
@@ -257,7 +262,7 @@ class FunctionCapture(ModeAround):
 
 
 class _Known(NamedTuple):
-    """A layer's 'weight', the 'transpose' of that or the 'bias', or a cast of one."""
+    """A layer's 'weight' (out, in), the 'transpose' of that or the 'bias', or a cast of one."""
 
     tensor: torch.Tensor
     place: int  # in `FunctionCapture.uses`
@@ -279,6 +284,7 @@ class _Made(NamedTuple):
     place: int
     weight: torch.Tensor
     scale: torch.Tensor  # () or (rows,): what its rows were multiplied with
+    turned: bool  # (in, out); then what its rows are multiplied with is one number
 
     def after(self, scale: Any, output: torch.Tensor) -> _Made:
         """What an operation that multiplies its rows with `scale` makes of it."""
@@ -299,16 +305,18 @@ class _Watching(TorchFunctionMode):
         for place, (capture, index) in enumerate(around.uses):
             site = capture.layer.sites[index]
             module: Any = site.module
-            self.known.append(_Known(module.weight, place, "weight"))
+            weight = getattr(module, site.weight_name)
+            turned = capture.layer.layout == "transposed"
+            self.known.append(_Known(weight, place, "transpose" if turned else "weight"))
             makes = around.makes_weights(place)
             if makes:
-                one = torch.ones((), dtype=capture.dtype, device=module.weight.device)
-                self.made.append(_Made(module.weight, place, module.weight, one))
+                one = torch.ones((), dtype=capture.dtype, device=weight.device)
+                self.made.append(_Made(weight, place, weight, one, turned))
                 before = around.counted(place)
                 if before is not None:
                     self.before[place] = before
             if (site.spec.kind == "dense" or makes) and site.spec.bias:
-                self.known.append(_Known(module.bias, place, "bias"))
+                self.known.append(_Known(getattr(module, site.bias_name), place, "bias"))
         self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -352,10 +360,8 @@ class _Watching(TorchFunctionMode):
         for place in places:
             if self.around.awaits_bias(place, given):
                 self.products.append(_Product(output, place, given["input"]))
-        if not places and function not in _PRODUCTS:
-            return self._meet_made(function, given, output)
         if not places:
-            return output
+            return self._meet_made(function, given, output)
         self._note_call(output, given["input"])
         return self.around.meet(places, function, given, output)
 
@@ -415,8 +421,12 @@ class _Watching(TorchFunctionMode):
         self.made += found
 
     def _meet_made(self, function: Any, given: Mapping[str, Any], output: Any) -> Any:
+        weight = given.get("weight")
         for made in self.made:
-            if made.tensor is given.get("weight") and made.tensor.shape == made.weight.shape:
+            alike = made.tensor is weight
+            if made.turned != (function in _PRODUCTS):
+                alike = _is_transpose(weight, made.tensor)
+            if alike and made.tensor.shape == made.weight.shape:
                 beside = self._places(given.get("bias"), "bias")
                 if self.around.has_bias(made.place) and made.place not in beside:
                     return output  # another bias
@@ -425,11 +435,12 @@ class _Watching(TorchFunctionMode):
         return output
 
     def _places(self, tensor: Any, role: str) -> list[int]:
+        turned = {"weight": "transpose", "transpose": "weight"}.get(role)
         return [
             known.place
             for known in self.known
             if (known.role == role and known.tensor is tensor)
-            or (role == "transpose" and known.role == "weight" and _is_transpose(tensor, known.tensor))
+            or (known.role == turned and _is_transpose(tensor, known.tensor))
         ]
 
     def _met(self, args: Any, kwargs: Any) -> list[_Product]:
@@ -449,6 +460,12 @@ class _Watching(TorchFunctionMode):
 
 def _scale(function: Any, args: Any, kwargs: Any, at: int, made: _Made) -> Any:
     """What an operation multiplies the rows of its operand `at` with; None: it is no such operation."""
+    found = _scale_of_rows(function, args, kwargs, at, made)
+    by_row = isinstance(found, torch.Tensor) and found.ndim > 0
+    return None if by_row and made.turned else found
+
+
+def _scale_of_rows(function: Any, args: Any, kwargs: Any, at: int, made: _Made) -> Any:
     x, rows = made.tensor, made.weight.shape[0]
     axis = 0 if x.shape[0] == rows else 1
     if x.shape[: axis + 1] != (*(1,) * axis, rows) or x.numel() != made.weight.numel():

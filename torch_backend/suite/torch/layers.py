@@ -62,6 +62,8 @@ class Site:
     transposed: bool = False  # the weight is used as its transpose
     scaling: str = ""  # how a parametrized weight depends on the layer's: 'weight_norm', ...
     functional: bool = False  # the module's own forward hands the weight to a function: functional.py
+    weight_name: str = "weight"  # of the module's parameters, as functions get them
+    bias_name: str = "bias"
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,293 @@
+"""Weights of linear layers and convolutions that are no subclass of torch's, by what their source says.
+
+Many packages have a linear layer of their own (`F.linear(x, self.weight, self.bias)`), and many models a
+matrix (`x @ self.weight`). The blocks of a weight have to be known before any pass runs. So the source
+of the module's forward is read, and of the methods that it calls: a parameter that is the weight of such
+products and nothing else is a layer's. One that is used otherwise, too, or whose source is not there or
+not understood, is not.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import math
+import textwrap
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+# By function: how many axes of positions its weight has, its arguments, and whether the weight lies
+# (in, out). The bias of addmm comes first, and has a block of its own.
+_FUNCTIONS: dict[Any, tuple[int, tuple[str, ...], bool]] = {
+    F.linear: (0, ("input", "weight", "bias"), False),
+    torch.conv1d: (1, _CONVOLVE, False),
+    torch.conv2d: (2, _CONVOLVE, False),
+    torch.conv3d: (3, _CONVOLVE, False),
+    torch.matmul: (0, ("input", "weight"), True),
+    torch.mm: (0, ("input", "weight"), True),
+    torch.addmm: (0, ("", "input", "weight"), True),
+}
+_METHODS = {"matmul": torch.matmul, "mm": torch.mm}
+_CASTS = {"to", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
+_SWAPPED = ({0, 1}, {-1, -2})
+_ASKED = {"shape", "dtype", "device", "ndim", "requires_grad", "size", "dim", "is_cuda", "numel"}
+
+
+class OwnWeight(NamedTuple):
+    """A parameter that its module's forward multiplies inputs with, and does nothing else with."""
+
+    name: str
+    bias: str  # the parameter that the same calls take; '': none
+    axes: int  # of positions; 0: a linear layer's
+    groups: int
+    turned: bool  # it lies (in, out)
+
+
+class _Weight(NamedTuple):
+    """An expression that may take a parameter's place in a product."""
+
+    name: str
+    turned: bool
+    scaled: bool
+    nodes: tuple[ast.AST, ...]  # the parameter's, and those of variables that hold it
+
+
+class _Product(NamedTuple):
+    function: Any
+    weight: _Weight
+    bias: _Weight | None
+    groups: float | None  # None: not known
+
+
+def own_weights(module: nn.Module, own: Container[str]) -> list[OwnWeight]:
+    """Those of a module's parameters, of the names `own`, that are weights of its products."""
+    if "forward" in vars(module):
+        return []
+    products: list[_Product] = []
+    refused: set[str] = set()
+    methods = [(type(module), "forward")]
+    for start, name in methods:
+        found = _definition(start, name)
+        if found is None:
+            return []
+        cls, function = found
+        if cls.__module__.startswith("torch.nn."):
+            continue
+        tree = _tree(function.__code__)
+        if tree is None:
+            return []
+        reader = _Reader(module, own, function, tree)
+        products += reader.products
+        refused |= reader.other_uses()
+        methods += [called for called in reader.calls(cls) if called not in methods]
+    return [
+        weight
+        for name in dict.fromkeys(product.weight.name for product in products)
+        if name not in refused
+        for weight in _agreed([p for p in products if p.weight.name == name], refused)
+    ]
+
+
+def _agreed(products: list[_Product], refused: Container[str]) -> Iterator[OwnWeight]:
+    """The layer that products with one parameter are calls of, if they are those of one."""
+    uses = set()
+    for product in products:
+        axes, _, turned = _FUNCTIONS[product.function]
+        if product.groups is None or (axes and product.weight.turned):
+            return
+        uses.add((axes, int(product.groups), product.weight.turned != turned))
+    biases = {"" if p.bias is None or p.bias.scaled or p.bias.turned else p.bias.name for p in products}
+    bias = biases.pop() if len(biases) == 1 else ""
+    for axes, groups, turned in uses if len(uses) == 1 else ():
+        yield OwnWeight(products[0].weight.name, "" if bias in refused else bias, axes, groups, turned)
+
+
+def _definition(cls: type, name: str) -> tuple[type, Any] | None:
+    """The class that a method or a property comes from, and its function."""
+    for base in cls.__mro__:
+        if name in vars(base):
+            found = vars(base)[name]
+            function: Any = found.fget if isinstance(found, property) else found
+            function = inspect.unwrap(function)
+            return (base, function) if inspect.isfunction(function) else None
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _tree(code: CodeType) -> ast.FunctionDef | None:
+    """A function's source; None: there is none."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    return tree if isinstance(tree, ast.FunctionDef) and tree.args.args else None
+
+
+class _Reader:
+    """Of one function what it does with a module's parameters."""
+
+    def __init__(
+        self, module: nn.Module, own: Container[str], function: Any, tree: ast.FunctionDef
+    ) -> None:
+        self.module, self.own, self.function = module, own, function
+        self.me = tree.args.args[0].arg
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        self.singles = {name for name, tensor in tensors if tensor.numel() == 1}
+        self.nodes = list(ast.walk(tree))
+        self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+        stored = Counter(n.arg for n in self.nodes if isinstance(n, ast.arg))
+        stored.update(
+            n.id for n in self.nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
+        )
+        self.variables = {
+            target.id: node.value
+            for node in self.nodes
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name) and stored[target.id] == 1
+        }
+        self.products = list(self._products())
+
+    def calls(self, cls: type) -> Iterator[tuple[type, str]]:
+        """The methods of the module that it names, with the class to look for them from."""
+        mro = type(self.module).__mro__
+        for node in self.nodes:
+            if not isinstance(node, ast.Attribute):
+                continue
+            start = None
+            if self._is_me(node.value):
+                start = mro[0]
+            elif isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super":
+                start = mro[mro.index(cls) + 1]
+            if start is not None and _definition(start, node.attr) is not None:
+                yield start, node.attr
+
+    def other_uses(self) -> set[str]:
+        """The parameters that it uses in other ways, too."""
+        weights = [x for p in self.products for x in (p.weight, p.bias) if x is not None]
+        known = {node for weight in weights for node in weight.nodes}
+        found = set()
+        for node in self.nodes:
+            names = isinstance(node, ast.Name) or (
+                isinstance(node, ast.Attribute) and self._is_me(node.value)
+            )
+            if not names or node in known or not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
+                continue
+            weight = self._weight(node)
+            if weight is not None and not self._is_asked(node):
+                found.add(weight.name)
+        return found
+
+    def _products(self) -> Iterator[_Product]:
+        for node in self.nodes:
+            given: Mapping[str, ast.expr] = {}
+            function = None
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+                function, given = torch.matmul, {"input": node.left, "weight": node.right}
+            elif isinstance(node, ast.Call):
+                function, given = self._call(node)
+            found = {name: self._weight(node) for name, node in given.items()}
+            weight = found.get("weight")
+            if (
+                weight is None or found.get("input") is not None
+            ):  # a product of two parameters has no rows
+                continue
+            groups = self._number(given["groups"]) if "groups" in given else 1
+            yield _Product(function, weight, found.get("bias"), groups)
+
+    def _call(self, node: ast.Call) -> tuple[Any, Mapping[str, ast.expr]]:
+        """The function that is called, and its arguments by name; nothing if it is none of ours."""
+        function = self._value(node.func)
+        arguments = next((names for f, (_, names, _) in _FUNCTIONS.items() if f is function), None)
+        positional = node.args
+        if arguments is None and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+            function, arguments = _METHODS[node.func.attr], ("input", "weight")
+            positional = [node.func.value, *node.args]
+        given = {k.arg: k.value for k in node.keywords if k.arg is not None}
+        spread = any(isinstance(x, ast.Starred) for x in positional) or len(given) < len(node.keywords)
+        if arguments is None or spread:
+            return None, {}
+        return function, dict(zip(arguments, positional, strict=False)) | given
+
+    def _is_me(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id == self.me
+
+    def _is_asked(self, node: ast.AST) -> bool:
+        """Whether only something like a shape is wanted of it, or whether it is there."""
+        parent = self.parents.get(node)
+        if isinstance(parent, ast.Compare):
+            return all(isinstance(op, ast.Is | ast.IsNot) for op in parent.ops)
+        return isinstance(parent, ast.Attribute) and parent.attr in _ASKED
+
+    def _variable(self, node: ast.AST) -> ast.expr | None:
+        """What the variable of this name was set to, before."""
+        value = self.variables.get(node.id) if isinstance(node, ast.Name) else None
+        return value if value is not None and value.lineno < node.lineno else None  # type: ignore[attr-defined]
+
+    def _weight(self, node: ast.AST) -> _Weight | None:
+        """What an expression makes of a parameter; None: nothing that may take its place."""
+        value = self._variable(node)
+        if value is not None:
+            found = self._weight(value)
+            return None if found is None else found._replace(nodes=(*found.nodes, node))
+        if isinstance(node, ast.Attribute):
+            if self._is_me(node.value):
+                return _Weight(node.attr, False, False, (node,)) if node.attr in self.own else None
+            return _turned(self._weight(node.value)) if node.attr in ("T", "mT") else None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            found, name = self._weight(node.func.value), node.func.attr
+            if name == "t" or (name == "transpose" and {*map(self._number, node.args)} in _SWAPPED):
+                return _turned(found)
+            return found if name in _CASTS else None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+            pairs = [(node.left, node.right), (node.right, node.left)]
+            for one, other in pairs[: 1 if isinstance(node.op, ast.Div) else 2]:
+                found = self._weight(one)
+                if found is not None and self._number(other) is not None:
+                    return found._replace(scaled=True)
+        return None
+
+    def _number(self, node: ast.AST) -> float | None:
+        """An expression's value, if it is a number; of one in a tensor, 1."""
+        value: Any = self._variable(node)
+        if value is not None:
+            value = self._number(value)
+        elif isinstance(node, ast.Constant):
+            value = node.value
+        elif isinstance(node, ast.Attribute) and self._is_me(node.value):
+            value = vars(self.module).get(node.attr)
+            if node.attr in self.singles:
+                value = 1
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            operand = self._number(node.operand)
+            value = None if operand is None else -operand
+        elif isinstance(node, ast.Call) and self._value(node.func) is math.sqrt:
+            operand = self._number(node.args[0])
+            value = None if operand is None else math.sqrt(abs(operand))
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+            left, right = self._number(node.left), self._number(node.right)
+            if left is not None and right:
+                value = left * right if isinstance(node.op, ast.Mult) else left / right
+        return value if isinstance(value, int | float) else None
+
+    def _value(self, node: ast.AST) -> Any:
+        """What a dotted name in the function means; None: it is not known."""
+        if isinstance(node, ast.Name):
+            return self.function.__globals__.get(node.id)
+        return (
+            getattr(self._value(node.value), node.attr, None)
+            if isinstance(node, ast.Attribute)
+            else None
+        )
+
+
+def _turned(weight: _Weight | None) -> _Weight | None:
+    return None if weight is None else weight._replace(turned=not weight.turned)
