@@ -1222,3 +1222,26 @@ def test_so_it_is_in_eigenbases():
     inputs = np.concatenate([np.pad(x, ((0, 0), (0, 1)), constant_values=1), padded(v)])
     expected = ((g @ turns[1][0]) ** 2).T @ (inputs @ turns[0][0]) ** 2
     np.testing.assert_allclose(products, expected, rtol=1e-9)
+
+
+def test_second_moments_in_eigenbases_are_of_both_uses_of_a_tied_weight():
+    """y = tanh(x W) Wᵀ, called eagerly with arrays of NumPy: the rows of W's two gradients, turned."""
+    w, x = normal(4, 3), np.asarray(normal(5, 4, seed=3))
+
+    def loss(p, x, eps=(0.0, 0.0)):
+        h = x @ p["w"] + eps[0]
+        return jnp.sum(jnp.sin(jnp.tanh(h) @ p["w"].T + eps[1]))
+
+    p, vag = {"w": w}, value_and_grad(loss)
+    plan = vag.plan(p, x)
+    assert plan.layers[0].measures_products
+    turns = [np.linalg.qr(normal(n, n, seed=n))[0] for n in plan.layers[0].sizes]
+    bases = {"['w']": tuple(jnp.asarray(q)[None] for q in turns)}
+    sums = vag(p, x, bases=bases)[2]["['w']"]
+    first, second = jax.grad(lambda eps: loss(p, x, eps))((jnp.zeros((5, 3)), jnp.zeros((5, 4))))
+    sides = [(x, first), (second, jnp.tanh(x @ w))]  # rows of what has 4 columns, and of what has 3
+    if plan.layers[0].sizes == (3, 4):
+        sides = [pair[::-1] for pair in sides]
+    expected = sum(((g @ turns[1]) ** 2).T @ (a @ turns[0]) ** 2 for a, g in sides)
+    found = sums.main.products[0] + sums.transposed.products[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-9)

@@ -220,7 +220,7 @@ class value_and_grad:
             slots = {}
             for i, (layer, use) in enumerate(sites):
                 own = sums[layer.name].transposed if use.transposed else sums[layer.name].main
-                known = None if bases is None or use.transposed else bases.get(layer.name)
+                known = None if bases is None else bases.get(layer.name)
                 slots[i] = _by_loop(use, (own, known))
             return traced.run(leaves, probes, slots)
 

@@ -98,13 +98,16 @@ class Factors(FactorLayout):
             average, weight = products[number]
             parts, seen_parts = [], []
             for member in bucket.members:
-                sums = given.layers[self.layers[member.index].name].main
+                sums, transposed = given.layers[self.layers[member.index].name]
                 blocks = slice(member.start, member.stop)
                 if sums.products is None:
                     parts.append(jnp.zeros_like(average[blocks]))
                     seen_parts.append(jnp.zeros(member.stop - member.start, bool))
                 else:
-                    own = self._of_the_loss(sums.products, given.terms)
+                    both = sums.products
+                    if transposed is not None and transposed.products is not None:
+                        both = both + transposed.products
+                    own = self._of_the_loss(both, given.terms)
                     parts.append(
                         statistics.normalize_products(own, given.terms, self.loss_reduction).astype(
                             average.dtype

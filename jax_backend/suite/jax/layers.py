@@ -173,7 +173,7 @@ class Layer(NamedTuple):
     @property
     def measures_products(self) -> bool:
         """Whether EKFAC's second moments are summed for it."""
-        return not self.tied and isinstance(self.uses[0].product, (Dense, Convolution))
+        return all(isinstance(use.product, Dense | Convolution) for use in self.uses)
 
 
 class Sums(NamedTuple):
@@ -182,7 +182,7 @@ class Sums(NamedTuple):
     A: jax.Array | None  # (groups, d_in, d_in) or (groups, d_in): Σ a aᵀ; None if another layer has it
     G: jax.Array  # (groups, d_out, d_out) or (groups, d_out): Σ g gᵀ
     rows: jax.Array  # (groups,): how many rows were summed
-    products: jax.Array | None  # (groups, d_out, d_in): for EKFAC
+    products: jax.Array | None  # (groups, the layer's own d_out, d_in): for EKFAC
 
 
 class LayerSums(NamedTuple):
@@ -205,7 +205,7 @@ def empty_sums(layer: Layer, dtype: Any, products: bool) -> LayerSums:
     if products and layer.measures_products:
         kept = jnp.zeros((layer.groups, layer.sizes[1], layer.sizes[0]), dtype)
     main = Sums(None if layer.input_of else A, G, rows, kept)
-    return LayerSums(main, Sums(G, A, rows, None) if layer.tied else None)
+    return LayerSums(main, Sums(G, A, rows, kept) if layer.tied else None)
 
 
 def use_sums(
@@ -248,7 +248,7 @@ def use_sums(
         return Sums(counts[None], second_moment_sum(outputs, diagonal=diagonal_G), rows, None)
     A, inputs = None, None
     if like.A is not None or bases is not None:
-        x = x.astype(dtype)
+        x = jnp.asarray(x, dtype)
         if like.A is not None and not reduce and bases is None and _without_patches(product, diagonal_A):
             A = _convolution_second_moment(product, x, use.biased)
         else:
@@ -261,8 +261,10 @@ def use_sums(
         if bases is None:
             products = jnp.zeros_like(like.products)
         else:
-            vectors = _longer(_without_bias(bases, layer, use), lengths)
-            products = second_moment_in_basis(inputs, outputs, *vectors, bias=use.biased)
+            of_A, of_G = _longer(_without_bias(bases, layer, use), lengths)
+            assert inputs is not None
+            a, g = (outputs, inputs) if use.transposed else (inputs, outputs)
+            products = second_moment_in_basis(a, g, of_A, of_G, bias=use.biased)
             products = _as_long(products, like.products.shape, 1)
             if lengths is not None and bases[0] is None:
                 products = products * (lengths**2)[None, None, :]
