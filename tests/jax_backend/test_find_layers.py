@@ -1245,3 +1245,17 @@ def test_second_moments_in_eigenbases_are_of_both_uses_of_a_tied_weight():
     expected = sum(((g @ turns[1]) ** 2).T @ (a @ turns[0]) ** 2 for a, g in sides)
     found = sums.main.products[0] + sums.transposed.products[0]
     np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["int32", "uint8", "bool"])
+def test_inputs_may_be_counts(kind):
+    p, x = {"w": normal(4, 3), "b": normal(3, seed=1)}, np.arange(24).reshape(6, 4) % 7 % 2
+
+    def loss(p, x):
+        return jnp.mean(jnp.sin(x @ p["w"] + p["b"]))
+
+    vag, x = value_and_grad(loss), jnp.asarray(x)
+    verify(loss, p, x.astype(kind), rtol=1e-9)
+    found, expected = (vag(p, given)[2].layers for given in (x.astype(kind), x.astype(p["w"].dtype)))
+    assert found.keys() == {"['w']"}
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

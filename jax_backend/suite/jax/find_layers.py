@@ -577,7 +577,8 @@ class _Finder:
         op = node.operation
         if any(v is None for v in node.inputs[:2]):
             return None
-        values: tuple[Any, ...] = (*node.inputs, *node.outputs)
+        given: tuple[Any, ...] = node.inputs
+        real = given[w], *node.outputs  # and not x, which may be counts
         if isinstance(op, operations.DotGeneral):
 
             def axes(i: int, ndim: int) -> tuple[Shape, Shape, Shape]:
@@ -585,19 +586,20 @@ class _Finder:
                 free = (a for a in range(ndim) if a not in batch and a not in contracted)
                 return batch, tuple(free), contracted
 
-            x_axes = axes(1 - w, len(self.shape(values[1 - w])))
+            x_axes = axes(1 - w, len(self.shape(given[1 - w])))
             batch, free, contracted = axes(w, len(operand))
             dense = Dense(x_axes, len(free), w == 1)
-            return dense, (), (batch, free, contracted), 1 - w, values
+            return dense, (), (batch, free, contracted), 1 - w, real
         if isinstance(op, operations.ByHand):
-            x_ndim = len(self.shape(values[0]))
-            if len(operand) != 2 or self.shape(values[0])[-1:] != operand[:1]:
+            x_shape = self.shape(given[0])
+            if len(operand) != 2 or x_shape[-1:] != operand[:1]:
                 raise ValueError(
-                    f"probe(x, w, y) needs x (..., d_in) and w (d_in, d_out), got "
-                    f"{self.shape(values[0])} and {operand}"
+                    f"probe(x, w, y) needs x (..., d_in) and w (d_in, d_out), "
+                    f"got {x_shape} and {operand}"
                 )
-            hand = Dense(((), tuple(range(x_ndim - 1)), (x_ndim - 1,)), 1, True)
-            return hand, (), ((), (1,), (0,)), 0, values
+            last = len(x_shape) - 1
+            hand = Dense(((), tuple(range(last)), (last,)), 1, True)
+            return hand, (), ((), (1,), (0,)), 0, real
         if isinstance(op, operations.Convolve) and w == 1:
             kernel = tuple(operand[axis] for axis in op.w_spec[2:])
             convolution = Convolution(
@@ -613,11 +615,11 @@ class _Finder:
             ordered = tuple(operand[axis] for axis in op.w_spec)
             split = (op.groups, ordered[0] // op.groups, *ordered[1:])
             steps: tuple[Step, ...] = (("transpose", (op.w_spec,)), ("reshape", (ordered, split)))
-            return convolution, steps, ((0,), (1,), tuple(range(2, len(split)))), 0, values
+            return convolution, steps, ((0,), (1,), tuple(range(2, len(split)))), 0, real
         if isinstance(op, operations.Gather) and w == 0:
             others = tuple(axis for axis in range(len(operand)) if axis != op.axis)
             lookup = Lookup(operand[op.axis], op.offset_axes, op.clip, op.component)
-            return lookup, (), ((), others, (op.axis,)), 1, (values[0], *node.outputs)
+            return lookup, (), ((), others, (op.axis,)), 1, real
         return None
 
     def where(
