@@ -211,8 +211,9 @@ def test_bad_settings_are_errors(settings, error, message):
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="complex"):
+    with pytest.raises(ValueError, match=r"complex.*split_real_and_imaginary"):
         kron().init(jnp.ones(2, jnp.complex64))
+    optax.contrib.split_real_and_imaginary(kron()).init(jnp.ones(2, jnp.complex64))
     tx = kron(weight_decay=0.1)
     with pytest.raises(ValueError, match="params must be given"):
         tx.update(PARAMS, tx.init(PARAMS))

@@ -366,10 +366,64 @@ def test_a_loss_spike_does_not_stop_training():
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+def test_what_others_keep_in_its_state_is_saved_and_loaded():
+    """As timm's Lookahead does."""
+    parameter = nn.Parameter(torch.ones(3, 2))
+    kron = Kron([parameter])
+    parameter.grad = torch.randn(3, 2)
+    kron.step()
+    kron.state[parameter]["slow"] = torch.full((3, 2), 2.0)
+    for other in (Kron([parameter]), copy.deepcopy(kron), pickle.loads(pickle.dumps(kron))):
+        other.load_state_dict(copy.deepcopy(kron.state_dict()))
+        (state,) = other.state.values()
+        torch.testing.assert_close(state["slow"], torch.full((3, 2), 2.0))
+        assert same(other.state_dict(), kron.state_dict())
+    state = copy.deepcopy(kron.state_dict())
+    state["state"][0]["tile7.factor0"] = torch.ones(2)
+    with pytest.raises(ValueError, match="state of parameter 0 must have"):
+        kron.load_state_dict(state)
+
+
+def test_complex_parameters_are_those_of_their_parts():
+    """Spectral convolutions: the same trajectory, resumed in the middle, as with real parameters."""
+    torch.manual_seed(0)
+    parts = [torch.randn(4, 3, 2, dtype=torch.float64), torch.randn(2, dtype=torch.float64)]
+    x = torch.randn(8, 3, dtype=torch.complex128)
+    settings = {"lr": 0.05, "weight_decay": 0.1, "block_size": 3}
+
+    def loss_of(weight, bias):
+        return (torch.tanh((x @ weight.T + bias).abs()) - 0.3).square().mean()
+
+    def run(parameters, used, steps, state=None):
+        kron = Kron(parameters, **settings)
+        if state is not None:
+            kron.load_state_dict(state)
+        for _ in range(steps):
+            kron.zero_grad()
+            loss_of(*map(used, parameters)).backward()
+            kron.step()
+        return copy.deepcopy(kron.state_dict())
+
+    real = [nn.Parameter(part.clone()) for part in parts]
+    run(real, torch.view_as_complex, 12)
+    own = [nn.Parameter(torch.view_as_complex(part.clone())) for part in parts]
+    state = run(own, lambda p: p, 5)
+    run(own, lambda p: p, 7, state)
+    for a, b, start in zip(own, real, parts, strict=True):
+        torch.testing.assert_close(torch.view_as_real(a.detach()), b.detach(), rtol=1e-12, atol=1e-14)
+        assert (b - start).abs().max() > 0.01
+    assert Kron(own).routing()["0.0"].shape == (4, 3)
+    kron, before = Kron(own), [p.detach().clone() for p in own]
+    own[0].grad = torch.full_like(own[0], complex(0.0, float("nan")))
+    kron.step()
+    assert kron.skipped_steps == 1
+    assert all(map(torch.equal, own, before))
+
+
 def test_refusals():
-    with pytest.raises(ValueError, match="complex"):
-        Kron([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
-    with pytest.raises(ValueError, match="floating dtype"):
+    with pytest.raises(ValueError, match="real with hvp='exact', got complex ones"):
+        Kron([nn.Parameter(torch.ones(2, dtype=torch.complex64))], hvp="exact")
+    with pytest.raises(ValueError, match="floating or complex dtype"):
         Kron([torch.ones(2, dtype=torch.int32)])
     embedding = nn.Embedding(4, 2, sparse=True)
     kron = Kron(embedding.parameters())

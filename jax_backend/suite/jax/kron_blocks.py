@@ -137,7 +137,10 @@ def plan(
     """
     leaves = jax.tree.leaves(tree)
     if any(jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating) for leaf in leaves):
-        raise ValueError("Kron does not cover complex parameters: give it real and imaginary parts")
+        raise ValueError(
+            "complex parameters are not covered: optax.contrib.split_real_and_imaginary(...) around "
+            "the optimizer gives it real and imaginary parts"
+        )
     scanned = _scanned(scanned_layers, tree, len(leaves))
     plans: list[blocks.BlockPlan | None] = []
     members: dict[Hashable, list[int]] = {}

@@ -173,7 +173,10 @@ def _scale(
     def flat(tree: Any) -> jax.Array:
         vector = ravel_pytree(unbox(tree))[0]
         if jnp.iscomplexobj(vector):
-            raise ValueError("complex parameters are not covered: give real and imaginary parts")
+            raise ValueError(
+                "complex parameters are not covered: optax.contrib.split_real_and_imaginary(...) around "
+                "the optimizer gives it real and imaginary parts"
+            )
         return vector.astype(at_least_float32(vector.dtype))
 
     def init(params: Any) -> ScaleByVectorState:

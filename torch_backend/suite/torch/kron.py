@@ -22,7 +22,7 @@ from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded, local, mesh_group, settled
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES, all_finite
-from suite.torch.kron_engine import KronEngine, Pairs, StepSettings
+from suite.torch.kron_engine import KronEngine, Pairs, StepSettings, as_real
 from suite.torch.kron_settings import (
     FIXED,
     RENAMED,
@@ -51,7 +51,8 @@ class Kron(torch.optim.Optimizer):
     between parameter groups.
 
     Args:
-        params: parameters, named parameters, or groups of them.
+        params: parameters, named parameters, or groups of them. Of complex ones real and imaginary parts
+            are an axis more.
         lr: learning rate >= 0, a number or a 0-d tensor.
         b1: decay of the momentum, in [0, 1).
         weight_decay: decoupled, multiplied by lr.
@@ -99,7 +100,8 @@ class Kron(torch.optim.Optimizer):
         allreduce_bucket_cap_mb: what is sent travels in buckets of at most so many megabytes.
 
     Raises:
-        ValueError, TypeError: bad values; complex parameters; sparse gradients (at `step`).
+        ValueError, TypeError: bad values; complex parameters that are sharded, or with `hvp`; sparse
+            gradients (at `step`).
 
     References: see `suite.core.kron`. Argument names are distributed_kron's.
     """
@@ -215,12 +217,16 @@ class Kron(torch.optim.Optimizer):
             raise TypeError("; ".join([f"unknown settings in a parameter group: {unknown}", *here]))
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if any(p.is_complex() for p in group["params"]):
+        if not all(p.is_floating_point() or p.is_complex() for p in group["params"]):
             self.param_groups.pop()
-            raise ValueError("Kron does not cover complex parameters: pass torch.view_as_real of them")
-        if not all(p.is_floating_point() for p in group["params"]):
+            raise ValueError("parameters must be of a floating or complex dtype")
+        if any(p.is_complex() and (self.hvp is not None or is_sharded(p)) for p in group["params"]):
             self.param_groups.pop()
-            raise ValueError("parameters must be of a floating dtype")
+            rule = "real where they are sharded" if self.hvp is None else f"real with hvp={self.hvp!r}"
+            raise ValueError(
+                f"parameters must be {rule}, got complex ones: make the parameter of real and imaginary "
+                "parts, and take torch.view_as_complex of it where it is used"
+            )
         if self.hvp is not None and any(is_sharded(p) for p in group["params"]):
             self.param_groups.pop()
             raise ValueError(f"parameters must not be sharded with hvp={self.hvp!r}, got DTensors")
@@ -269,7 +275,7 @@ class Kron(torch.optim.Optimizer):
         for index, parameter in enumerate(engine.parameters):
             if self._skipped is None:
                 self._skipped = torch.zeros((), dtype=torch.int32, device=parameter.device)
-            self.state[parameter] = {**engine.views(index), "skipped_steps": self._skipped}
+            self.state[parameter] |= {**engine.views(index), "skipped_steps": self._skipped}
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_engines", "_made_for", "_skipped", "hvp", "distributed", "_ranks", "_torn_reported")
@@ -394,7 +400,8 @@ class Kron(torch.optim.Optimizer):
         settings: StepSettings,
         pairs: Pairs | None,
     ) -> None:
-        gradients = [None if id(p) in absent else p.grad for p in engine.parameters]
+        found = [None if id(p) in absent else p.grad for p in engine.parameters]
+        gradients = [None if g is None else as_real(g) for g in found]
         if group["maximize"]:
             gradients = [None if g is None else -g for g in gradients]
         if not any(g is not None for g in gradients):
@@ -407,7 +414,7 @@ class Kron(torch.optim.Optimizer):
         rates = None if as_number else _rates(engine, lr, finite)
 
         def move(directions: list[tuple[int, torch.Tensor]]) -> None:
-            parameters = [local(engine.parameters[i]) for i, _ in directions]
+            parameters = [as_real(local(engine.parameters[i])) for i, _ in directions]
             updates = [d.to(p.dtype) for p, (_, d) in zip(parameters, directions, strict=True)]
             if not updates:
                 return
@@ -527,6 +534,8 @@ class Kron(torch.optim.Optimizer):
             if id(parameter) in places:
                 engine, i = places[id(parameter)]
                 engine.restore(i, state_dict["state"][index])
+                foreign = {k: v for k, v in state_dict["state"][index].items() if not _is_ours(k)}
+                self.state[parameter] |= copy.deepcopy(foreign)
                 if self._skipped is not None:
                     self._skipped.copy_(state_dict["state"][index]["skipped_steps"])
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -557,11 +566,16 @@ def _group_of(params: list[Any]) -> Any:
     return None
 
 
+def _is_ours(name: str) -> bool:
+    """Whether an entry of a parameter's state is Kron's: wrappers (Lookahead) may keep theirs there."""
+    return name == "skipped_steps" or name.startswith("tile")
+
+
 def _require_fit(index: int, engine: KronEngine, number: int, record: dict[str, Any]) -> None:
     """ValueError unless a record is one parameter's, whole or block by block."""
     expected = {name: shape for name, (shape, _) in engine.expected(number).items()}
     expected["skipped_steps"] = ()
-    found = {name: tuple(getattr(value, "shape", ())) for name, value in record.items()}
+    found = {name: tuple(getattr(x, "shape", ())) for name, x in record.items() if _is_ours(name)}
     rows = {name: shape[1:] for name, shape in expected.items() if name != "skipped_steps"}
     by_block = [name for name in found if name.rpartition(".")[0] in rows]
     if by_block:
@@ -580,7 +594,7 @@ def _rates(
 
     A product, not a branch on `finite`: the host does not wait. Directions are finite by then.
     """
-    dtype = functools.reduce(torch.promote_types, {p.dtype for p in engine.parameters})
+    dtype = functools.reduce(torch.promote_types, {p.dtype for p in engine.like})
     found = {}
     for device in {p.device for p in engine.parameters}:
         one = torch.ones((), dtype=dtype, device=device)

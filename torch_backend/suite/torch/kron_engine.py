@@ -87,12 +87,13 @@ class KronEngine:
         shard: bool,
     ) -> None:
         self.parameters, self.ranks = parameters, ranks
+        self.like = [_like(p) for p in parameters]
         self.rule = rule
         self.storage = KronStorage(rule.factor_form, packed_factors, cache_preconditioner)
         self.mu_dtype, self.precond_dtype = mu_dtype, precond_dtype
-        self.plans = [blocks.plan_blocks(p.shape, structure) for p in parameters]
-        self.shares = plan_shares(parameters, self.plans, ranks, shard)
-        self.exchange = ShareExchange(parameters, self.plans, self.shares, ranks, shard)
+        self.plans = [blocks.plan_blocks(p.shape, structure) for p in self.like]
+        self.shares = plan_shares(self.like, self.plans, ranks, shard)
+        self.exchange = ShareExchange(self.like, self.plans, self.shares, ranks, shard)
         own = [i for i, share in enumerate(self.shares) if share.owner == ranks.rank]
         self.buckets = tuple(  # of the shares that are here, by their number
             buckets.Bucket(b.key, tuple(replace(m, index=own[m.index]) for m in b.members))
@@ -127,7 +128,7 @@ class KronEngine:
 
     def _stack(self, share: Share) -> tuple[Any, int]:
         """(what blocks of one bucket have in common, number of blocks)"""
-        parameter, plan = self.parameters[share.parameter], self.plans[share.parameter]
+        parameter, plan = self.like[share.parameter], self.plans[share.parameter]
         tile = plan.tiles[share.tile]
         return _kind(tile, plan, parameter.dtype, parameter.device), share.stop - share.start
 
@@ -341,7 +342,7 @@ class KronEngine:
 
     def expected(self, index: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of all state of one parameter, wherever it is."""
-        plan, parameter = self.plans[index], self.parameters[index]
+        plan, parameter = self.plans[index], self.like[index]
         found = {}
         for number, tile in enumerate(plan.tiles):
             key = _kind(tile, plan, parameter.dtype, torch.device("meta"))
@@ -424,6 +425,19 @@ def _noises(work: Sequence[_Work], step: int) -> list[torch.Tensor]:
 
 def _noise(pack: Pack, use: int, shape: torch.Size, settings: StepSettings) -> torch.Tensor:
     return noise.draw(pack.streams, settings.step, use, tuple(shape[1:]), torch.float32)
+
+
+def as_real(x: torch.Tensor) -> torch.Tensor:
+    """A view with an axis more, of length 2, of what is complex; what is real as it is."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _like(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape, dtype and device of `as_real` of a parameter, without memory of its own."""
+    if not parameter.is_complex():
+        return parameter
+    zero = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device)
+    return zero.expand(*parameter.shape, 2)
 
 
 def _kind(tile: blocks.Tile, plan: blocks.BlockPlan, dtype: torch.dtype, device: torch.device) -> Any:

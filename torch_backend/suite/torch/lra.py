@@ -39,7 +39,10 @@ class _WholeVector(torch.optim.Optimizer):
             raise ValueError(f"params must be one group, got {len(self.param_groups)}")
         own = self._parameters
         if any(p.is_complex() for p in own):
-            raise ValueError("complex parameters are not covered: pass torch.view_as_real of them")
+            raise ValueError(
+                "complex parameters are not covered: make the parameter of real and imaginary parts, "
+                "and take torch.view_as_complex of it where it is used"
+            )
         if not all(p.is_floating_point() for p in own):
             raise ValueError("parameters must be of a floating dtype")
         if any(is_sharded(p) for p in own):
