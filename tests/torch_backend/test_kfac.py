@@ -750,7 +750,9 @@ def test_labels_that_are_ignored_are_no_terms(kind, parts):
         for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
             given = (torch.cat([a, a]), torch.cat([b, -100 + 0 * b])) if ignored else (a, b)
             (nn.functional.cross_entropy(model(given[0]), given[1]) / parts).backward()
+        assert kfac.counted_terms is None
         kfac.step()
+        assert kfac.counted_terms == len(x)
         ends.append([p.grad for p in model.parameters()])
     for got, expected in zip(*ends, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)

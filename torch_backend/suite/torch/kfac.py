@@ -117,7 +117,8 @@ class KFAC(torch.optim.Optimizer):
         terms: how many terms the loss of a step has, on this rank and in all its micro-batches: a
             number, or a function that is asked in every step that updates factors. None reads it off
             the layer that runs last, whose output positions are counted: too many where some do not
-            count (labels that are ignored) or are averaged before the loss. Factors G grow with it.
+            count (labels that are ignored) or are averaged before the loss. Factors G grow with it;
+            `counted_terms` is what was found.
         grad_scaler: the GradScaler of mixed-precision training, or a function that returns the scale of
             the loss: statistics are taken of scaled gradients and have to be unscaled. Gradients must be
             unscaled before `step()`: `scaler.unscale_(optimizer)`, or `scaler.step(kfac)`. With a
@@ -331,6 +332,7 @@ class KFAC(torch.optim.Optimizer):
         self._base = optimizer
         self._steps = 0
         self._skipped_steps = 0
+        self._counted_terms: torch.Tensor | None = None
         self._unread: torch.Tensor | None = None  # (): skipped steps that the host did not wait to see
         self._moved: set[int] = set()  # by id: what the base optimizer has moved, and has a state for
         attached.register(self, self._engine.capture)
@@ -435,6 +437,14 @@ class KFAC(torch.optim.Optimizer):
         """
         return self._skipped_steps + (0 if self._unread is None else int(self._unread))
 
+    @property
+    def counted_terms(self) -> float | None:
+        """How many terms the loss was taken to have when factors were last updated, of all ranks.
+
+        None: they were not. Reading it waits for the device. See `terms`.
+        """
+        return None if self._counted_terms is None else float(self._counted_terms)
+
     def hyperparameter(self, name: str) -> Any:
         """The value of a hyperparameter at this step, e.g. `kfac.hyperparameter('damping')`."""
         return self._at(name, self._steps)
@@ -520,6 +530,7 @@ class KFAC(torch.optim.Optimizer):
             counts = True
             if self._steps % factor_update_steps == 0:
                 counts = self._engine.update(taken, agreed, factor_decay)
+                self._counted_terms = agreed.terms if any(agreed.seen) else self._counted_terms
             del taken  # before inverses need room
             if self._spread_inverses:
                 turn = self._steps % inv_update_steps, inv_update_steps

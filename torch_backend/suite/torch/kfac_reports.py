@@ -79,7 +79,8 @@ class Reports:
             why = (
                 "Its hooks ran, so these gradients are not those of a backward pass since: "
                 "torch.autograd.grad and backward(inputs=...) compute what they are asked for alone "
-                "(call loss.backward()), and kfac.zero_grad() forgets the pass before it"
+                "(call loss.backward()), adjoint methods among those who call them (torchdiffeq's "
+                "odeint_adjoint: take odeint), and kfac.zero_grad() forgets the pass before it"
             )
         if self.capture.clock.sampled:
             said = "K-FAC saw no backward pass through the model's output since the last step"
