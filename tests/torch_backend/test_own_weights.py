@@ -115,6 +115,18 @@ class Pooled(nn.Module):
         return self.head(x.mean((2, 3)) if x.ndim == 4 else x)
 
 
+class WithoutCalling(nn.Module):
+    """Runs a layer past its hooks."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.weight = layer.weight
+
+    def forward(self, x):
+        return self.layer.forward(x)
+
+
 LAYERS = {
     "linear": (lambda: Linear(3, 4), lambda: nn.Linear(4, 3), (9, 4)),
     "linear without bias": (lambda: Linear(3, 4, bias=False), lambda: nn.Linear(4, 3, False), (9, 4)),
@@ -123,6 +135,11 @@ LAYERS = {
         lambda: Convolution(6, 2, 3, 3),
         lambda: nn.Conv2d(4, 6, 3, 2, 1, groups=2),
         (9, 4, 5, 6),
+    ),
+    "forward": (
+        lambda: WithoutCalling(Linear(3, 4)),
+        lambda: WithoutCalling(nn.Linear(4, 3)),
+        (9, 4),
     ),
 }
 

@@ -63,7 +63,7 @@ _NORMS = {F.layer_norm: "layer", F.rms_norm: "rms", F.group_norm: "group", F.bat
 def has_functions(layer: Layer, site: Site) -> bool:
     """Whether a module around may call the function of a layer that runs by itself, too."""
     return (
-        site.spec.kind in (("embedding",) if site.functional else ("dense", "convolution", "embedding"))
+        site.spec.kind in ("dense", "convolution", "embedding")
         and site.module is site.owner
         and not site.scaling
         and not layer.tensor_split
