@@ -298,6 +298,23 @@ def test_scaling_the_loss_changes_no_direction_where_the_first_gradient_sets_the
     assert_close(P(other) * c, P(state))
 
 
+def test_before_its_first_update_a_block_has_no_scale_of_its_own(xp):
+    rule = Kron("QEQ", preconditioner_init_scale=None)
+    start = fresh(xp, rule, (3, 3, 3))
+    g = normal(3, 3, 3) * np.array([1.0, 0.0, 2.0])[:, None, None]
+    v = xp.asarray(np.zeros((3, 3, 3)))
+    first = xp.run(rule.refresh, xp.run(rule.update, start, xp.asarray(g), v, 0.1))
+    second = xp.run(rule.refresh, xp.run(rule.update, first, xp.asarray(normal(3, 3, 3)), v, 0.1))
+    for used, after, before in zip(rule.before_update(start, first), first, start, strict=True):
+        for a, b, c in zip(used, after, before, strict=True):
+            np.testing.assert_array_equal(to_numpy(a), to_numpy(b))
+            np.testing.assert_array_equal(to_numpy(b)[1], to_numpy(c)[1])
+    used = rule.before_update(first, second).preconditioners[0]
+    np.testing.assert_array_equal(to_numpy(used)[0], to_numpy(first.preconditioners[0])[0])
+    np.testing.assert_array_equal(to_numpy(used)[1], to_numpy(second.preconditioners[0])[1])
+    assert Kron().before_update(start, first) is start
+
+
 def test_first_gradient_sets_the_scale_of_its_own_block_once(xp):
     """With a vanishing step, that is all an update does: P = mean(g⁴)^(-1/4) I."""
     rule = Kron("QEQ", damping=0.0, preconditioner_init_scale=None)

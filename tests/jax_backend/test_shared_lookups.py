@@ -75,8 +75,8 @@ def loss_of(add, look):
     return loss
 
 
-def moments(loss, *arguments):
-    statistics = jax.jit(value_and_grad(loss))(*arguments)[2]
+def moments(loss, *arguments, **settings):
+    statistics = jax.jit(value_and_grad(loss, **settings))(*arguments)[2]
     found = {name: sums.main for name, sums in statistics.layers.items()}
     return {name: (s.A, s.G, s.rows) for name, s in found.items()}, statistics.terms
 
@@ -86,12 +86,26 @@ def assert_same(found, expected, rtol=1e-9):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * 1e-2)
 
 
+@pytest.mark.parametrize("rows", ["expand", "reduce"])
 @pytest.mark.parametrize("name", SUMS)
-def test_what_examples_have_in_common_is_as_if_each_had_its_own(name):
+def test_what_examples_have_in_common_is_as_if_each_had_its_own(name, rows):
     loss, rtol = loss_of(SUMS[name], once), 1e-5 if "cast" in name else 1e-9
-    expected = moments(loss_of(SUMS[name], each), parameters(), TOKENS)
-    assert_same(moments(loss, parameters(), TOKENS), expected, rtol)
+    expected = moments(loss_of(SUMS[name], each), parameters(), TOKENS, rows=rows)
+    assert_same(moments(loss, parameters(), TOKENS, rows=rows), expected, rtol)
     verify(loss, parameters(), TOKENS, rtol=rtol)
+
+
+def test_classes_that_are_looked_up_are_no_terms():
+    """Prototypes, label embeddings, sampled softmax: as many terms as examples, not as classes."""
+
+    def loss(p, x):
+        return jnp.mean(jax.nn.logsumexp(jnp.tanh(x @ p["w"]) @ p["table"][jnp.arange(2)].T, -1))
+
+    params = {"w": normal(3, D), "table": normal(7, D, seed=1)}
+    x = normal(N, 3, seed=2)
+    once, twice = (moments(loss, params, jnp.tile(x, (k, 1))) for k in (1, 2))
+    assert (float(once[1]), float(twice[1])) == (N, 2 * N)
+    assert_same(2 * twice[0]["['w']"][1], once[0]["['w']"][1])
 
 
 def test_examples_by_vmap():

@@ -241,6 +241,7 @@ KRON_OPTIONS = {
     "gradient": {"whiten": "gradient"},
     "factors of every block": {"shared_factors": False},
     "update after": {"update_first": False},
+    "update after, scaled": {"update_first": False, "preconditioner_init_scale": None},
     "clip": {"clip": (0.8, 1.5)},
     "unbounded": {"clip": None, "preconditioner_init_scale": None},
     "normalize": {"normalize_grads": True},

@@ -151,6 +151,15 @@ class Permuted(nn.Module):
         return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class ByFunction(Permuted):
+    """Hands a norm's parameters to the function itself."""
+
+    def forward(self, x):
+        x = x.permute(0, 2, 3, 1)
+        norm = self.norm
+        return F.layer_norm(x, (3,), norm.weight, norm.bias, norm.eps).permute(0, 3, 1, 2)
+
+
 class Scaled(nn.Module):
     def __init__(self, layer, factor):
         super().__init__()
@@ -252,6 +261,12 @@ CASES = {
         words,
     ),
     "layer norm": (lambda: ChannelNorm(3), lambda: Permuted(nn.LayerNorm(3)), 3, pictures),
+    "layer norm of a child": (
+        lambda: ByFunction(nn.LayerNorm(3)),
+        lambda: Permuted(nn.LayerNorm(3)),
+        3,
+        pictures,
+    ),
     "batch norm": (
         lambda: NormAct(3),
         lambda: nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False), nn.Tanh()),
@@ -621,6 +636,8 @@ OTHERS = {
     "a mask": lambda x, W, b: F.linear(x, torch.ones(4, 4).tril() * W, b),
     "its inverse": lambda x, W, b: F.linear(x, 1 / W, b),
     "half of the bias, too": lambda x, W, b: F.linear(x, W / 2, b / 2),
+    "a multiple of the bias": lambda x, W, b: F.linear(x, W, 3 * b),
+    "a multiple of the bias, by addmm": lambda x, W, b: torch.addmm(3 * b, x, W.T),
     "another bias": lambda x, W, b: F.linear(x, W / 2, torch.ones(4).double()) + 0 * b,
     "a copy that was clamped": lambda x, W, b: F.linear(x, W.clone().clamp_(-0.1, 0.1), b),
     "a copy that was written to": lambda x, W, b: F.linear(x, written_to(W.clone()), b),

@@ -758,6 +758,27 @@ def test_labels_that_are_ignored_are_no_terms(kind, parts):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
+class Prototypes(nn.Module):
+    """Logits by rows of a table that are looked up for all examples."""
+
+    def __init__(self, layers: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+        self.layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh()) if layers else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) @ self.table(torch.arange(4)).T
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_classes_that_are_looked_up_are_no_terms_where_there_are_products(layers):
+    x = torch.randn(16, 3)
+    kfac = KFAC(Prototypes(layers))
+    kfac.model(x).logsumexp(-1).mean().backward()
+    kfac.step()
+    assert kfac.counted_terms == (16 if layers else 4)
+
+
 @pytest.mark.parametrize(
     ("terms", "error", "message"),
     [

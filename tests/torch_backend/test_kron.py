@@ -70,12 +70,14 @@ def test_scaling_the_loss_leaves_the_trajectory_unchanged():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_the_scale_of_the_first_gradients_can_set_the_factors():
+@pytest.mark.parametrize("update_first", [True, False])
+def test_the_scale_of_the_first_gradients_can_set_the_factors(update_first):
     """Then the loss's scale does not matter at all, and whitening holds from the first step on."""
+    settings = {"damping": 0.0, "preconditioner_init_scale": None, "update_first": update_first}
     models = []
     for scale in (1e-6, 1.0, 1e6):
         model = network()
-        kron = Kron(model.parameters(), lr=0.01, damping=0.0, preconditioner_init_scale=None)
+        kron = Kron(model.parameters(), lr=0.01, **settings)
         run(model, kron, range(10), scale)
         models.append(model)
     for model in models[1:]:
@@ -366,17 +368,20 @@ def test_a_loss_spike_does_not_stop_training():
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_what_others_keep_in_its_state_is_saved_and_loaded():
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_others_keep_in_its_state_is_saved_and_loaded(packed):
     """As timm's Lookahead does."""
-    parameter = nn.Parameter(torch.ones(3, 2))
-    kron = Kron([parameter])
+    parameter, empty = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(0))
+    kron = Kron([parameter, empty], packed_factors=packed)
     parameter.grad = torch.randn(3, 2)
     kron.step()
     kron.state[parameter]["slow"] = torch.full((3, 2), 2.0)
-    for other in (Kron([parameter]), copy.deepcopy(kron), pickle.loads(pickle.dumps(kron))):
+    kron.state[empty]["slow"] = torch.ones(0)
+    fresh = Kron([parameter, empty], packed_factors=packed)
+    fresh.state[parameter]["fast"] = torch.ones(2)
+    for other in (fresh, copy.deepcopy(kron), pickle.loads(pickle.dumps(kron))):
         other.load_state_dict(copy.deepcopy(kron.state_dict()))
-        (state,) = other.state.values()
-        torch.testing.assert_close(state["slow"], torch.full((3, 2), 2.0))
+        assert [state["slow"].shape for state in other.state.values()] == [(3, 2), (0,)]
         assert same(other.state_dict(), kron.state_dict())
     state = copy.deepcopy(kron.state_dict())
     state["state"][0]["tile7.factor0"] = torch.ones(2)
@@ -423,6 +428,8 @@ def test_complex_parameters_are_those_of_their_parts():
 def test_refusals():
     with pytest.raises(ValueError, match="real with hvp='exact', got complex ones"):
         Kron([nn.Parameter(torch.ones(2, dtype=torch.complex64))], hvp="exact")
+    with pytest.raises(ValueError, match="must not be conjugates"):
+        Kron([nn.Parameter(torch.ones(2, dtype=torch.complex64).conj())])
     with pytest.raises(ValueError, match="floating or complex dtype"):
         Kron([torch.ones(2, dtype=torch.int32)])
     embedding = nn.Embedding(4, 2, sparse=True)

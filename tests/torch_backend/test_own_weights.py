@@ -6,7 +6,10 @@ The oracles are torch's own layers with the same weights, and rows written out.
 from __future__ import annotations
 
 import copy
+import functools
+import linecache
 import math
+import sys
 import types
 
 import pytest
@@ -18,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from conftest import assert_close
 from suite.torch import KFAC
+from suite.torch import own_weights as own_weights_module
 from suite.torch.own_weights import OwnWeight, own_weights
 from torch_backend.rows_by_loops import double, held, loss_of, numbers, stepped, with_one
 
@@ -45,7 +49,8 @@ class Linear(Own):
 
 class Keywords(Own):
     def forward(self, x):
-        assert x.shape[-1] == self.weight.size(1)
+        if x.shape[-1] != self.weight.size(1):
+            raise ValueError(x.shape)
         return self._run(x.to(self.weight.dtype))
 
     def _run(self, x):
@@ -265,7 +270,7 @@ class Variants(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
         self.other, self.gain = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(()))
         self.register_buffer("mask", torch.ones(4, 4))
-        self.scale = 2.0
+        self.scale, self.groups = 2.0, 0
 
     @property
     def doubled(self):
@@ -300,6 +305,52 @@ def now_and_then(self, x):
 
 def gained(self, x):
     return x @ (self.gain * self.weight).transpose(-1, -2)
+
+
+def turned_and_scaled(self, x):
+    return x @ (self.weight.t() * self.scale)
+
+
+def scaled_turned_and_cast(self, x):
+    return F.linear(x, (self.weight * self.scale).t().contiguous())
+
+
+def annotated(self, x):
+    w: torch.Tensor = self.weight
+    return F.linear(x, w)
+
+
+def positional(self, /, x):
+    return helper(self, x) + F.linear(x, self.weight)
+
+
+def helper(module, x):
+    return x * module.gain
+
+
+def by_another_F(self, x, F=None):
+    return F.linear(x, self.weight)
+
+
+def imported_here(self, x):
+    from math import nan as F
+
+    return F.linear(x, self.weight)
+
+
+def of_itself(self, x):
+    global K
+    K = (
+        1 *
+        K)  # fmt: skip
+    return F.linear(x, self.weight * K)
+
+
+K = 1.0
+
+
+def grouped(self, x):
+    return F.conv1d(x, self.weight, groups=self.groups)
 
 
 def by_number(self, x):
@@ -395,7 +446,7 @@ SAID = [
     (bias_of_a_kind, one()),
     (now_and_then, one()),
     (gained, one()),
-    (turned_twice, one()),
+    (turned_twice, []),
     (of_a_transpose, one(turned=True)),
     (asked, one(turned=True)),
     (of_another, [*one("other", turned=True), *one()]),
@@ -414,6 +465,14 @@ SAID = [
     (by_index, []),
     (kernels, []),
     (by_number, []),
+    (turned_and_scaled, []),
+    (scaled_turned_and_cast, []),
+    (annotated, one()),
+    (positional, one()),
+    (by_another_F, []),
+    (imported_here, []),
+    (of_itself, []),
+    (grouped, []),
 ]
 
 
@@ -424,6 +483,248 @@ def test_a_parameter_is_a_weight_if_it_is_nothing_else(forward, expected):
     names = dict(module.named_parameters())
     assert sorted(own_weights(module, names)) == sorted(expected)
     assert own_weights(module, []) == []
+
+
+class Settings(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Absent:
+    """As packages stand in for what is not installed."""
+
+    def __getattr__(self, name):
+        raise ImportError("not installed")
+
+
+absent = Absent()
+
+
+class WithSettings(Variants):
+    settings = Settings(scale=2.0)
+
+    def forward(self, x):
+        return F.linear(x, self.weight) * self.settings.scale
+
+
+class WithAbsent(Variants):
+    def forward(self, x):
+        if self.scale == 0:
+            return absent.linear(x, self.weight)
+        return F.linear(x, self.weight)
+
+
+class WithCachedProperty(Variants):
+    @functools.cached_property
+    def power(self):
+        return self.weight.square()
+
+    def forward(self, x):
+        return F.linear(x, self.weight) + x @ self.power
+
+
+class WithPartial(Variants):
+    def _run(self, x, scale):
+        return F.linear(x, self.weight) * scale
+
+    forward = functools.partialmethod(_run, scale=2)
+
+
+class WithAttributes(Variants):
+    def __getattr__(self, name):
+        return super().__getattr__("weight" if name == "same" else name)
+
+    def forward(self, x):
+        return F.linear(x, self.weight) + x @ self.same
+
+
+class WithStatic(Variants):
+    def forward(self, x):
+        return self.apply_to(x, self.other.detach()) + F.linear(x, self.weight)
+
+
+class First(Variants):
+    forward = plain
+
+
+class Masked(First):
+    def forward(self, x):
+        return masked(self, x) if x is None else F.linear(x, self.weight * self.mask)
+
+
+class Second(First):
+    pass
+
+
+class Both(Second, Masked):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (WithSettings, one()),
+        (WithAbsent, []),
+        (WithCachedProperty, []),
+        (WithPartial, []),
+        (WithAttributes, []),
+        (WithStatic, one()),
+        (Second, one(bias="bias")),
+        (Both, []),
+    ],
+)
+def test_what_a_class_holds_is_asked_for_nothing_else(kind, expected):
+    module = kind()
+    assert own_weights(module, ["weight", "bias"]) == expected
+
+
+def test_long_chains_of_products_are_read_once():
+    lines = [f"    x{i + 1} = x{i} * x{i}" for i in range(200)]
+    source = "\n".join(["def forward(self, x0):", *lines, "    return F.linear(x0, self.weight) * x200"])
+    space = {"F": F}
+    exec(compile(source, "<chain>", "exec"), space)
+    linecache.cache["<chain>"] = len(source), None, source.splitlines(True), "<chain>"
+    module = type("Chain", (Variants,), {"forward": space["forward"]})()
+    assert own_weights(module, ["weight"]) == one()
+
+
+def test_source_that_is_not_what_was_imported_is_not_read(tmp_path, monkeypatch):
+    text = "from suite_test_base import *\n\nclass Layer(Own):\n  def forward(self, x):\n    return {}\n"
+    base = types.ModuleType("suite_test_base")
+    base.Own, base.F = Own, F
+    monkeypatch.setitem(sys.modules, "suite_test_base", base)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "suite_test_layer.py"
+    path.write_text(text.format("F.linear(x, self.weight, self.bias)"))
+    import suite_test_layer
+
+    monkeypatch.setitem(sys.modules, "suite_test_layer", suite_test_layer)
+    path.write_text(text.format("F.linear(x, self.bias * self.weight)"))
+    linecache.checkcache()
+    own_weights_module._tree.cache_clear()
+    assert own_weights(suite_test_layer.Layer(3, 3), ["weight", "bias"]) == []
+
+
+class Turned(Own):
+    def forward(self, x):
+        return F.linear(x, self.weight.t(), self.bias)
+
+
+class TwoProducts(nn.Module):
+    """With one bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return F.linear(torch.tanh(F.linear(x, self.a, self.bias)), self.b, self.bias)
+
+
+class TwoNames(Own):
+    def __init__(self, *shape):
+        super().__init__(*shape)
+        self.same = self.weight
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias) + x @ self.same
+
+
+class Cyclic(Own):
+    def __init__(self, *shape):
+        super().__init__(*shape)
+        self.tree = {"children": []}
+        self.tree["children"].append({"parent": self.tree})
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Turned(4, 4), {"weight": "4x4, 4x4", "bias": "diag 4"}),
+        (TwoProducts, {"a": "4x4, 4x4", "b": "4x4, 4x4", "bias": "diag 4"}),
+        (lambda: TwoNames(4, 4), {"weight": "diag 16", "bias": "diag 4"}),
+        (lambda: Cyclic(4, 4), {"weight": "5x5, 4x4", "bias": "5x5, 4x4"}),
+    ],
+)
+def test_a_bias_or_a_weight_with_other_uses_is_no_part_of_a_layer(make, expected):
+    kfac = trained(Pooled(make(), 4), torch.randn(9, 4))
+    found = {name: factors for name, (_, factors) in routes(kfac).items()}
+    assert found == {f"body.{key}": value for key, value in expected.items()} | {
+        "head.weight": "5x5, 2x2",
+        "head.bias": "5x5, 2x2",
+    }
+    assert {treatment for treatment, _ in routes(kfac).values()} == {"kfac"}
+
+
+def test_layers_with_one_bias_leave_it_to_itself():
+    model = nn.Sequential(Linear(4, 4), nn.Tanh(), Linear(4, 4))
+    model[2].bias = model[0].bias
+    other = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    other[2].bias = other[0].bias
+    assert routes(KFAC(model))["0.weight"] == routes(KFAC(other))["0.weight"] == ("kfac", "4x4, 4x4")
+
+
+class Recursive(Own):
+    def forward(self, x, depth=2):
+        return F.linear(torch.tanh(self(x, depth - 1)) if depth else x, self.weight)
+
+
+class Nested(nn.Module):
+    """Uses its child's weight as its own."""
+
+    def __init__(self, child):
+        super().__init__()
+        self.child, self.weight = child, child.weight
+
+    def forward(self, x):
+        h = torch.tanh(self.child(x))
+        return F.linear(torch.tanh(F.linear(h, self.weight)), self.weight)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "make", [lambda: Recursive(4, 4, bias=False), lambda: Nested(Linear(4, 4, bias=False))]
+)
+def test_calls_within_calls_count(make):
+    x = numbers(6, 4)
+    model = double(lambda: Pooled(make(), 4))
+    (weight,) = {p for p in model.body.parameters() if p.ndim == 2}
+    inputs, outputs, h = [], [], x
+    for number in range(3):
+        inputs.append(h)
+        outputs.append(h @ weight.T)
+        h = torch.tanh(outputs[-1]) if number < 2 else outputs[-1]
+    g = torch.autograd.grad(loss_of(model.head(h), "sum"), outputs)
+    found = held(stepped(model, x, reduction="sum"))
+    (name,) = (name for name in found if name != "head")
+    assert_close(found[name][0][0], sum(a.T @ a for a in inputs).detach() / 18)
+    assert_close(found[name][1][0], sum(one.T @ one for one in g))
+
+
+def test_sparse_inputs_are_rows_like_others():
+    x = numbers(6, 3)
+    model = double(lambda: nn.Sequential(SparseMatrix(3, 4, bias=False), nn.Linear(4, 2)))
+    found, expected = (held(stepped(model, given)) for given in (x.to_sparse(), x))
+    for name in found:
+        for a, b in zip(found[name], expected[name], strict=True):
+            assert_close(a, b)
+
+
+class SparseMatrix(Own):
+    def forward(self, x):
+        return torch.mm(x, self.weight)
+
+
+def test_patterns_that_skip_what_is_frozen_match_it(recwarn):
+    model = nn.Sequential(Linear(4, 4), nn.Linear(4, 2))
+    model[0].bias.requires_grad_(False)
+    KFAC(model, skip_layers=["0.bias"])
+    assert not recwarn.list
 
 
 def test_without_its_source_a_matrix_is_a_free_parameter():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from conftest import same
 from suite.torch import KFAC
@@ -23,11 +24,17 @@ class Attention(nn.Module):
         self.q, self.k, self.v = nn.Linear(6, 4), nn.Linear(6, 4), nn.Linear(6, 2)
         self.out = nn.Linear(2, 3)
         self.other = False
+        self.reentrant: bool | None = None  # of the checkpoint around it; None: there is none
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reentrant is None:
+            return self.out(self.mixed(x)).mean(1)
+        mixed = checkpoint(self.mixed, x.requires_grad_(), use_reentrant=self.reentrant)
+        return self.out(mixed).mean(1)
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
         k = self.k(x + 0 if self.other else x)
-        weights = torch.softmax(self.q(x) @ k.mT, -1)
-        return self.out(weights @ self.v(x)).mean(1)
+        return torch.softmax(self.q(x) @ k.mT, -1) @ self.v(x)
 
 
 def model_and_kfac(**settings):
@@ -69,6 +76,19 @@ def test_one_A_for_all_that_read_the_same_tensor():
     usage = kfac.memory_usage()
     assert plan["factors"] - usage["factors"] == 2 * 49 * 8
     assert plan["inverses"] - usage["inverses"] == 2 * (49 + 7) * 8
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_share_as_well(reentrant):
+    ends = []
+    for kind in (None, reentrant):
+        model, kfac = model_and_kfac(compute_method="inverse")
+        model.reentrant = kind
+        train(model, kfac, range(3))
+        assert len(leader_of(kfac)) == 2
+        ends.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("settings", [{}, {"compute_method": "ekfac"}], ids=["eigen", "ekfac"])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -305,6 +306,22 @@ class Kron:
         if is_diagonal:
             return q * q
         return array_namespace(q).astype(linalg.gram(lift(q)), q.dtype)
+
+    def before_update(self, old: KronState, new: KronState) -> KronState:
+        """What preconditions a step whose update, from `old` to `new`, comes after it.
+
+        That is `old`, but for blocks whose scale the first gradient has yet to set.
+        """
+        if self.preconditioner_init_scale is not None:
+            return old
+        xp = array_namespace(old.lipschitz[0])
+        bounds = functools.reduce(operator.add, old.lipschitz)  # 0 until the first update
+
+        def chosen(a: Array, b: Array) -> Array:
+            axes = (1,) * (a.ndim - bounds.ndim)
+            return xp.where(xp.reshape(bounds, (*bounds.shape, *axes)) > 0, a, b)
+
+        return KronState(*(tuple(map(chosen, *pair)) for pair in zip(old, new, strict=True)))
 
     def lifted(self, state: KronState) -> KronState:
         """The state in at least single precision, for `update` before `rounded`."""

@@ -172,7 +172,9 @@ def update(
             due & finite, fit, lambda olds: (olds, jnp.asarray(True)), state.buckets
         )
     finite = finite & ok
-    used = states if settings.update_first else state.buckets
+    used = states
+    if not settings.update_first:
+        used = tuple(map(settings.rule.before_update, state.buckets, states))
     directions = []
     with jax.default_matmul_precision(settings.precond_grads_precision):
         for bucket, of_bucket, signal in zip(static.buckets, used, signals, strict=True):

@@ -230,14 +230,14 @@ def use_sums(
         # A of one entry, 1: each entry of the leaf is a layer with one input by itself.
         diagonal = elementwise_sum(product, x, gradient)
         return Sums(jnp.full((1, 1), use.rows, dtype), diagonal.reshape(1, -1), rows, None)
-    if reduce and use.rows:
-        rows = rows * (example_count(product, x.shape) / use.rows)
     diagonal_A, diagonal_G = layer.diagonal[::-1] if use.transposed else layer.diagonal
     if isinstance(product, Lookup) and use.half == "outputs":
         outputs = jnp.moveaxis(gradient, use.features, -1)
         outputs = outputs.reshape(1, -1, outputs.shape[-1])
         G = second_moment_sum(outputs, diagonal=diagonal_G)
         return Sums(jnp.zeros((1, product.rows), dtype), G, rows, None)
+    if reduce and use.rows:
+        rows = rows * (example_count(product, x.shape) / use.rows)
     if isinstance(product, Lookup):
         indices, valid = _lookups(product, x)
         counts = jnp.zeros(product.rows, dtype).at[indices].add(valid.astype(dtype))

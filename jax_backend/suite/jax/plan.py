@@ -336,7 +336,7 @@ def _oriented(members: list[tuple[Site, bool]]) -> list[tuple[Site, bool]]:
 def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ...]:
     """The covered layers whose products come last: those in branches, back to one that always runs.
 
-    Where none is covered, those that are added or multiplied elementwise.
+    Where none is covered, lookups; then those that are added or multiplied elementwise.
     """
     owner = {u.place: layer for layer in layers for u in layer.uses}
     primal = {u.site.use.place for own in uses.biases.values() for u in own}
@@ -350,7 +350,8 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
         products += uses.beside
         valued = {s.leaf for s in products if s.use.place in primal}
         products = [s for s in products if s.use.place in primal or s.leaf not in valued]
-    products.sort(key=lambda site: site.use.path)  # as they run
+    # As they run; lookups first, which may be of what all examples have in common (classes, positions).
+    products.sort(key=lambda site: (not isinstance(site.use.product, Lookup), site.use.path))
     if not any(s.use.place in owner for s in products):
         others = [s for s in sites if s not in products]
         products = [*sorted(others, key=lambda site: site.use.path), *products]

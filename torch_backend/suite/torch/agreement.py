@@ -167,7 +167,7 @@ class Agreements:
         return all_finite(*given, scale, self.factor_dtype)
 
     def terms_of(self, taken: Taken) -> torch.Tensor:
-        """How many terms the loss has: if it is not given, output positions of the layer that ran last.
+        """How many terms the loss has: if not given, output positions of the product that ran last.
 
         That is the number of examples for a classifier, of tokens for a language model, of pixels for a
         segmentation network. A layer that runs several times counts each time: right for a head that
@@ -195,6 +195,9 @@ class Agreements:
             if clock.last_transposed and transposed is not None:
                 return transposed
             return positions
+        if clock.looked_up in known and not (clock.last is None and clock.last_positions):
+            positions, transposed = known[clock.looked_up]  # there are no products but lookups
+            return positions if transposed is None else transposed
         name = next(reversed(known))
         seen = clock.positions.get(name)
         if clock.last is not None or not seen:

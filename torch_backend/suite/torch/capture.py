@@ -135,6 +135,14 @@ class _ProbeOfDuals(_Probe):
         return y.view_as(y)
 
 
+def _dense(x: Any) -> Any:
+    """A layer's input, if it is sparse (features of a graph's nodes) written out."""
+    if not isinstance(x, torch.Tensor) or x.layout is torch.strided or x.is_nested:
+        return x
+    with torch.no_grad():
+        return x.to_dense()
+
+
 def _is_plain(device_type: str) -> bool:
     """Whether neither autograd nor autocast would have a part in what is computed now."""
     if torch.compiler.is_compiling():
@@ -192,10 +200,13 @@ class LayerCapture:
         self.incomplete = False  # what `left_out` was for what was taken last
         self.left_out = False  # whether a call of this step was left to the layer that shares its A
         self.inputs: list[int] = []  # tokens of the inputs of this step's calls
+        self.recomputed = (
+            False  # whether those were in backward passes, as reentrant checkpoints have it
+        )
         self.read: list[int] = []  # of those whose A others share, or may: that a backward pass reached
         self.first_call = 0  # its number among all layers' calls
         self.looked_up: _LookedUp | None = None  # the last call, of an embedding
-        self.running = 0  # calls of its modules that are under way, if functional.py asks
+        self.running: list[int] = []  # its modules whose calls are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
         self.calls_of_made = 0  # of these, those of something made of the weight in its place
         self.uses = 0  # in the first step, of the weight
@@ -274,9 +285,7 @@ class LayerCapture:
             watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
             if watched:
                 on_transformed(y, functools.partial(self.clock.transformed.add, self.layer.name))
-        if isinstance(x, torch.Tensor) and x.layout is not torch.strided and not x.is_nested:
-            with torch.no_grad():
-                x = x.to_dense()  # sparse features of a graph's nodes
+        x = _dense(x)
         if getattr(x, "is_nested", False) or getattr(y, "is_nested", False):
             return y
         if self.kept is not None and self._keeps(site, x, y):
@@ -303,7 +312,7 @@ class LayerCapture:
         if self.clock.discovering and not torch.compiler.is_compiling():
             self.calls += 1
             self.calls_of_made += made is not None
-        site = self.layer.sites[index]
+        site, x = self.layer.sites[index], _dense(x)
         if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
         return self._probed(replace(site, spec=spec), x, y, (), {}, made=made)
@@ -465,7 +474,8 @@ class LayerCapture:
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
         spec = site.spec
         positions = output_positions(spec, y)
-        self.clock.ran(self.layer, site.transposed, positions, again)
+        looks_up = spec.kind in ("embedding", "bag")
+        self.clock.ran(self.layer, site.transposed, positions, again, looks_up)
         if spec.kernel and y.ndim > 2:
             self.shape_of_places = math.prod(y.shape[-len(spec.kernel) :])
         if torch.compiler.is_compiling():
@@ -474,11 +484,11 @@ class LayerCapture:
             self.forget_what_was_discarded()
         if self.leads:
             self.seen.append(weakref.ref(x))
-        if again:
+        if not self.clock.discovering:
             return
-        if self.clock.discovering:
-            if not self.inputs:
-                self.first_call = self.clock.calls
+        if not self.inputs:
+            self.first_call, self.recomputed = self.clock.calls, again
+        if again == self.recomputed:
             self.clock.calls += 1
             self.inputs.append(self.clock.token(x))
 

@@ -26,6 +26,7 @@ class CaptureClock:
         self.last: str | None = None  # None: a layer that is not covered
         self.last_positions = 0  # in its last call
         self.last_transposed = False  # whether that used its weight as the transpose
+        self.looked_up: str | None = None  # the last table, whose rows may be there for all examples
         self.positions: dict[str, int] = {}  # of covered layers, in their last call
         self.discovering = True  # which layers read the same inputs
         self.strangers: set[str] = set()  # layers that turned out not to
@@ -64,11 +65,13 @@ class CaptureClock:
             self._examples = key, self.chosen(self.stream, count, total, device)
         return self._examples[1]
 
-    def ran(self, layer: Layer, transposed: bool, positions: int, again: bool) -> None:
+    def ran(self, layer: Layer, transposed: bool, positions: int, again: bool, looks_up: bool) -> None:
         """A covered layer produced an output, possibly one that was made before."""
         if not transposed:
             self.positions[layer.name] = positions
-        if not again and layer.is_product:
+        if not again and looks_up:
+            self.looked_up = layer.name
+        elif not again and layer.is_product:
             self.last, self.last_positions = layer.name, positions
             self.last_transposed = transposed
 

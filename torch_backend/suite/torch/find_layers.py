@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -409,14 +410,27 @@ class FoundLayers:
     def _own_parameters(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """Parameters that a module's own forward uses: as weights of products, or otherwise."""
         left = {key: p for key, p in own.items() if not self._is_left_out(_join(name, key), p)}
-        matrices = {key: p for key, p in left.items() if p.ndim > 1 and not self.tensor_axes[id(p)]}
-        for found in own_weights(module, left) if matrices else ():
+        held = Counter(map(id, module._parameters.values()))  # some by two names
+        matrices = {
+            key
+            for key, p in left.items()
+            if p.ndim > 1 and held[id(p)] == 1 and not self.tensor_axes[id(p)]
+        }
+        weights = own_weights(module, left) if matrices else []
+        biases = Counter(found.bias for found in weights)
+        for found in weights:
             weight, bias = left[found.name], left.get(found.bias)
             if found.name not in matrices or weight.ndim != 2 + found.axes:
                 continue
             if len(weight) % found.groups:
                 continue
-            if bias is not None and (bias.shape != weight.shape[:1] or not self._together(weight, bias)):
+            if bias is not None and (
+                found.turned
+                or bias.shape != weight.shape[:1]
+                or biases[found.bias] > 1
+                or len(self._owners[id(bias)]) > 1
+                or not self._together(weight, bias)
+            ):
                 bias = None
             self._own_weight(name, module, found, weight, bias)
             left = {key: p for key, p in left.items() if p is not weight and p is not bias}
@@ -447,8 +461,8 @@ class FoundLayers:
 
     def _is_left_out(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether it has no block, for a reason that is noted."""
-        reason = why_not(parameter)
-        if reason or self._matches([name]):
+        named, reason = self._matches([name]), why_not(parameter)
+        if reason or named:
             self._reasons.setdefault(id(parameter), reason or "named by skip_layers")
             return True
         return False

@@ -134,6 +134,8 @@ class FreeParameters(TorchFunctionMode):
                         others = operands[:1]
                     elif function in _ADDED:
                         others = operands[1:2] if place != 1 else operands[2:]
+                        if place == 0:  # one of two factors has the rows
+                            others = [x for x in operands[1:] if not self._without_rows(x)] or others
                     others = [x for x in others if x is not operand and x.requires_grad]
                     # A buffer may be data, and its rows those of a product; parameters are none.
                     met = not any([self._without_rows(x) for x in others])  # noqa: C419

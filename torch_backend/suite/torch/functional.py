@@ -30,7 +30,7 @@ _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to
 _ADDED = (torch.addmm, torch.Tensor.addmm)
 # Which take a layer's weight transposed, (in, out).
 _PRODUCTS = (torch.matmul, torch.mm, T.matmul, T.mm, T.__matmul__, *_ADDED)
-_CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _RESHAPE = {T.reshape, torch.reshape, T.view, T.flatten, torch.flatten, T.unflatten, torch.unflatten}
 _LIKE = {T.view_as, T.reshape_as, T.expand_as}
 # By function: the names of its arguments, by which it may be called.
@@ -38,9 +38,9 @@ _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),
     **dict.fromkeys(_PRODUCTS, ("input", "weight")),
     **dict.fromkeys(_ADDED, ("bias", "input", "weight")),
-    torch.conv1d: _CONVOLVE,
-    torch.conv2d: _CONVOLVE,
-    torch.conv3d: _CONVOLVE,
+    torch.conv1d: CONVOLVE,
+    torch.conv2d: CONVOLVE,
+    torch.conv3d: CONVOLVE,
     F.embedding: ("input", "weight", "padding_idx"),
     T.__getitem__: ("weight", "input"),
     F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
@@ -63,7 +63,7 @@ _NORMS = {F.layer_norm: "layer", F.rms_norm: "rms", F.group_norm: "group", F.bat
 def has_functions(layer: Layer, site: Site) -> bool:
     """Whether a module around may call the function of a layer that runs by itself, too."""
     return (
-        site.spec.kind in ("dense", "convolution", "embedding")
+        site.spec.kind in ("dense", "convolution", "embedding", "norm")
         and site.module is site.owner
         and not site.scaling
         and not layer.tensor_split
@@ -142,21 +142,22 @@ def _each(value: Any, axes: int) -> Any:
 
 
 class RunningLayer:
-    """Knows when a layer's module runs, whose own use of its weight is none of a module around it."""
+    """Knows when a module of a layer runs, whose own use of the weight is none of one around it."""
 
-    def __init__(self, capture: LayerCapture) -> None:
-        self.capture = capture
-        self.handles: list[Any] = []
-        for module in {site.module for site in capture.layer.sites}:
-            self.handles.append(module.register_forward_pre_hook(Enter(self, module)))
-            end = Hook(self, module)
-            self.handles.append(module.register_forward_hook(end, with_kwargs=True, always_call=True))
+    def __init__(self, capture: LayerCapture, module: nn.Module) -> None:
+        self.capture, self.number = capture, id(module)
+        end = Hook(self, module)
+        self.handles = [
+            module.register_forward_pre_hook(Enter(self, module)),
+            module.register_forward_hook(end, with_kwargs=True, always_call=True),
+        ]
 
     def enter(self) -> None:
-        self.capture.running += 1
+        self.capture.running.append(self.number)
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
-        self.capture.running = max(self.capture.running - 1, 0)
+        if self.capture.running:
+            self.capture.running.pop()
 
 
 class FunctionCapture(ModeAround):
@@ -167,6 +168,7 @@ class FunctionCapture(ModeAround):
         super().__init__(module)
         self.uses = list(uses)
         self.own = [capture.layer.sites[index].module is module for capture, index in uses]
+        self.number = id(module)
         self.found: set[int] = set()  # places in `uses`
         self.ran = False
 
@@ -229,7 +231,8 @@ class FunctionCapture(ModeAround):
         for place in places:
             capture, index = self.uses[place]
             site = capture.layer.sites[index]
-            if capture.running > self.own[place]:
+            inside = capture.running[-1] if capture.running else None
+            if inside is not None and not (self.own[place] and inside == self.number):
                 return output  # by its own module, whose hook, or mode, sees it
             spec = None if given["input"].is_nested else call_of(function, given, site)
             if spec is not None:
@@ -315,7 +318,7 @@ class _Watching(TorchFunctionMode):
                 before = around.counted(place)
                 if before is not None:
                     self.before[place] = before
-            if (site.spec.kind == "dense" or makes) and site.spec.bias:
+            if site.spec.bias:
                 self.known.append(_Known(getattr(module, site.bias_name), place, "bias"))
         self.saving = packs_with()
 
@@ -357,6 +360,10 @@ class _Watching(TorchFunctionMode):
             given["input"] = _rows_of(*args) if places else None
             if given["input"] is None:
                 return output
+        bias = given.get("bias")
+        if bias is not None:  # another bias than the layer's is no coordinate of its input
+            beside = self._places(bias, "bias")
+            places = [p for p in places if not self.around.has_bias(p) or p in beside]
         for place in places:
             if self.around.awaits_bias(place, given):
                 self.products.append(_Product(output, place, given["input"]))
@@ -377,8 +384,9 @@ class _Watching(TorchFunctionMode):
             weights = {_node(made.weight): made.place for made in self.made}
             ours = weights.keys() | {_node(made.tensor) for made in self.made}
             modules = {capture.layer.sites[index].module for capture, index in self.around.uses}
-            kept = [_node(x) for module in modules for x in _tensors(vars(module)) if x.requires_grad]
-            starts = [*map(_node, _tensors(output)), *(node for node in kept if node not in ours)]
+            held = [x for module in modules for x in _tensors(vars(module), set())]
+            kept = [_node(x) for x in held if x.requires_grad]
+            starts = [*map(_node, _tensors(output, set())), *(node for node in kept if node not in ours)]
             reached = _reached(starts, weights, self.calls, self.began)
         missed = {place for node, place in weights.items() if node in reached}
         for place, before in self.before.items():
@@ -513,15 +521,14 @@ def _of_rows(other: Any, x: torch.Tensor, axis: int) -> Any:
     return other.movedim(axis, 0).flatten(1)[:, 0]
 
 
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    """All that are in what a module is given or returns."""
+def _tensors(given: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """All that are in what a module is given, holds or returns, but for what was `seen` before."""
     if isinstance(given, torch.Tensor):
         yield given
-    elif isinstance(given, Mapping):
-        yield from _tensors(list(given.values()))
-    elif isinstance(given, list | tuple):
-        for one in given:
-            yield from _tensors(one)
+    elif isinstance(given, Mapping | list | tuple) and id(given) not in seen:
+        seen.add(id(given))
+        for one in given.values() if isinstance(given, Mapping) else given:
+            yield from _tensors(one, seen)
 
 
 def _node(x: torch.Tensor) -> Any:
@@ -548,7 +555,7 @@ def _reached(
         if node in ends or node._sequence_nr() < began:
             continue
         if node in calls:
-            waiting += [_node(x) for x in _tensors(calls[node])]
+            waiting += [_node(x) for x in _tensors(calls[node], set())]
         else:
             waiting += [before for before, _ in node.next_functions]
     return found

@@ -220,6 +220,9 @@ class Kron(torch.optim.Optimizer):
         if not all(p.is_floating_point() or p.is_complex() for p in group["params"]):
             self.param_groups.pop()
             raise ValueError("parameters must be of a floating or complex dtype")
+        if any(p.is_conj() for p in group["params"]):
+            self.param_groups.pop()
+            raise ValueError("parameters must not be conjugates of others: take resolve_conj() of them")
         if any(p.is_complex() and (self.hvp is not None or is_sharded(p)) for p in group["params"]):
             self.param_groups.pop()
             rule = "real where they are sharded" if self.hvp is None else f"real with hvp={self.hvp!r}"
@@ -496,8 +499,8 @@ class Kron(torch.optim.Optimizer):
             for i, parameter in enumerate(engine.parameters):
                 whole = engine.whole if gather else engine.rows
                 own = every[i] if every else whole(i)
-                skipped = {"skipped_steps": self._skipped}
-                saved["state"][index_of[id(parameter)]] = {**own, **skipped}
+                skipped, index = {"skipped_steps": self._skipped}, index_of[id(parameter)]
+                saved["state"][index] = {**own, **skipped, **_of_others(saved["state"][index])}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -520,7 +523,7 @@ class Kron(torch.optim.Optimizer):
             record = state_dict["state"].get(index, {})
             if id(parameter) in places:
                 _require_fit(index, *places[id(parameter)], record)
-            elif record:
+            elif any(map(_is_ours, record)):
                 raise ValueError(f"state of parameter {index} must be empty, got {sorted(record)}")
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if saved_group["seed"] != group["seed"]:
@@ -534,10 +537,13 @@ class Kron(torch.optim.Optimizer):
             if id(parameter) in places:
                 engine, i = places[id(parameter)]
                 engine.restore(i, state_dict["state"][index])
-                foreign = {k: v for k, v in state_dict["state"][index].items() if not _is_ours(k)}
-                self.state[parameter] |= copy.deepcopy(foreign)
                 if self._skipped is not None:
                     self._skipped.copy_(state_dict["state"][index]["skipped_steps"])
+            for name in _of_others(self.state.get(parameter, {})):
+                del self.state[parameter][name]
+            others = _of_others(state_dict["state"].get(index, {}))
+            if others:
+                self.state[parameter] |= copy.deepcopy(others)
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             kept = ("params", "param_names", *FIXED)
             group.update({k: copy.deepcopy(v) for k, v in saved_group.items() if k not in kept})
@@ -569,6 +575,10 @@ def _group_of(params: list[Any]) -> Any:
 def _is_ours(name: str) -> bool:
     """Whether an entry of a parameter's state is Kron's: wrappers (Lookahead) may keep theirs there."""
     return name == "skipped_steps" or name.startswith("tile")
+
+
+def _of_others(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if not _is_ours(name)}
 
 
 def _require_fit(index: int, engine: KronEngine, number: int, record: dict[str, Any]) -> None:

@@ -174,7 +174,7 @@ class KronEngine:
             work = [self._prepared(piece, stacks, filled, finite, of_pairs, settings) for piece in here]
             fitted = self._fit(work, settings) if settings.update else [w.state for w in work]
             for piece, w, state in zip(here, work, fitted, strict=True):
-                used = state if settings.update_first else w.state
+                used = state if settings.update_first else self.rule.before_update(w.state, state)
                 direction = self._precondition(used, w.signal, w.weight, settings)
                 if settings.update:
                     _write(w.pack.kron, self.storage.keep(state), w.keep)

@@ -105,7 +105,10 @@ class ModelCapture:
                     uses.setdefault(around[site.module], []).append((capture, index))
         found = {module: FunctionCapture(module, own) for module, own in uses.items()}
         watched = {id(capture): capture for own in uses.values() for capture, _ in own}
-        self._attached += [*found.values(), *map(RunningLayer, watched.values())]
+        self._attached += found.values()
+        for capture in watched.values():
+            modules = {site.module for site in capture.layer.sites}
+            self._attached += [RunningLayer(capture, module) for module in modules]
         return found
 
     def functional_layers(self) -> set[int]:
@@ -151,7 +154,7 @@ class ModelCapture:
         while any([one.unwind() for one in around]):  # noqa: C419 (each must have its turn)
             pass
         for capture in self.by_layer:
-            capture.running = 0
+            capture.running.clear()
 
     def take_statistics(self, loss_scale: Callable[[], float] = lambda: 1.0) -> Taken:
         """What every layer saw since the last call; its gradients were `loss_scale()` times too large.

@@ -13,24 +13,24 @@ import ast
 import functools
 import inspect
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-_CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+from suite.torch.functional import CONVOLVE
+
 # By function: how many axes of positions its weight has, its arguments, and whether the weight lies
 # (in, out). The bias of addmm comes first, and has a block of its own.
 _FUNCTIONS: dict[Any, tuple[int, tuple[str, ...], bool]] = {
     F.linear: (0, ("input", "weight", "bias"), False),
-    torch.conv1d: (1, _CONVOLVE, False),
-    torch.conv2d: (2, _CONVOLVE, False),
-    torch.conv3d: (3, _CONVOLVE, False),
+    torch.conv1d: (1, CONVOLVE, False),
+    torch.conv2d: (2, CONVOLVE, False),
+    torch.conv3d: (3, CONVOLVE, False),
     torch.matmul: (0, ("input", "weight"), True),
     torch.mm: (0, ("input", "weight"), True),
     torch.addmm: (0, ("", "input", "weight"), True),
@@ -55,7 +55,7 @@ class _Weight(NamedTuple):
     """An expression that may take a parameter's place in a product."""
 
     name: str
-    turned: bool
+    turned: bool  # as `functional.py` follows it: once, and a number comes before
     scaled: bool
     nodes: tuple[ast.AST, ...]  # the parameter's, and those of variables that hold it
 
@@ -69,25 +69,33 @@ class _Product(NamedTuple):
 
 def own_weights(module: nn.Module, own: Container[str]) -> list[OwnWeight]:
     """Those of a module's parameters, of the names `own`, that are weights of its products."""
-    if "forward" in vars(module):
+    try:
+        return _read(module, own)
+    except Exception:  # whatever a source holds: without it its parameters are free ones
+        return []
+
+
+class _NotUnderstoodError(Exception):
+    """What a module runs cannot be told."""
+
+
+def _read(module: nn.Module, own: Container[str]) -> list[OwnWeight]:
+    if "forward" in vars(module) or type(module).__getattr__ is not nn.Module.__getattr__:
         return []
     products: list[_Product] = []
     refused: set[str] = set()
-    methods = [(type(module), "forward")]
+    methods = [(0, "forward")]
     for start, name in methods:
-        found = _definition(start, name)
+        found = _definition(type(module), start, name)
         if found is None:
             return []
-        cls, function = found
-        if cls.__module__.startswith("torch.nn."):
+        place, function = found
+        if type(module).__mro__[place].__module__.startswith("torch.nn."):
             continue
-        tree = _tree(function.__code__)
-        if tree is None:
-            return []
-        reader = _Reader(module, own, function, tree)
+        reader = _Reader(module, own, function, _tree(function.__code__))
         products += reader.products
         refused |= reader.other_uses()
-        methods += [called for called in reader.calls(cls) if called not in methods]
+        methods += [called for called in reader.calls(place) if called not in methods]
     return [
         weight
         for name in dict.fromkeys(product.weight.name for product in products)
@@ -98,37 +106,60 @@ def own_weights(module: nn.Module, own: Container[str]) -> list[OwnWeight]:
 
 def _agreed(products: list[_Product], refused: Container[str]) -> Iterator[OwnWeight]:
     """The layer that products with one parameter are calls of, if they are those of one."""
-    uses = set()
+    uses: set[tuple[int, int, bool]] = set()
     for product in products:
         axes, _, turned = _FUNCTIONS[product.function]
-        if product.groups is None or (axes and product.weight.turned):
+        groups = product.groups
+        if not isinstance(groups, int) or groups < 1 or (axes and product.weight.turned):
             return
-        uses.add((axes, int(product.groups), product.weight.turned != turned))
+        uses.add((axes, groups, product.weight.turned != turned))
     biases = {"" if p.bias is None or p.bias.scaled or p.bias.turned else p.bias.name for p in products}
     bias = biases.pop() if len(biases) == 1 else ""
     for axes, groups, turned in uses if len(uses) == 1 else ():
         yield OwnWeight(products[0].weight.name, "" if bias in refused else bias, axes, groups, turned)
 
 
-def _definition(cls: type, name: str) -> tuple[type, Any] | None:
-    """The class that a method or a property comes from, and its function."""
-    for base in cls.__mro__:
-        if name in vars(base):
-            found = vars(base)[name]
-            function: Any = found.fget if isinstance(found, property) else found
-            function = inspect.unwrap(function)
-            return (base, function) if inspect.isfunction(function) else None
+def _definition(cls: type, start: int, name: str) -> tuple[int, FunctionType] | None:
+    """The function of a method or a property, and its class's place among the bases from `start` on.
+
+    None: there is none, or it knows no instance.
+    """
+    for place, base in enumerate(cls.__mro__[start:], start):
+        if name not in vars(base):
+            continue
+        found = vars(base)[name]
+        if isinstance(found, property):
+            found = found.fget
+        elif isinstance(found, functools.cached_property):
+            found = found.func
+        elif isinstance(found, (staticmethod, classmethod)) or not hasattr(type(found), "__get__"):
+            return None
+        found = inspect.unwrap(found) if isinstance(found, FunctionType) else found
+        if not isinstance(found, FunctionType):
+            raise _NotUnderstoodError
+        return place, found
     return None
 
 
 @functools.lru_cache(maxsize=256)
-def _tree(code: CodeType) -> ast.FunctionDef | None:
-    """A function's source; None: there is none."""
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return None
-    return tree if isinstance(tree, ast.FunctionDef) and tree.args.args else None
+def _tree(code: CodeType) -> ast.FunctionDef:
+    """A function's source."""
+    source = inspect.getsource(code)
+    (tree,) = ast.parse("if True:\n" + source if source[0].isspace() else source).body
+    tree = tree.body[0] if isinstance(tree, ast.If) else tree
+    if not isinstance(tree, ast.FunctionDef):
+        raise _NotUnderstoodError
+    # The file may have changed since it was imported.
+    now = compile(ast.Module([tree], []), "", "exec", dont_inherit=True).co_consts
+    if not any(_alike(code, own) for own in now if isinstance(own, CodeType)):
+        raise _NotUnderstoodError
+    return tree
+
+
+def _alike(code: CodeType, other: CodeType) -> bool:
+    """Whether they use the same names."""
+    names = ("co_name", "co_names", "co_varnames")
+    return all(getattr(code, name) == getattr(other, name) for name in names)
 
 
 class _Reader:
@@ -138,36 +169,44 @@ class _Reader:
         self, module: nn.Module, own: Container[str], function: Any, tree: ast.FunctionDef
     ) -> None:
         self.module, self.own, self.function = module, own, function
-        self.me = tree.args.args[0].arg
+        self.me = (tree.args.posonlyargs + tree.args.args)[0].arg
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         self.singles = {name for name, tensor in tensors if tensor.numel() == 1}
         self.nodes = list(ast.walk(tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
-        stored = Counter(n.arg for n in self.nodes if isinstance(n, ast.arg))
-        stored.update(
+        self.stored = Counter(n.arg for n in self.nodes if isinstance(n, ast.arg))
+        self.stored.update(
             n.id for n in self.nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
         )
+        for node in self.nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self.stored.update((n.asname or n.name).partition(".")[0] for n in node.names)
         self.variables = {
             target.id: node.value
             for node in self.nodes
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name) and stored[target.id] == 1
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name) and self.stored[target.id] == 1
         }
+        self.weights: dict[ast.AST, _Weight | None] = {}  # of expressions that were looked at
+        self.numbers: dict[ast.AST, float | None] = {}
         self.products = list(self._products())
 
-    def calls(self, cls: type) -> Iterator[tuple[type, str]]:
-        """The methods of the module that it names, with the class to look for them from."""
-        mro = type(self.module).__mro__
+    def calls(self, place: int) -> Iterator[tuple[int, str]]:
+        """The methods of the module that it names, with the place of the base to look for them from.
+
+        Args:
+            place: that of its own.
+        """
         for node in self.nodes:
             if not isinstance(node, ast.Attribute):
                 continue
             start = None
             if self._is_me(node.value):
-                start = mro[0]
+                start = 0
             elif isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super":
-                start = mro[mro.index(cls) + 1]
-            if start is not None and _definition(start, node.attr) is not None:
+                start = place + 1
+            if start is not None and _definition(type(self.module), start, node.attr) is not None:
                 yield start, node.attr
 
     def other_uses(self) -> set[str]:
@@ -229,11 +268,18 @@ class _Reader:
 
     def _variable(self, node: ast.AST) -> ast.expr | None:
         """What the variable of this name was set to, before."""
-        value = self.variables.get(node.id) if isinstance(node, ast.Name) else None
-        return value if value is not None and value.lineno < node.lineno else None  # type: ignore[attr-defined]
+        value: Any = self.variables.get(node.id) if isinstance(node, ast.Name) else None
+        if value is None or value.end_lineno >= node.lineno:  # type: ignore[attr-defined]
+            return None
+        return value
 
     def _weight(self, node: ast.AST) -> _Weight | None:
         """What an expression makes of a parameter; None: nothing that may take its place."""
+        if node not in self.weights:
+            self.weights[node] = self._made_of_weight(node)
+        return self.weights[node]
+
+    def _made_of_weight(self, node: ast.AST) -> _Weight | None:
         value = self._variable(node)
         if value is not None:
             found = self._weight(value)
@@ -246,17 +292,23 @@ class _Reader:
             found, name = self._weight(node.func.value), node.func.attr
             if name == "t" or (name == "transpose" and {*map(self._number, node.args)} in _SWAPPED):
                 return _turned(found)
-            return found if name in _CASTS else None
+            is_view = found is not None and found.turned and found.scaled
+            return found if name in _CASTS and not is_view else None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
             pairs = [(node.left, node.right), (node.right, node.left)]
             for one, other in pairs[: 1 if isinstance(node.op, ast.Div) else 2]:
                 found = self._weight(one)
-                if found is not None and self._number(other) is not None:
+                if found is not None and not found.turned and self._number(other) is not None:
                     return found._replace(scaled=True)
         return None
 
     def _number(self, node: ast.AST) -> float | None:
         """An expression's value, if it is a number; of one in a tensor, 1."""
+        if node not in self.numbers:
+            self.numbers[node] = self._computed(node)
+        return self.numbers[node]
+
+    def _computed(self, node: ast.AST) -> float | None:
         value: Any = self._variable(node)
         if value is not None:
             value = self._number(value)
@@ -281,13 +333,12 @@ class _Reader:
     def _value(self, node: ast.AST) -> Any:
         """What a dotted name in the function means; None: it is not known."""
         if isinstance(node, ast.Name):
-            return self.function.__globals__.get(node.id)
-        return (
-            getattr(self._value(node.value), node.attr, None)
-            if isinstance(node, ast.Attribute)
-            else None
-        )
+            known = node.id not in self.stored and node.id not in self.function.__code__.co_freevars
+            return self.function.__globals__.get(node.id) if known else None
+        value = self._value(node.value) if isinstance(node, ast.Attribute) else None
+        # Only of what is there: of anything else to ask for an attribute may import, or raise.
+        return vars(value).get(node.attr) if isinstance(value, ModuleType) else None  # type: ignore[attr-defined]
 
 
 def _turned(weight: _Weight | None) -> _Weight | None:
-    return None if weight is None else weight._replace(turned=not weight.turned)
+    return None if weight is None or weight.turned else weight._replace(turned=True)
