@@ -913,6 +913,15 @@ class OffsetEmbedding(nn.Embedding):
         return super().forward(input + 1)
 
 
+# what is done to it before it is added
+MOVED = {
+    "an axis in front": lambda found, n: found[None],
+    "expanded": lambda found, n: found.unsqueeze(0).expand(n, -1, -1),
+    "reshaped": lambda found, n: found.reshape(1, *found.shape).expand(n, *found.shape),
+    "channels in front": lambda found, n: found.t()[None],
+}
+
+
 class Positions(nn.Module):
     """Looked up once for all examples, or for each."""
 
@@ -931,6 +940,12 @@ class Positions(nn.Module):
             ids = ids[None]
         found = self.parts["positions"](ids)
         y = self.tokens(x)
+        if self.how.endswith("scaled"):
+            found = -3.0 * (found * 0.5)
+        found = MOVED.get(self.how, lambda found, n: found)(found, len(x))
+        if self.how == "channels in front":
+            y = (y.transpose(1, 2) + found).transpose(1, 2)
+            return self.head(torch.tanh(self.body(y)))
         if self.how.endswith("twice"):
             again = self.parts["positions"](ids) if self.how == "each, twice" else found
             return self.head(torch.tanh(self.body(y + found)) + again)
@@ -954,12 +969,13 @@ class Positions(nn.Module):
         "twice",
         "after a sum that is only looked at",
         "scaled",
+        *MOVED,
     ],
 )
 def test_positions_looked_up_once_are_as_if_looked_up_for_each_example(how, fisher):
     x, found = inputs(words), []
     settings = {"fisher": fisher, "likelihood": "categorical"} if fisher != "empirical" else {}
-    each = f"each, {how}" if how in ("twice", "offset") else "each"
+    each = f"each, {how}" if how in ("twice", "offset", "scaled") else "each"
     for kind, parts in ((each, 1), (how, 1), (how, 3)):
         torch.manual_seed(0)
         model = Positions(kind).double()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -180,11 +181,36 @@ class _Reading(NamedTuple):
     token: int  # of the call's input
 
 
-class _LookedUp(NamedTuple):
+class LookedUp(NamedTuple):
+    """What an embedding's call found, or that with its axes moved about, or a multiple of it."""
+
     output: weakref.ref[torch.Tensor]
     x: torch.Tensor
     unless: _UnlessBroadcast
     site: Site
+    steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()  # from what was found
+    factor: float = 1.0
+
+    def moved(self, output: torch.Tensor, step: Any, factor: float = 1.0) -> LookedUp:
+        """What a step, or a factor, makes of it."""
+        steps = self.steps if step is None else (*self.steps, step)
+        return self._replace(output=weakref.ref(output), steps=steps, factor=self.factor * factor)
+
+    def positions(self, width: int) -> tuple[torch.Tensor, int] | None:
+        """The index that each position has now, and which axis, from the end, has the features.
+
+        None: they are not on one axis any more.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            index = self.x[..., None].expand(*self.x.shape, width)
+            marks = torch.arange(width, device=self.x.device).expand(index.shape)
+            for step in self.steps:
+                index, marks = step(index), step(marks)
+        sides = zip(range(-marks.ndim, 0), marks.shape, marks.stride(), strict=True)
+        axes = [axis for axis, n, stride in sides if n > 1 and stride]
+        if len(axes) != 1 or marks.shape[axes[0]] != width:
+            return None
+        return index.select(axes[0], 0), axes[0]
 
 
 class LayerCapture:
@@ -205,7 +231,7 @@ class LayerCapture:
         )
         self.read: list[int] = []  # of those whose A others share, or may: that a backward pass reached
         self.first_call = 0  # its number among all layers' calls
-        self.looked_up: _LookedUp | None = None  # the last call, of an embedding
+        self.looked_up: LookedUp | None = None  # the last call, of an embedding
         self.running: list[int] = []  # its modules whose calls are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
         self.calls_of_made = 0  # of these, those of something made of the weight in its place
@@ -341,6 +367,8 @@ class LayerCapture:
             # of their squares, and beside the bias their mean. So x is another layer's input no more.
             length = made.square().mean().sqrt()
             x, factor = x.detach(), torch.stack([length, made.mean() / (length + (length == 0))])
+        elif made is not None and spec.kind == "embedding":
+            scale = made
         elif made is not None:
             rows = self.layer.weight.shape[self.layer.layout == "transposed"]
             scale = made.expand(rows).reshape(-1, *(1,) * len(spec.kernel))
@@ -376,7 +404,7 @@ class LayerCapture:
                 *rest,
             )
         if isinstance(clock, _UnlessBroadcast):
-            self.looked_up = _LookedUp(weakref.ref(probed), x, clock, site)
+            self.looked_up = LookedUp(weakref.ref(probed), x, clock, site)
         return probed
 
     def passed(
@@ -453,23 +481,38 @@ class LayerCapture:
         )
         return probed
 
-    def observe_sum(self, operand: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    def observe_sum(
+        self, known: Sequence[LookedUp], operand: torch.Tensor, total: torch.Tensor
+    ) -> torch.Tensor:
         """Probe what an embedding's output was added to, if that has more rows.
 
         Positions are often looked up once for all examples. What reaches the lookup then is the sum of
         the examples' gradients, whose square is not the sum of their squares.
+
+        Args:
+            known: the last lookup, and what was made of it, of which `operand` may be one.
         """
-        last = self.looked_up
-        if last is None or last.output() is not operand or total.numel() <= operand.numel():
+        last = next((one for one in known if one.output() is operand), None)
+        width = self.layer.weight.shape[-1]
+        if last is None or total.numel() <= last.x.numel() * width:
             return total
-        if self.leads or self.input_of is not None or total.shape[-1:] != operand.shape[-1:]:
+        if self.leads or self.input_of is not None or not self.wanted(last.site):
             return total
-        if operand.ndim == total.ndim and len(operand) == len(total):
+        found = last.positions(width)
+        if found is None or total.ndim < -found[1] or total.shape[found[1]] != width:
+            return total
+        index, axis = found
+        once = index.ndim > 0 and len(index) > 1 and index.stride(0) == 0
+        if operand.ndim == total.ndim and len(operand) == len(total) and not once:
             return total  # once an example, for all its rows
-        if not self.wanted(last.site):
+        rows = total if axis == -1 else total.movedim(axis, -1)
+        factor = None if last.factor == 1 else torch.full((), last.factor, device=total.device)
+        index = index.broadcast_to(rows.shape[:-1])
+        probed = self._probed(last.site, index, rows, (), {}, last.unless, made=factor)
+        if probed is rows:
             return total
-        x = last.x.broadcast_to(total.shape[:-1])
-        return self._probed(last.site, x, total, (), {}, last.unless)
+        moved: torch.Tensor = probed if axis == -1 else probed.movedim(-1, axis)
+        return moved
 
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
         spec = site.spec

@@ -27,11 +27,11 @@ ADDITIONS = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__}
 SUMS = ADDITIONS | {torch.sub, T.sub, T.__sub__, T.__rsub__, torch.rsub, T.sub_, T.__isub__}
 NEGATIONS = {torch.neg, T.neg, T.__neg__}
 TIMES = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
-_COPY = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
+COPIES = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
 _ADDED = {torch.addmm, T.addmm}
 _MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
 CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T.clone}
-_VIEW = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
+VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
 # Products of rows with their group's matrix of a stack. torch.compile shows modes none of torch's own,
@@ -103,14 +103,14 @@ class FreeParameters(TorchFunctionMode):
         if not torch.compiler.is_compiling() and output.is_leaf:
             return output  # a view of a parameter in a compiled graph, whose own derivative autograd has
         in_place = any(output is operand for operand in args[:1])
-        if in_place and function in _VIEW | CASTS:
+        if in_place and function in VIEWS | CASTS:
             return output  # nothing to view or to cast
         uses = [(place, x, self._known(x)) for place, x in enumerate(args[:3])]
         if in_place:  # what it was is no more
             self.watched = [x for x in self.watched if x.tensor is not output]
         for place, operand, known in uses:
             for watched in known:
-                if function in _VIEW and place == 0:
+                if function in VIEWS and place == 0:
                     slot = function(watched.slot, *args[1:], **kwargs)
                     self.watched.append(watched._replace(tensor=output, slot=slot))
                 elif function in CASTS and place == 0:
@@ -184,7 +184,7 @@ def _probed(
     others = [x for i, x in enumerate(args[:2]) if i != place and isinstance(x, T)]
     shape = watched.slot.shape
     kind, other = "", None
-    if function in SUMS or (function in _COPY and place == 0 and _broadcasts(shape, output.shape)):
+    if function in SUMS or (function in COPIES and place == 0 and _broadcasts(shape, output.shape)):
         kind = "sum"
     elif function in TIMES and len(others) == 1:
         kind, other = "product", others[0]

@@ -12,6 +12,7 @@ up once for all examples with what they have each (`tokens + self.positions(torc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +21,19 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from suite.torch.capture import LayerCapture
-from suite.torch.free import ADDITIONS, CASTS, NEGATIONS, QUOTIENTS, SUMS, TIMES, T, is_subtracted
+from suite.torch.capture import LayerCapture, LookedUp
+from suite.torch.free import (
+    ADDITIONS,
+    CASTS,
+    COPIES,
+    NEGATIONS,
+    QUOTIENTS,
+    SUMS,
+    TIMES,
+    VIEWS,
+    T,
+    is_subtracted,
+)
 from suite.torch.hooks import Enter, Hook, ModeAround, graph_clock, in_traced_graph, packs_with
 from suite.torch.layers import Layer, Site
 from suite.torch.rows import LayerSpec, paddings
@@ -179,13 +191,22 @@ class FunctionCapture(ModeAround):
         self.ran = True
         return _Watching(self)
 
-    def meet_sum(self, operands: Sequence[Any], output: torch.Tensor) -> torch.Tensor:
-        """A sum, with a probe behind it if it is of a lookup for fewer rows."""
+    def lookups(self) -> Iterator[LookedUp]:
+        """The last of each table."""
+        for capture, _ in self.uses:
+            if capture.looked_up is not None:
+                yield capture.looked_up
+
+    def meet_sum(
+        self, operands: Sequence[Any], output: torch.Tensor, moved: Sequence[LookedUp]
+    ) -> torch.Tensor:
+        """A sum, with a probe behind it if it is of a lookup for fewer rows, or one that was `moved`."""
         for place, (capture, _) in enumerate(self.uses):
             for operand in operands:
                 if capture.looked_up is None or not isinstance(operand, torch.Tensor):
                     continue
-                probed = capture.observe_sum(operand, output)
+                known = [one for one in moved if one.unless is capture.looked_up.unless]
+                probed = capture.observe_sum([capture.looked_up, *known], operand, output)
                 if probed is not output:
                     self.found.add(place)
                     return probed
@@ -302,6 +323,7 @@ class _Watching(TorchFunctionMode):
         self.known: list[_Known] = []
         self.products: list[_Product] = []
         self.made: list[_Made] = []
+        self.moved: list[tuple[torch.Tensor, LookedUp]] = []  # kept alive, for who adds it
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
         self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
         self.began = 0 if torch.compiler.is_compiling() else graph_clock()
@@ -335,6 +357,8 @@ class _Watching(TorchFunctionMode):
             return output
         if packs_with() is not self.saving or in_traced_graph():
             return output  # a checkpoint inside of the forward runs its part again without this mode
+        if function in VIEWS or function in COPIES or function in TIMES:
+            self._follow_lookups(function, args, kwargs, output)
         if function in CASTS:
             self._follow(args[0], output)
             return output
@@ -350,7 +374,7 @@ class _Watching(TorchFunctionMode):
                 return self.around.meet([product.place], F.linear, given, output)
             self.around.stray(product.place)
         if sums:
-            return self.around.meet_sum(args, output)
+            return self.around.meet_sum(args, output, [one for _, one in self.moved])
         names = _ARGUMENTS.get(function)
         if names is None:
             return output
@@ -442,6 +466,20 @@ class _Watching(TorchFunctionMode):
                 return self.around.meet([made.place], function, given, output, made.scale)
         return output
 
+    def _follow_lookups(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        """Its axes moved about, or a multiple of it."""
+        known = [*self.around.lookups(), *(one for _, one in self.moved)]
+        for one in known:
+            at = [i for i, x in enumerate(args[:2]) if x is one.output()]
+            if not at:
+                continue
+            other = None if len(args) < 2 else args[1 - at[0]]
+            if function not in TIMES and at == [0]:
+                step = functools.partial(_rearranged, function, args[1:], kwargs)
+                self.moved.append((output, one.moved(output, step)))
+            elif function in TIMES and isinstance(other, int | float):
+                self.moved.append((output, one.moved(output, None, other)))
+
     def _places(self, tensor: Any, role: str) -> list[int]:
         turned = {"weight": "transpose", "transpose": "weight"}.get(role)
         return [
@@ -464,6 +502,10 @@ class _Watching(TorchFunctionMode):
         self.made += [m.after(1.0, output) for m in self.made if m.tensor is tensor]
         for role in ("weight", "transpose", "bias"):
             self.known += [_Known(output, place, role) for place in self._places(tensor, role)]
+
+
+def _rearranged(function: Any, rest: Any, kwargs: Any, x: torch.Tensor) -> Any:
+    return function(x, *rest, **kwargs)
 
 
 def _scale(function: Any, args: Any, kwargs: Any, at: int, made: _Made) -> Any:
