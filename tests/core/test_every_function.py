@@ -176,6 +176,14 @@ CASES = {
         lambda g, a: statistics.cross_moment_sum(g, a, bias=True),
         (normal(B, 5, 3), normal(B, 5, 2, seed=1)),
     ),
+    "statistics.mean_of_each": (
+        lambda x: statistics.mean_of_each(statistics.second_moment_sum(x, bias=True)),
+        (normal(B, 5, 3),),
+    ),
+    "statistics.mean_of_each diagonal": (
+        lambda x: statistics.mean_of_each(statistics.second_moment_sum(x, bias=True, diagonal=True)),
+        (normal(B, 5, 3),),
+    ),
     "statistics.unit_second_moment_sum": (
         transposed_first(lambda x, y: statistics.unit_second_moment_sum(x, y, both=True)),
         (normal(B, 5), normal(B, 5, seed=1)),
@@ -507,7 +515,7 @@ OTHERS = {
     "padding.size_classes",
     *("linalg.eye_like", "linalg.finite_marks", "linalg.inner_product", "step_size.kl_clip_coefficient"),
     *("step_size.check_clip", "linalg.summed_gram", "statistics.normalized_over_batch"),
-    *("linalg.grouped_products", "linalg.normed_row_scales"),
+    *("linalg.grouped_products", "linalg.normed_row_scales", "statistics.grouped_second_moment_sum"),
 }
 
 

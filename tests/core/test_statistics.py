@@ -24,6 +24,8 @@ from suite.core.statistics import (
     batch_norm_second_moment_sum,
     cross_moment_sum,
     elementwise_second_moment_sum,
+    grouped_second_moment_sum,
+    mean_of_each,
     normalize,
     normalize_products,
     normalized_over_batch,
@@ -66,6 +68,29 @@ def test_no_rows_give_zero(xp, bias, diagonal):
     # An empty batch: the last shard of a data set on one of many ranks.
     got = second_moment_sum(xp.asarray(np.zeros((2, 0, 3))), bias=bias, diagonal=diagonal)
     assert_identical(got, np.zeros((2, 3 + bias) if diagonal else (2, 3 + bias, 3 + bias)))
+
+
+@pytest.mark.parametrize("diagonal", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_groups_of_rows_are_summed_each_by_itself(xp, bias, diagonal):
+    """Also one without rows; those behind the last are nobody's."""
+    rows, ends = normal(9, 3), np.array([2, 2, 7])
+    got = xp.run(
+        grouped_second_moment_sum, xp.asarray(rows), xp.asarray(ends), bias=bias, diagonal=diagonal
+    )
+    parts = [rows[0:2], rows[2:2], rows[2:7]]
+    expected = [second_moment_sum(part[None], bias=bias, diagonal=diagonal)[0] for part in parts]
+    assert_close(got, np.stack(expected))
+
+
+def test_each_blocks_mean_is_over_its_own_rows(xp):
+    rows = [normal(n, 3, seed=n) for n in (4, 7)]
+    sums = np.stack([second_moment_sum(x[None], bias=True)[0] for x in rows] + [np.zeros((4, 4))])
+    expected = np.stack([x.T @ x / len(x) for x in rows] + [np.zeros((3, 3))])
+    assert_close(xp.run(mean_of_each, xp.asarray(0.3 * sums)), expected)
+    diagonals = np.diagonal(sums, axis1=1, axis2=2)
+    got = xp.run(mean_of_each, xp.asarray(0.3 * diagonals))
+    assert_close(got, np.diagonal(expected, axis1=1, axis2=2))
 
 
 def test_second_moment_sum_is_symmetric_and_positive_semidefinite(xp):

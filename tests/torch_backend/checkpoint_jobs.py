@@ -34,7 +34,7 @@ SAVED_AT, END = 4, 8
 
 
 def make(settings: Settings) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, KFAC]:
-    model = network(settings.dtype, settings.gated)
+    model = network(settings.dtype, settings.middle)
     run = wrapped(model, settings)
     base = torch.optim.SGD(run.parameters(), lr=0.1, momentum=0.9)
     return model, run, base, KFAC(run, base, **{"damping": 0.03, **settings.kfac})

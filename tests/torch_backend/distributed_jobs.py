@@ -34,7 +34,7 @@ class Settings:
     dtype: torch.dtype = torch.float64
     kfac: dict[str, Any] = field(default_factory=dict)
     micro: int = 1  # batches a step
-    gated: bool = False  # whether layers share inputs
+    middle: str = ""  # 'gated': layers that share inputs; 'experts': a matrix for some of the examples
     held_back: bool = False  # whether fully_shard reduces gradients with the last of them only
     ddp: dict[str, Any] = field(default_factory=dict)
     fsdp: dict[str, Any] = field(default_factory=dict)
@@ -84,9 +84,25 @@ class Gated(nn.Module):
         return self.a(x) * torch.sigmoid(self.b(x)) + self.c(x)
 
 
-def network(dtype: torch.dtype = torch.float64, gated: bool = False) -> nn.Module:
+class Experts(nn.Module):
+    """A stack of matrices, one for each example."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(3, width, width) / width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, out = x[:, :3].argmax(1), torch.zeros_like(x)
+        for number in range(3):
+            (rows,) = torch.where(chosen == number)
+            out = out.index_add(0, rows, F.linear(x[rows], self.stack[number]))
+        return out
+
+
+def network(dtype: torch.dtype = torch.float64, middle: str = "") -> nn.Module:
     """Convolution, linear and normalization layers whose sides no world divides."""
     torch.manual_seed(0)
+    kinds = {"gated": Gated, "experts": Experts}
     return nn.Sequential(
         nn.Conv2d(1, 3, 3, padding=1),
         nn.Tanh(),
@@ -94,7 +110,7 @@ def network(dtype: torch.dtype = torch.float64, gated: bool = False) -> nn.Modul
         nn.Linear(48, 10),
         nn.LayerNorm(10),
         nn.Tanh(),
-        Gated(10) if gated else nn.Linear(10, 10, bias=False),
+        kinds[middle](10) if middle else nn.Linear(10, 10, bias=False),
         nn.Tanh(),
         nn.Linear(10, 3),
     ).to(device(), dtype)
@@ -147,7 +163,7 @@ def share_of(batch: tuple[torch.Tensor, torch.Tensor], settings: Settings) -> An
 def train(settings: Settings) -> dict[str, Any]:
     """Train; returns what every rank must agree on, and what it measured."""
     world, _ = world_and_rank()
-    model = network(settings.dtype, settings.gated)
+    model = network(settings.dtype, settings.middle)
     run = wrapped(model, settings)
     optimizer = torch.optim.SGD(run.parameters(), lr=0.1, momentum=0.9)
     kfac = KFAC(run, optimizer, **{"damping": 0.03, **settings.kfac})
@@ -164,7 +180,7 @@ def train(settings: Settings) -> dict[str, Any]:
 
 def train_adaptively(settings: Settings) -> dict[str, Any]:
     """The same with AdaptiveKFAC."""
-    model = network(settings.dtype, settings.gated)
+    model = network(settings.dtype, settings.middle)
     run = wrapped(model, settings)
     optimizer = AdaptiveKFAC(KFAC(run, **{"damping": 0.1, **settings.kfac}))
     losses = []

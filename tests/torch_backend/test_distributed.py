@@ -244,7 +244,9 @@ VARIANTS: dict[str, tuple[int, Settings]] = {
         3,
         Settings("none", loss="slopes", shares=(13, 11, 0), kfac={"loss_reduction": "global_mean"}),
     ),
-    "derivatives, shared inputs": (2, Settings(loss="slopes", gated=True, micro=2)),
+    "derivatives, shared inputs": (2, Settings(loss="slopes", middle="gated", micro=2)),
+    "experts": (3, Settings(middle="experts", micro=2, kfac={"gradient_worker_fraction": "MEM_OPT"})),
+    "experts, fsdp": (2, Settings("fsdp", middle="experts", kfac={"compute_method": "inverse"})),
     "a rank without data": (
         3,
         Settings("none", loss="global", shares=(13, 11, 0), kfac={"loss_reduction": "global_mean"}),

@@ -40,14 +40,15 @@ CASES = {
         "fsdp", kfac={"compute_method": "inverse", "inv_update_steps": 3, "symmetry_aware": True}
     ),
     "mem, shared inputs": Settings(
-        gated=True,
+        middle="gated",
         kfac={
             "gradient_worker_fraction": "MEM_OPT",
             "compute_method": "inverse",
             "inv_update_steps": 3,
         },
     ),
-    "comm, shared inputs": Settings("fsdp", gated=True, kfac={"inv_update_steps": 3}),
+    "experts": Settings("fsdp", middle="experts", kfac={"inv_update_steps": 3}),
+    "comm, shared inputs": Settings("fsdp", middle="gated", kfac={"inv_update_steps": 3}),
     "mem, ekfac": Settings(
         "fsdp",
         kfac={"compute_method": "ekfac", "inv_update_steps": 3, "gradient_worker_fraction": "MEM_OPT"},

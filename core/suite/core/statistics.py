@@ -67,6 +67,42 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
     return xp.concat([xp.concat([products, sums[:, None, :]], axis=-2), right], axis=-1)
 
 
+def grouped_second_moment_sum(
+    rows: Array, ends: Array, *, diagonal: bool = False, bias: bool = False
+) -> Array:
+    """`second_moment_sum` of groups of rows that are one behind the other.
+
+    Args:
+        rows: (n, d).
+        ends: (groups,), the row behind each group's last, see `linalg.grouped_products`.
+
+    Returns:
+        (groups, d', d') or (groups, d'), d' = d + bias, in at least single precision.
+    """
+    xp = array_namespace(rows)
+    rows = lift(rows)
+    ones = xp.ones((rows.shape[0], 1), dtype=rows.dtype, device=device_of(rows))
+    if bias:
+        rows = xp.concat([rows, ones], axis=-1)
+    if diagonal:
+        return linalg.grouped_products(rows * rows, ones, ends)[..., 0]
+    return linalg.grouped_products(rows, rows, ends)
+
+
+def mean_of_each(A: Array) -> Array:
+    """Sums of rows with a coordinate 1 -> the mean of each block's own rows, without it.
+
+    Args:
+        A: (blocks, d + 1, d + 1) or (blocks, d + 1), Σ x xᵀ times whatever number.
+
+    Returns:
+        (blocks, d, d) or (blocks, d); 0 of a block without rows.
+    """
+    if A.ndim == 2:
+        return A[:, :-1] / _or_one(A[:, -1:])
+    return A[:, :-1, :-1] / _or_one(A[:, -1:, -1:])
+
+
 def cross_moment_sum(outputs: Array, inputs: Array, *, bias: bool = False) -> Array:
     """Σ g aᵀ over pairs of rows: the gradient of the weight, if nothing is missing.
 

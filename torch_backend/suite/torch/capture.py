@@ -226,9 +226,7 @@ class LayerCapture:
         self.incomplete = False  # what `left_out` was for what was taken last
         self.left_out = False  # whether a call of this step was left to the layer that shares its A
         self.inputs: list[int] = []  # tokens of the inputs of this step's calls
-        self.recomputed = (
-            False  # whether those were in backward passes, as reentrant checkpoints have it
-        )
+        self.recomputed = False  # whether those were in backward passes, of reentrant checkpoints
         self.read: list[int] = []  # of those whose A others share, or may: that a backward pass reached
         self.first_call = 0  # its number among all layers' calls
         self.looked_up: LookedUp | None = None  # the last call, of an embedding
@@ -240,7 +238,9 @@ class LayerCapture:
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
         self.dtype = dtype
-        self.A, self.G, self.counts = self._slots(layer.sizes, layer.diagonal)
+        # Inputs of a stack's matrices have a coordinate 1, by which rows are counted.
+        sizes = (layer.sizes[0] + (layer.spec.kind == "stack"), layer.sizes[1])
+        self.A, self.G, self.counts = self._slots(sizes, layer.diagonal)
         if layer.spec.kind == "free":
             self.A = self._slot(*layer.weight.shape)
         self.transposed: tuple[torch.Tensor, ...] = ()

@@ -218,15 +218,16 @@ class FactorStore:
         return self.received[key]
 
     def is_ready(self, index: int) -> bool:
-        """Whether a layer has inverses: until then its direction is its gradient."""
+        """Whether a layer, or a matrix of it, has inverses: until then its direction is its gradient."""
         if not self.allocated:
             return False
         if self.ranks.rank not in self._users((index, "G")):
             return self.refreshed
         key = (index, "layer is ready")
         if key not in self._cache:
-            ready = (self._inverse_of(index, side)[1] for side in ("A", "G"))
-            self._cache[key] = self._stacks_are_ready([index]) or all(bool(x.all()) for x in ready)
+            A, G = (self._inverse_of(index, side)[1] for side in ("A", "G"))
+            ready = (A & G).any() if self.layers[index].spec.kind == "stack" else (A & G).all()
+            self._cache[key] = self._stacks_are_ready([index]) or bool(ready)
         found: bool = self._cache[key]
         return found
 

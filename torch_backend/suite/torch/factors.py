@@ -41,16 +41,23 @@ class LayerFactors(FactorRefresh):
                 ends = [(m.start, m.stop) for m in bucket.members]
                 self._cache[known] = [factor.average[a:b] for a, b in ends]
             keys = [self.owners[m.index] for m in bucket.members]
-            if all(seen[key] for key in keys):
+            stacks = {i for i, _ in keys if self.layers[i].spec.kind == "stack"}
+            if all(seen[key] for key in keys) and not stacks:
                 given = [self.storage.keep(new[key]) for key in keys]
                 all_average_in(self._cache[known], given, factor_decay, finite)
                 average_in(factor.weight, torch.ones_like(factor.weight), factor_decay, finite)
                 continue
             for key, member, average in zip(keys, bucket.members, self._cache[known], strict=True):
-                if seen[key]:
-                    weight = factor.weight[member.start : member.stop]
-                    average_in(average, self.storage.keep(new[key]), factor_decay, finite)
-                    average_in(weight, torch.ones_like(weight), factor_decay, finite)
+                if not seen[key]:
+                    continue
+                weight = factor.weight[member.start : member.stop]
+                kept, one = self.storage.keep(new[key]), torch.ones_like(weight)
+                if key[0] in stacks:  # an expert without rows keeps its average
+                    present = (new[key].flatten(1) != 0).any(1)
+                    kept = torch.where(present.reshape(-1, *(1,) * (kept.ndim - 1)), kept, average)
+                    one = torch.where(present, one, weight)
+                average_in(average, kept, factor_decay, finite)
+                average_in(weight, one, factor_decay, finite)
 
     def update_products(
         self,

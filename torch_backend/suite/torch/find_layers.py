@@ -77,6 +77,7 @@ class FoundLayers:
         self.layers: list[Layer] = []
         self.attentions: list[Attention] = []
         self.free: dict[nn.Module, list[Layer]] = {}  # by the module whose forward uses them
+        self.stacks: dict[nn.Module, list[Layer]] = {}  # likewise
         self._patterns = [_pattern(text) for text in skip_layers]
         self.unmatched = set(skip_layers)  # those that skip nothing
         self._max_factor_size = max_factor_size
@@ -420,9 +421,7 @@ class FoundLayers:
         biases = Counter(found.bias for found in weights)
         for found in weights:
             weight, bias = left[found.name], left.get(found.bias)
-            if found.name not in matrices or weight.ndim != 2 + found.axes:
-                continue
-            if len(weight) % found.groups:
+            if found.name not in matrices or weight.ndim != found.ndim or len(weight) % found.groups:
                 continue
             if bias is not None and (
                 found.turned
@@ -444,9 +443,9 @@ class FoundLayers:
         weight: nn.Parameter,
         bias: nn.Parameter | None,
     ) -> None:
-        reduce, kernel = self._reduces(module), tuple(weight.shape[2:])
+        reduce, kernel = self._reduces(module), tuple(weight.shape[2:]) if found.axes else ()
         spec = LayerSpec(
-            "convolution" if kernel else "dense",
+            "convolution" if kernel else "stack" if found.stacked else "dense",
             bias=bias is not None,
             groups=found.groups,
             kernel=kernel,
@@ -458,6 +457,8 @@ class FoundLayers:
         layout: Layout = "transposed" if found.turned else "matrix"
         own_name = name if name and found.name == "weight" else _join(name, found.name)
         self._add(own_name, Piece(weight), None if bias is None else Piece(bias), layout, site)
+        if found.stacked and self.layers[-1].weight.parameter is weight:
+            self.stacks.setdefault(module, []).append(self.layers[-1])
 
     def _is_left_out(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether it has no block, for a reason that is noted."""
@@ -489,7 +490,10 @@ class FoundLayers:
         shape = weight.shape
         count = math.prod(shape)
         blocks, sizes = 1, (count, 1)
-        if layout == "matrix":
+        if spec.kind == "stack":
+            blocks, first, second = shape
+            sizes = (first, second) if layout == "transposed" else (second, first)
+        elif layout == "matrix":
             blocks = spec.groups
             sizes = (count // shape[0] + spec.bias, shape[0] // blocks)
         elif layout == "transposed":
@@ -641,7 +645,9 @@ class FoundLayers:
             words.append(layer.tensor_split)
         if site.spec.reduce:
             words.append("one row an example (reduce)")
-        if site.functional:
+        if site.spec.kind == "stack":
+            words.append("a block for each matrix of the stack")
+        elif site.functional:
             words.append("by the function that its own forward calls")
         if site.scaling:
             words.append(site.scaling.replace("_", " "))

@@ -29,7 +29,7 @@ NEGATIONS = {torch.neg, T.neg, T.__neg__}
 TIMES = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
 COPIES = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
 _ADDED = {torch.addmm, T.addmm}
-_MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
+MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
 CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T.clone}
 VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
@@ -38,7 +38,7 @@ VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, 
 # only the operator that transformers has for what those cannot do, which is known by its name.
 _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
-_BASE = T._base.__get__  # no use of a view: another mode looks whose it is
+BASE = T._base.__get__  # no use of a view: another mode looks whose it is
 QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
 # Functions of each entry: their derivatives' squares, by their values.
 _ENTRYWISE: dict[Any, Any] = {
@@ -81,7 +81,7 @@ class FreeParameters(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if packs_with() is not self.saving or in_traced_graph() or function is _BASE:
+        if packs_with() is not self.saving or in_traced_graph() or function is BASE:
             # A checkpoint inside of the forward runs its part again without this mode.
             return function(*args, **kwargs)
         if function is F.linear and kwargs:
@@ -139,7 +139,7 @@ class FreeParameters(TorchFunctionMode):
                     others = [x for x in others if x is not operand and x.requires_grad]
                     # A buffer may be data, and its rows those of a product; parameters are none.
                     met = not any([self._without_rows(x) for x in others])  # noqa: C419
-                    ends, probed = _ends_of_groups(function, args, kwargs), None
+                    ends, probed = ends_of_groups(function, args, kwargs), None
                     if met and (not kwargs or ends is not None):
                         probed = _probed(function, output, before, place, watched, ends, in_place)
                     if probed is None and watched.strays is not None:
@@ -164,7 +164,7 @@ def _divides(x: Any) -> bool:
     return isinstance(x, int | float) and x != 0
 
 
-def _ends_of_groups(function: Any, args: Any, kwargs: Any) -> Any:
+def ends_of_groups(function: Any, args: Any, kwargs: Any) -> Any:
     """Of a grouped product the offsets of its groups' ends, if it has any."""
     if function not in _GROUPED and str(function) != _GROUPED_OPERATOR:
         return None
@@ -194,7 +194,7 @@ def _probed(
         kind = "sum"
     elif function in _ADDED:
         kind, other = ("right", args[1]) if place == 2 else ("left", args[2])
-    elif function in _MATRIX and len(others) == 1 and min(len(shape), others[0].ndim) >= 2:
+    elif function in MATRIX and len(others) == 1 and min(len(shape), others[0].ndim) >= 2:
         kind, other = ("right" if place == 1 else "left"), others[0]
         if function is T.__rmatmul__:
             kind = "left" if place == 1 else "right"

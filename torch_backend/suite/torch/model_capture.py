@@ -20,6 +20,7 @@ from suite.torch.find_layers import FoundLayers
 from suite.torch.functional import FunctionCapture, RunningLayer, callers, has_functions
 from suite.torch.hooks import ModeAround
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
+from suite.torch.stacks import StackCapture
 from suite.torch.thin import KeptRows, can_be_thin
 from suite.torch.uses import UseCounter
 from suite.torch.watches import FreeCapture, OutputWatch
@@ -77,6 +78,10 @@ class ModelCapture:
             captures = [capture_of[id(layer)] for layer in layers if id(layer) in capture_of]
             if captures:
                 self._attached.append(FreeCapture(module, captures))
+        for module, layers in found.stacks.items():
+            captures = [capture_of[id(layer)] for layer in layers if id(layer) in capture_of]
+            if captures:
+                self._attached.append(StackCapture(module, captures))
         self._functions = self._attach_functions(model)
         sites = [site for layer in self.layers for site in layer.sites]
         covered = {id(site.module) for site in sites if not site.functional}
@@ -99,7 +104,7 @@ class ModelCapture:
         around = callers(model)
         for capture in self.by_layer:
             for index, site in enumerate(capture.layer.sites):
-                if site.functional:
+                if site.functional and site.spec.kind != "stack":
                     uses.setdefault(site.module, []).append((capture, index))
                 if site.module in around and has_functions(capture.layer, site):
                     uses.setdefault(around[site.module], []).append((capture, index))

@@ -34,10 +34,13 @@ _FUNCTIONS: dict[Any, tuple[int, tuple[str, ...], bool]] = {
     torch.matmul: (0, ("input", "weight"), True),
     torch.mm: (0, ("input", "weight"), True),
     torch.addmm: (0, ("", "input", "weight"), True),
+    torch.bmm: (0, ("input", "weight"), True),
 }
-_METHODS = {"matmul": torch.matmul, "mm": torch.mm}
+_METHODS = {"matmul": torch.matmul, "mm": torch.mm, "bmm": torch.bmm}
+# Those that take a stack of matrices whole, and those that take nothing else.
+_OF_STACKS, _OF_STACKS_ALONE = (torch.matmul, torch.bmm, torch.einsum), (torch.bmm, torch.einsum)
 _CASTS = {"to", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
-_SWAPPED = ({0, 1}, {-1, -2})
+_SWAPPED = ({0, 1}, {1, 2}, {-1, -2})
 _ASKED = {"shape", "dtype", "device", "ndim", "requires_grad", "size", "dim", "is_cuda", "numel"}
 
 
@@ -49,6 +52,12 @@ class OwnWeight(NamedTuple):
     axes: int  # of positions; 0: a linear layer's
     groups: int
     turned: bool  # it lies (in, out)
+    stacked: bool = False  # it is a stack of such matrices
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has to have."""
+        return 2 + self.axes + self.stacked
 
 
 class _Weight(NamedTuple):
@@ -57,11 +66,14 @@ class _Weight(NamedTuple):
     name: str
     turned: bool  # as `functional.py` follows it: once, and a number comes before
     scaled: bool
+    indexed: bool  # one or some of the parameter's matrices
     nodes: tuple[ast.AST, ...]  # the parameter's, and those of variables that hold it
 
 
 class _Product(NamedTuple):
     function: Any
+    axes: int  # of positions
+    turned: bool  # whether it takes the weight as (in, out)
     weight: _Weight
     bias: _Weight | None
     groups: float | None  # None: not known
@@ -100,23 +112,32 @@ def _read(module: nn.Module, own: Container[str]) -> list[OwnWeight]:
         weight
         for name in dict.fromkeys(product.weight.name for product in products)
         if name not in refused
-        for weight in _agreed([p for p in products if p.weight.name == name], refused)
+        for weight in _agreed(
+            module.get_parameter(name), [p for p in products if p.weight.name == name], refused
+        )
     ]
 
 
-def _agreed(products: list[_Product], refused: Container[str]) -> Iterator[OwnWeight]:
+def _agreed(
+    parameter: torch.Tensor, products: list[_Product], refused: Container[str]
+) -> Iterator[OwnWeight]:
     """The layer that products with one parameter are calls of, if they are those of one."""
     uses: set[tuple[int, int, bool]] = set()
-    for product in products:
-        axes, _, turned = _FUNCTIONS[product.function]
-        groups = product.groups
-        if not isinstance(groups, int) or groups < 1 or (axes and product.weight.turned):
+    stacked = parameter.ndim == 3 and all(product.axes == 0 for product in products)
+    for function, axes, turned, weight, _, groups in products:
+        if not isinstance(groups, int) or groups < 1 or (axes and weight.turned):
             return
-        uses.add((axes, groups, product.weight.turned != turned))
+        whole = function in _OF_STACKS_ALONE or (function in _OF_STACKS and not weight.indexed)
+        if stacked and (weight.scaled or function is torch.addmm or not (weight.indexed or whole)):
+            return
+        if not stacked and (weight.indexed or function in _OF_STACKS_ALONE):
+            return
+        uses.add((axes, groups, weight.turned != turned))
     biases = {"" if p.bias is None or p.bias.scaled or p.bias.turned else p.bias.name for p in products}
     bias = biases.pop() if len(biases) == 1 else ""
+    bias = "" if bias in refused or stacked else bias
     for axes, groups, turned in uses if len(uses) == 1 else ():
-        yield OwnWeight(products[0].weight.name, "" if bias in refused else bias, axes, groups, turned)
+        yield OwnWeight(products[0].weight.name, bias, axes, groups, turned, stacked)
 
 
 def _definition(cls: type, start: int, name: str) -> tuple[int, FunctionType] | None:
@@ -231,16 +252,29 @@ class _Reader:
             function = None
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
                 function, given = torch.matmul, {"input": node.left, "weight": node.right}
+            elif isinstance(node, ast.Call) and self._value(node.func) is torch.einsum:
+                yield from self._einsum(node)
             elif isinstance(node, ast.Call):
                 function, given = self._call(node)
             found = {name: self._weight(node) for name, node in given.items()}
             weight = found.get("weight")
-            if (
-                weight is None or found.get("input") is not None
-            ):  # a product of two parameters has no rows
+            if weight is None or found.get("input") is not None:  # one of two parameters has no rows
                 continue
             groups = self._number(given["groups"]) if "groups" in given else 1
-            yield _Product(function, weight, found.get("bias"), groups)
+            axes, _, turned = _FUNCTIONS[function]
+            yield _Product(function, axes, turned, weight, found.get("bias"), groups)
+
+    def _einsum(self, node: ast.Call) -> Iterator[_Product]:
+        """A product of something with a stack of matrices."""
+        if len(node.args) != 3 or node.keywords or not isinstance(node.args[0], ast.Constant):
+            return
+        labels, _, out = str(node.args[0].value).replace(" ", "").partition("->")
+        weights = [self._weight(operand) for operand in node.args[1:]]
+        for own, other, weight in zip(labels.split(","), labels.split(",")[::-1], weights, strict=True):
+            if weight is not None and weights.count(None) == 1 and len(own) == 3:
+                summed = [label in other and label not in out for label in own]
+                if sum(summed) == 1 and not summed[0]:
+                    yield _Product(torch.einsum, 0, summed[1], weight, None, 1)
 
     def _call(self, node: ast.Call) -> tuple[Any, Mapping[str, ast.expr]]:
         """The function that is called, and its arguments by name; nothing if it is none of ours."""
@@ -286,8 +320,13 @@ class _Reader:
             return None if found is None else found._replace(nodes=(*found.nodes, node))
         if isinstance(node, ast.Attribute):
             if self._is_me(node.value):
-                return _Weight(node.attr, False, False, (node,)) if node.attr in self.own else None
+                return (
+                    _Weight(node.attr, False, False, False, (node,)) if node.attr in self.own else None
+                )
             return _turned(self._weight(node.value)) if node.attr in ("T", "mT") else None
+        if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice | ast.Tuple):
+            found = self._weight(node.value)
+            return None if found is None or found.indexed else found._replace(indexed=True)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             found, name = self._weight(node.func.value), node.func.attr
             if name == "t" or (name == "transpose" and {*map(self._number, node.args)} in _SWAPPED):

@@ -25,7 +25,8 @@ class LayerSpec(NamedTuple):
     """How a layer's tensors become sums: plain values, so that `torch.compile` can trace it."""
 
     # 'dense', 'convolution', 'transposed', 'embedding', 'bag', 'norm' (scale and shift of a
-    # normalized input), 'bias' (added along `channel_axis`), 'free' (see free.py)
+    # normalized input), 'bias' (added along `channel_axis`), 'free' (see free.py), 'stack' (see
+    # stacks.py)
     kind: str
     diagonal: tuple[bool, bool] = (False, False)  # of (A, G)
     bias: bool = False  # whether inputs get a coordinate 1 for the bias

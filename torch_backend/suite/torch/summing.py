@@ -132,9 +132,14 @@ def _all_normalized(
         if kind == "kfac_pytorch" or reduction == "mean":
             scale = statistics.gradient_scale(rows, terms, reduction, kind, places)
             torch._foreach_mul_(G, list(scale.to(of_G)))
-        found |= {(i, "A"): x for i, x in zip(sums, A, strict=True)}
+        found |= {(i, "A"): _of_each(captures[i], x) for i, x in zip(sums, A, strict=True)}
         found |= {(i, "G"): x for i, x in zip(sums, G, strict=True)}
     return found
+
+
+def _of_each(capture: LayerCapture, A: torch.Tensor) -> torch.Tensor:
+    """A of a layer, whose mean is over all rows; of a stack of matrices each one's over its own rows."""
+    return statistics.mean_of_each(A) if capture.layer.spec.kind == "stack" else A
 
 
 def _normalized(captured: Captured, scaling: Scaling, places: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,8 +218,8 @@ class _Pack:
         kind, rows = scaling.factor_scaling, parts[1][0]
         if side == "A":
             scale = statistics.input_scale(rows, kind)
-        else:
-            scale = statistics.gradient_scale(rows, terms, scaling.loss_reduction, kind)
+            return _of_each(self.capture, parts[0] * scale.to(parts[0].dtype))
+        scale = statistics.gradient_scale(rows, terms, scaling.loss_reduction, kind)
         return parts[0] * scale.to(parts[0].dtype)
 
 

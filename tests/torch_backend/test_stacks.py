@@ -1,0 +1,360 @@
+"""Stacks of matrices, one for each expert or head: a block for each.
+
+The oracle has a linear layer of torch's own for each matrix, with the same weights and the same rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from conftest import assert_close
+from suite.torch import KFAC, Gaussian
+from torch_backend.rows_by_loops import double, numbers, stepped
+from torch_backend.test_free import OPERATOR
+
+N, D, H = 3, 4, 5  # matrices, features, hidden features
+
+
+class Stacks(nn.Module):
+    """`up` (n, out, in) and `down` (n, in, out)."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Parameter(0.5 * torch.randn(N, H, D)) for _ in range(2))
+
+    def layers(self):
+        """(ups, downs) of the same weights, as linear layers."""
+        ups = nn.ModuleList(nn.Linear(D, H, bias=False) for _ in range(N)).double()
+        downs = nn.ModuleList(nn.Linear(H, D, bias=False) for _ in range(N)).double()
+        with torch.no_grad():
+            for layer, weight in zip([*ups, *downs], [*self.up, *self.down.mT], strict=True):
+                layer.weight.copy_(weight)
+        return ups, downs
+
+
+class Chosen(Stacks):
+    """One for each example, perhaps none for a matrix."""
+
+    def forward(self, x):
+        chosen, out = (2 * x[:, :N]).argmax(1), torch.zeros_like(x)
+        for number in range(N):
+            (rows,) = torch.where(chosen == number)
+            if len(rows):
+                out = out.index_add(0, rows, self.one(x[rows], number))
+        return out
+
+    def one(self, x, number):
+        return torch.tanh(F.linear(x, self.up[number])) @ self.down[number]
+
+
+class ByNumber(Chosen):
+    """The number as a tensor, views and casts in between."""
+
+    def one(self, x, number):
+        up = self.up[torch.tensor(number)].to(x.dtype)
+        return torch.mm(torch.tanh(x @ up.t()), self.down[number].clone())
+
+
+def grouped(forward):
+    """As transformers has its experts run: by another function than the one that the source has."""
+
+    @functools.wraps(forward)
+    def run(self, x):
+        chosen, order = (2 * x[:, :N]).argmax(1).sort()
+        ends = (chosen[:, None] == torch.arange(N)).sum(0).cumsum(0, dtype=torch.int32)
+        hidden = torch.tanh(OPERATOR(x[order], self.up.transpose(-2, -1), offs=ends))
+        return OPERATOR(hidden, self.down, offs=ends)[order.argsort()]
+
+    return run
+
+
+class Grouped(Chosen):
+    forward = grouped(Chosen.forward)
+
+
+class All(Stacks):
+    """All of them for every example."""
+
+    def forward(self, x):
+        hidden = torch.tanh(torch.bmm(x.expand(N, *x.shape), self.up.transpose(1, 2)))
+        return torch.matmul(hidden, self.down).sum(0)
+
+
+class Einsum(Stacks):
+    def forward(self, x):
+        hidden = torch.tanh(torch.einsum("nd, ehd -> neh", x, self.up))
+        return torch.einsum("neh,ehd->end", hidden, self.down).sum(0)
+
+
+class Broadcast(Stacks):
+    """Rows of all, and an axis in front of the matrices'."""
+
+    def forward(self, x):
+        hidden = torch.tanh(x @ self.up.mT)
+        return (hidden[None] @ self.down)[0].sum(0)
+
+
+class Layers(nn.Module):
+    """The same by linear layers."""
+
+    def __init__(self, stacks):
+        super().__init__()
+        self.ups, self.downs = stacks.layers()
+        self.chooses = isinstance(stacks, Chosen)
+
+    def forward(self, x):
+        if not self.chooses:
+            pairs = zip(self.ups, self.downs, strict=True)
+            return sum(down(torch.tanh(up(x + 0))) for up, down in pairs)  # each with an A of its own
+        chosen, out = (2 * x[:, :N]).argmax(1), torch.zeros_like(x)
+        for number in range(N):
+            (rows,) = torch.where(chosen == number)
+            if len(rows):
+                hidden = torch.tanh(self.ups[number](x[rows]))
+                out = out.index_add(0, rows, self.downs[number](hidden))
+        return out
+
+
+KINDS = [Chosen, ByNumber, Grouped, All, Einsum, Broadcast]
+
+
+def network(kind):
+    return double(lambda: nn.Sequential(nn.Linear(D, D), nn.Tanh(), kind(), nn.Linear(D, 2)))
+
+
+def by_layers(model):
+    other = copy.deepcopy(model)
+    other[2] = Layers(model[2])
+    return other
+
+
+def batches(unseen=False):
+    """Of three steps; with `unseen` some without rows of a matrix."""
+    found = [numbers(9, D, seed=seed) for seed in range(3)]
+    return [x - (10 * torch.eye(N, D)[i] if unseen else 0) for i, x in enumerate(found)]
+
+
+def trained(model, data, parts=1, run=None, **settings):
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kfac = KFAC(model, base, damping=0.01, **settings)
+    for x in data:
+        kfac.zero_grad()
+        for part in x.chunk(parts):
+            ((run or model)(part).square().mean() / parts).backward()
+        kfac.step()
+    return kfac
+
+
+def assert_alike(model, other):
+    ups, downs = other[2].ups, other[2].downs
+    pairs = [
+        (model[2].up, torch.stack([layer.weight for layer in ups])),
+        (model[2].down, torch.stack([layer.weight.T for layer in downs])),
+        *zip(model[0].parameters(), other[0].parameters(), strict=True),
+        *zip(model[3].parameters(), other[3].parameters(), strict=True),
+    ]
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("method", ["eigen", "inverse", "newton_schulz"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stack_is_as_many_layers(kind, method):
+    model = network(kind)
+    other = by_layers(model)
+    kfac = trained(model, batches(), compute_method=method, kl_clip=None)
+    trained(other, batches(), compute_method=method, kl_clip=None)
+    assert_alike(model, other)
+    routes = {route.parameter: (route.treatment, route.factors) for route in kfac.routing()}
+    assert routes["2.up"] == ("kfac", f"{N} x ({D}x{D}, {H}x{H})")
+    assert routes["2.down"] == ("kfac", f"{N} x ({H}x{H}, {D}x{D})")
+
+
+@pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
+def test_a_matrix_without_rows_keeps_its_average():
+    """It has a gradient of zeros then, where a layer has none."""
+    model = network(Chosen)
+    other = by_layers(model)
+    data = [*batches(), *batches(unseen=True), *batches()]
+    for one in (model, other):
+        base = torch.optim.SGD(one.parameters(), lr=0.1)
+        kfac = KFAC(one, base, damping=0.01, kl_clip=None)
+        for x in data:
+            kfac.zero_grad()
+            one(x).square().mean().backward()
+            for p in one.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            kfac.step()
+    assert_alike(model, other)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fisher": "type-2", "likelihood": "gaussian"},
+        {"max_factor_size": 4},
+        {"factor_update_steps": 2, "inv_update_steps": 2},
+        {"compute_method": "ekfac", "inv_update_steps": 2},
+        {"packed_factors": True, "compute_method": "inverse"},
+        {"loss_reduction": "sum"},
+    ],
+    ids=str,
+)
+def test_settings_mean_the_same_for_stacks(settings):
+    if "likelihood" in settings:
+        settings = settings | {"likelihood": Gaussian(1.0)}
+    model = network(Chosen)
+    other = by_layers(model)
+    trained(model, batches(), **settings)
+    trained(other, batches(), **settings)
+    if settings.get("compute_method") != "ekfac":  # which measures no products of stacks
+        assert_alike(model, other)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("how", ["parts", "checkpoint", "reentrant", "compiled", "copied", "pickled"])
+@pytest.mark.parametrize("kind", [Chosen, Grouped, All, Einsum])
+def test_it_is_seen_however_the_model_runs(kind, how):
+    torch._dynamo.reset()
+    model = network(kind)
+    other, x = by_layers(model), batches()
+    trained(other, x, parts=3 if how == "parts" else 1)
+    run = None
+    if how in ("checkpoint", "reentrant"):
+        wrapped = Checkpointed(model[2], how == "reentrant")
+        run = nn.Sequential(model[0], model[1], wrapped, model[3])
+    elif how == "compiled":
+        run = torch.compile(model, backend="aot_eager")
+    elif how in ("copied", "pickled"):
+        first = trained(model, x[:1])
+        copied = (
+            copy.deepcopy((model, first))
+            if how == "copied"
+            else pickle.loads(pickle.dumps((model, first)))
+        )
+        model, kfac = copied
+        for one in x[1:]:
+            kfac.zero_grad()
+            model(one).square().mean().backward()
+            kfac.step()
+        assert_alike(model, other)
+        return
+    trained(model, x, parts=3 if how == "parts" else 1, run=run)
+    assert_alike(model, other)
+
+
+def test_a_checkpoint_resumes_to_the_last_bit():
+    model = network(Chosen)
+    kfac = trained(model, batches()[:2])
+    again = network(Chosen)
+    again.load_state_dict(model.state_dict())
+    fresh = trained(again, [])
+    fresh.load_state_dict(copy.deepcopy(kfac.state_dict()))
+    for one, optimizer in ((model, kfac), (again, fresh)):
+        optimizer.zero_grad()
+        one(batches()[2]).square().mean().backward()
+        optimizer.step()
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class Heads(nn.Module):
+    """A use that is not understood beside one that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.Parameter(torch.randn(N, H, D))
+
+    def forward(self, x):
+        return torch.einsum("nd,ehd->neh", x, self.heads).mean(1)
+
+
+class Strange(Heads):
+    def helper(self, weight):
+        return weight
+
+    def forward(self, x):
+        return torch.bmm(x.expand(N, *x.shape), self.heads.mT.flip(0)).mean(0)
+
+
+class Kept(Heads):
+    def forward(self, x):
+        y = torch.einsum("nd,ehd->neh", x, self.heads)
+        self.norm = self.heads[0].square().sum()
+        return y.mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:statistics miss some uses of these weights:RuntimeWarning")
+@pytest.mark.parametrize("kind", [Strange, Kept])
+def test_a_stack_with_other_uses_is_none(kind):
+    model = double(lambda: nn.Sequential(kind(), nn.Linear(H, 2)))
+    kfac = stepped(model, numbers(6, D))
+    assert kfac.routing()["0.heads"].factors == f"diag {N * H * D}"
+
+
+class Dispatched(Heads):
+    """As transformers' experts: another function runs than the source has."""
+
+    def forward(self, x):
+        return torch.stack([F.linear(x, self.heads[i]) for i in range(N)]).mean(0)
+
+
+def test_a_use_that_the_source_does_not_show_is_reported_unless_it_is_a_product():
+    model = double(lambda: nn.Sequential(Dispatched(), nn.Linear(H, 2)))
+    kfac = KFAC(model)
+    original = Dispatched.forward
+    try:
+        Dispatched.forward = lambda self, x: x @ self.heads.cumsum(0)[0].T
+        model(numbers(6, D)).square().mean().backward()
+    finally:
+        Dispatched.forward = original
+    with (
+        pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'0.heads'"),
+        pytest.warns(RuntimeWarning, match="not seen running.*'0.heads'"),
+    ):
+        kfac.step()
+
+
+def test_derivatives_of_stacks_are_missed_aloud():
+    model = network(All)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = numbers(6, D).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (model(x).square().mean() + slope.square().mean()).backward()
+    with pytest.warns(RuntimeWarning, match=r"create_graph=True.*'2.down', '2.up'"):
+        kfac.step()
+
+
+def test_statistics_are_those_of_each_matrix_own_rows():
+    model = network(Chosen)
+    kfac = KFAC(model, kl_clip=None, loss_reduction="sum")
+    x = torch.tanh(model[0](batches()[0])).detach()
+    model[2:](x).square().sum().backward()
+    kfac.step()
+    chosen = (2 * x[:, :N]).argmax(1)
+    state = kfac.state_dict()["kfac"]["layers"]["2.up"]
+    A = state["A"] / state["A_weight"].reshape(-1, 1, 1)
+    for number in range(N):
+        rows = x[chosen == number]
+        assert_close(A[number], rows.T @ rows / len(rows))

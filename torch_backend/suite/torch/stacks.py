@@ -1,0 +1,292 @@
+"""Stacks of matrices, one for each expert or head: (n, out, in) or (n, in, out).
+
+No module computes with one of them by itself. While the module that has the stack runs, a torch
+function mode watches for products with it, or with a matrix of it, and puts a probe behind each, which
+sums Σ a aᵀ and Σ g gᵀ for each matrix. They arrive as gradients of *slots* with the stack's first axis:
+what the module does to take a matrix out of the stack is done to the slots, so that autograd takes them
+home. Inputs get a coordinate 1, whose square counts each matrix's own rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from suite.core.statistics import grouped_second_moment_sum, second_moment_sum
+from suite.torch.capture import LayerCapture
+from suite.torch.clock import CaptureClock
+from suite.torch.derivatives import Noted, is_awaited, is_recorded
+from suite.torch.free import BASE, CASTS, MATRIX, T, ends_of_groups
+from suite.torch.hooks import ModeAround, in_backward, in_traced_graph, packs_with, without_modes
+from suite.torch.rows import counts_like
+
+_TRANSPOSE = {T.transpose, torch.transpose, T.swapaxes, torch.swapaxes}
+_TURN = {T.mT.__get__}
+_TURN_MATRIX = {T.T.__get__, T.t, torch.t}
+
+
+class _Watched(NamedTuple):
+    """A stack or a matrix of it, or a view or a cast, and where its sums go."""
+
+    tensor: T  # kept alive: it is known by its identity
+    A: T  # slots: (n, in + 1, in + 1) or (n, in + 1), or without n
+    G: T
+    counts: T
+    turned: bool  # whether it is (..., in, out)
+    diagonal: tuple[bool, bool]
+    capture: LayerCapture
+
+    @property
+    def clock(self) -> CaptureClock | None:
+        """Says when statistics are taken, where not in every backward pass."""
+        return self.capture.clock if self.capture.clock.sampled else None
+
+
+class StackCapture(ModeAround):
+    """`_Watching` around the forward of a module with stacks of its own."""
+
+    def __init__(self, module: nn.Module, captures: list[LayerCapture]) -> None:
+        super().__init__(module)
+        self.captures = captures
+        self.owner = weakref.ref(module)
+
+    def make_mode(self) -> _Watching | None:
+        first, module = self.captures[0], self.owner()
+        if module is None or not first.wanted(first.layer.sites[0]):
+            return None
+        watched = []
+        for capture in self.captures:
+            if not torch.compiler.is_compiling() and not in_backward():
+                capture.forget_what_was_discarded()
+            # While fully_shard's forward runs, the module has the whole parameter in place of its shard.
+            stack = getattr(module, capture.layer.sites[0].weight_name)
+            layer = capture.layer
+            slots = capture.A, capture.G, capture.counts
+            turned = layer.layout == "transposed"
+            watched.append(_Watched(stack, *slots, turned, layer.diagonal, capture))
+        return _Watching(watched)
+
+
+class _Watching(TorchFunctionMode):
+    def __init__(self, watched: list[_Watched]) -> None:
+        super().__init__()
+        self.watched, self.saving = watched, packs_with()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = function(*args, **kwargs)
+        if packs_with() is not self.saving or in_traced_graph() or function is BASE:
+            return output  # a checkpoint inside of the forward runs its part again without this mode
+        if not isinstance(output, T) or not output.requires_grad:
+            return output
+        if not torch.compiler.is_compiling() and output.is_leaf:
+            return output
+        given = [*args, *kwargs.values()]
+        for watched in [w for w in self.watched if any([x is w.tensor for x in given])]:  # noqa: C419
+            view = _view(function, args, kwargs, watched, output)
+            if view is not None:
+                self.watched += [view] if output is not watched.tensor else []
+                continue
+            rows = _rows(function, args, kwargs, watched)
+            clock = watched.capture.clock
+            if rows is not None:
+                output = _probed(output, rows, watched)
+            elif clock.discovering:
+                clock.strays.add(watched.capture.layer.name)
+        return output
+
+
+def _view(function: Any, args: Any, kwargs: Any, watched: _Watched, output: T) -> _Watched | None:
+    """What is a stack's matrices still, or one of them; None: it is not."""
+    if not args or args[0] is not watched.tensor:
+        return None
+    ndim = watched.tensor.ndim
+    if function in CASTS:
+        return watched._replace(tensor=output)
+    if (
+        function in _TRANSPOSE
+        and not kwargs
+        and {axis % ndim for axis in args[1:]} == {ndim - 2, ndim - 1}
+    ):
+        return watched._replace(tensor=output, turned=not watched.turned)
+    if function in _TURN or (function in _TURN_MATRIX and ndim == 2):
+        return watched._replace(tensor=output, turned=not watched.turned)
+    index = args[1] if function is T.__getitem__ and ndim == 3 else None
+    numbers = isinstance(index, T) and index.dtype in (torch.int64, torch.int32)
+    if (isinstance(index, int) or numbers) and output.ndim in (2, 3):
+        return watched._replace(tensor=output, A=watched.A[index], G=watched.G[index])
+    return None
+
+
+class _Rows(NamedTuple):
+    """How a product's input and output are rows, (matrices, rows, features) or (rows, features)."""
+
+    x: T
+    of_input: Any  # x -> rows
+    of_output: Any  # y -> rows
+    ends: T | None = None  # of groups of rows, each of its own matrix
+
+
+def _rows(function: Any, args: Any, kwargs: Any, watched: _Watched) -> _Rows | None:
+    """The rows of a product with a stack or a matrix; None: it is no product that is understood."""
+    if function is F.linear:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        linear = given["weight"] is watched.tensor and not watched.turned and watched.tensor.ndim == 2
+        return _Rows(given["input"], _flat, _flat) if linear else None
+    ends = ends_of_groups(function, args, kwargs)
+    if ends is not None:
+        grouped = args[1] is watched.tensor and watched.turned and args[0].ndim == 2
+        return _Rows(args[0], _same, _same, ends) if grouped and watched.tensor.ndim == 3 else None
+    if function is torch.einsum:
+        return _rows_of_einsum(args, watched)
+    if function not in MATRIX or kwargs or len(args) != 2 or function is T.__rmatmul__:
+        return None
+    place = int(args[1] is watched.tensor)
+    x = args[1 - place]
+    if not isinstance(x, T) or x is watched.tensor or watched.turned != bool(place) or x.ndim < 2:
+        return None
+    turn = _same if place else _turned
+    if watched.tensor.ndim == 2:
+        return _Rows(x, lambda x: _flat(turn(x)), lambda y: _flat(turn(y)))
+    count = len(watched.tensor)
+    if x.ndim > 2 and x.shape[-3] != count:
+        return None
+    by_matrix = functools.partial(_by_matrix, count=count)
+    return _Rows(x, lambda x: by_matrix(turn(x)), lambda y: by_matrix(turn(y)))
+
+
+def _rows_of_einsum(args: Any, watched: _Watched) -> _Rows | None:
+    """Of a product of two operands, whose labels are letters, each operand's its own."""
+    equation, operands = args[0], args[1:]
+    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    if not isinstance(equation, str) or len(operands) != 2 or watched.tensor.ndim != 3:
+        return None
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    labels = left.split(",")
+    if not arrow or not "".join([*labels, out]).isalpha() or len(labels) != 2:
+        return None
+    place = int(operands[1] is watched.tensor)
+    own, other, x = labels[place], labels[1 - place], operands[1 - place]
+    if len(own) != 3:
+        return None
+    matrix, first, second = own[0], own[1], own[2]
+    d_out, d_in = (second, first) if watched.turned else (first, second)
+    rows = [label for label in other if label not in own]
+    fits = (
+        len({*own}) == 3
+        and len({*other}) == len(other)
+        and d_in in other
+        and d_out not in other
+        and sorted(out) == sorted([matrix, d_out, *rows])
+    )
+    if not fits or x is watched.tensor:
+        return None
+    count = len(watched.tensor)
+
+    def of_input(x: T) -> T:
+        if matrix not in other:
+            x = x.expand(count, *x.shape)
+            return torch.einsum(f"{matrix}{other}->{matrix}{''.join(rows)}{d_in}", x).flatten(1, -2)
+        x = torch.einsum(f"{other}->{matrix}{''.join(rows)}{d_in}", x)
+        return x.reshape(count, -1, x.shape[-1])
+
+    def of_output(y: T) -> T:
+        y = torch.einsum(f"{out}->{matrix}{''.join(rows)}{d_out}", y)
+        return y.reshape(count, -1, y.shape[-1])
+
+    return _Rows(x, of_input, of_output)
+
+
+def _same(x: T) -> T:
+    return x
+
+
+def _turned(x: T) -> T:
+    return x.mT
+
+
+def _flat(x: T) -> T:
+    """(..., features) -> (rows, features)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _by_matrix(x: T, count: int) -> T:
+    """(..., matrices, rows, features), or (rows, features) of all -> (matrices, rows, features)."""
+    x = x.expand(count, *x.shape) if x.ndim == 2 else x.movedim(-3, 0)
+    return x.reshape(count, -1, x.shape[-1])
+
+
+def _probed(output: T, rows: _Rows, watched: _Watched) -> T:
+    slots = watched.A, watched.G, watched.counts
+    apply = _StackProbe.apply if torch.compiler.is_compiling() else _StackProbeOfDuals.apply
+    recorded = None
+    if rows.x.requires_grad and not torch.compiler.is_compiling():
+        recorded = watched.capture
+    with without_modes():
+        probed: T = apply(
+            output, rows.x, *slots, rows, watched.diagonal, watched.clock, rows.ends, recorded
+        )
+    return probed
+
+
+class _StackProbe(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: T,
+        x: T,
+        A: T,
+        G: T,
+        counts: T,
+        rows: _Rows,
+        diagonal: tuple[bool, bool],
+        clock: CaptureClock | None,
+        ends: T | None,
+        recorded: LayerCapture | None,
+    ) -> T:
+        """`recorded`: whose uses in derivatives are missed, if there are any."""
+        ctx.save_for_backward(x, ends)
+        ctx.of_input, ctx.of_output = rows.of_input, rows.of_output
+        ctx.diagonal, ctx.clock, ctx.recorded = diagonal, clock, recorded
+        ctx.shapes, ctx.dtype, ctx.slot = (A.shape, G.shape), G.dtype, G
+        return y.detach()  # an alias, see capture._Probe
+
+    @staticmethod
+    def backward(ctx: Any, gradient: T) -> Any:
+        x, ends = ctx.saved_tensors
+        on, waits = gradient, ctx.clock is None or ctx.clock.sampling
+        if ctx.recorded is not None and is_recorded() and not ctx.recorded.clock.pausing:
+            capture = ctx.recorded
+            missed = functools.partial(capture.clock.missed.add, capture.layer.name)
+            on = Noted.apply(gradient, capture.G, missed)
+            waits = waits and is_awaited(capture.G)
+        if not ctx.needs_input_grad[3] or not waits:
+            return on, *(None,) * 9
+        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+            inputs = ctx.of_input(x.detach().to(ctx.dtype))
+            outputs = ctx.of_output(gradient.to(ctx.dtype))
+            diagonal_A, diagonal_G = ctx.diagonal
+            if ends is not None:
+                A = grouped_second_moment_sum(inputs, ends, diagonal=diagonal_A, bias=True)
+                G = grouped_second_moment_sum(outputs, ends, diagonal=diagonal_G)
+            else:
+                stacked = (z if z.ndim == 3 else z[None] for z in (inputs, outputs))
+                inputs, outputs = stacked
+                A = second_moment_sum(inputs, diagonal=diagonal_A, bias=True)
+                G = second_moment_sum(outputs, diagonal=diagonal_G)
+            sums = A.reshape(ctx.shapes[0]), G.reshape(ctx.shapes[1])
+        return on, None, *sums, counts_like(outputs, outputs.shape[-2], 0), *(None,) * 5
+
+
+class _StackProbeOfDuals(_StackProbe):
+    """With a derivative forward, of which torch.compile wants none."""
+
+    @staticmethod
+    def jvp(ctx: Any, y: T, *rest: Any) -> T:
+        return y.view_as(y)
