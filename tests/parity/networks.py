@@ -189,6 +189,39 @@ def scanned() -> Network:
     return Network(weights, x, y, layers, apply, to_jax, from_jax)
 
 
+class _Stack(nn.Module):
+    """A matrix for each expert, all of which see every example."""
+
+    def __init__(self, experts: int, width: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(experts, 5, width))
+        self.down = nn.Parameter(torch.empty(experts, 5, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(torch.einsum("nd,ehd->neh", x, self.up))
+        return torch.tanh(torch.einsum("neh,ehd->ned", hidden, self.down).mean(1))
+
+
+def experts() -> Network:
+    rng = np.random.default_rng(7)
+    count, width = 3, 6
+    shapes = ((width, width), (width,), (count, 5, width), (count, 5, width), (4, width), (4,))
+    weights = [
+        rng.normal(size=s) / np.sqrt(s[-1]) if len(s) > 1 else 0.1 * rng.normal(size=s) for s in shapes
+    ]
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(width, width), nn.Tanh(), _Stack(count, width), nn.Linear(width, 4)]
+
+    def apply(p, x):
+        x = jnp.tanh(x @ p[0].T + p[1])
+        hidden = jnp.tanh(jnp.einsum("nd,ehd->neh", x, p[2]))
+        x = jnp.tanh(jnp.einsum("neh,ehd->ned", hidden, p[3]).mean(1))
+        return x @ p[4].T + p[5]
+
+    return Network(weights, rng.normal(size=(32, width)), rng.integers(0, 4, 32), layers, apply)
+
+
 def torch_model(network: Network, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     """The model and its loss on the network's one batch, () -> 0-d tensor."""
     model = nn.Sequential(*network.torch_layers()).to(dtype)

@@ -31,6 +31,7 @@ KFAC_NETWORKS = {
     "attention": networks.attention,
     "tied": networks.tied,
     "scanned": networks.scanned,
+    "experts": networks.experts,
 }
 KFAC_SETTINGS = {"damping": 0.01, "factor_update_steps": 3, "inv_update_steps": 7}
 KRON_SETTINGS = {
@@ -95,6 +96,8 @@ PRECISIONS = [("float64", 1e-9), ("float32", 2e-3)]
 @pytest.mark.parametrize("compute_method", METHODS)
 @pytest.mark.parametrize("name", KFAC_NETWORKS)
 def test_kfac(name, compute_method, dtype, rtol):
+    if (name, compute_method) == ("experts", "ekfac"):
+        pytest.skip("only JAX measures products of stacks")
     network = KFAC_NETWORKS[name]()
     ours = networks.torch_trajectory(
         network,

@@ -90,7 +90,7 @@ class All(Stacks):
 
 class Einsum(Stacks):
     def forward(self, x):
-        hidden = torch.tanh(torch.einsum("nd, ehd -> neh", x, self.up))
+        hidden = torch.tanh(torch.einsum("nde, ehd -> neh", x[..., None].expand(-1, -1, N), self.up))
         return torch.einsum("neh,ehd->end", hidden, self.down).sum(0)
 
 
@@ -278,6 +278,46 @@ def test_a_checkpoint_resumes_to_the_last_bit():
         assert torch.equal(a, b)
 
 
+class InOut(nn.Module):
+    """Heads of attention, (n, in, out), or otherwise below."""
+
+    def __init__(self, kind):
+        super().__init__()
+        stack = numbers(N, H, D)
+        values = {"in, out": stack.mT, "out, in": stack, "layer": stack.flatten(0, 1)}
+        self.weight = nn.Parameter(values[kind].clone())
+
+    def by_head(self, x):
+        return torch.einsum("bnd,hde->bhne", x, self.weight)
+
+    def forward(self, x):
+        return torch.tanh(self.by_head(x)).mean((1, 2))
+
+
+class OutIn(InOut):
+    def by_head(self, x):
+        return torch.einsum("hed,bnd->bhne", self.weight, x)
+
+
+class OneLayer(InOut):
+    def by_head(self, x):
+        return F.linear(x, self.weight).unflatten(-1, (N, H)).movedim(2, 1)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize(("make", "kind"), [(InOut, "in, out"), (OutIn, "out, in")])
+def test_heads_that_get_the_same_inputs_are_one_layer(make, kind, method):
+    data, ends = [numbers(6, 3, D, seed=seed) for seed in range(3)], []
+    for one, how in ((make, kind), (OneLayer, "layer")):
+        model = double(lambda one=one, how=how: nn.Sequential(one(how), nn.Linear(H, 2)))
+        kfac = trained(model, data, compute_method=method)
+        assert kfac.routing()["0.weight"].factors == f"{D}x{D}, {N * H}x{N * H}"
+        weight = model[0].weight.detach()
+        ends.append(weight.mT if how == "in, out" else weight.reshape(N, H, D))
+    assert_close(ends[0], ends[1])
+
+
 class Heads(nn.Module):
     """A use that is not understood beside one that is."""
 
@@ -299,9 +339,9 @@ class Strange(Heads):
 
 class Kept(Heads):
     def forward(self, x):
-        y = torch.einsum("nd,ehd->neh", x, self.heads)
+        y = torch.bmm(x.expand(N, *x.shape), self.heads.mT)
         self.norm = self.heads[0].square().sum()
-        return y.mean(1)
+        return y.mean(0)
 
 
 @pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")

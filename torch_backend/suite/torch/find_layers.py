@@ -447,14 +447,15 @@ class FoundLayers:
         spec = LayerSpec(
             "convolution" if kernel else "stack" if found.stacked else "dense",
             bias=bias is not None,
-            groups=found.groups,
+            groups=len(weight) if found.stacked and not found.joined else found.groups,
             kernel=kernel,
             reduce=reduce,
             max_rows=0 if kernel and self._max_examples else self._max_rows,
             max_examples=self._max_examples if kernel else 0,
         )
         site = Site(module, module, spec, functional=True, weight_name=found.name, bias_name=found.bias)
-        layout: Layout = "transposed" if found.turned else "matrix"
+        turned: Layout = "turned" if found.stacked else "transposed"
+        layout: Layout = turned if found.turned else "matrix"
         own_name = name if name and found.name == "weight" else _join(name, found.name)
         self._add(own_name, Piece(weight), None if bias is None else Piece(bias), layout, site)
         if found.stacked and self.layers[-1].weight.parameter is weight:
@@ -491,8 +492,9 @@ class FoundLayers:
         count = math.prod(shape)
         blocks, sizes = 1, (count, 1)
         if spec.kind == "stack":
-            blocks, first, second = shape
-            sizes = (first, second) if layout == "transposed" else (second, first)
+            blocks, (count, first, second) = spec.groups, shape
+            into, out = (first, second) if layout == "turned" else (second, first)
+            sizes = (into, out * count // blocks)
         elif layout == "matrix":
             blocks = spec.groups
             sizes = (count // shape[0] + spec.bias, shape[0] // blocks)
@@ -646,7 +648,7 @@ class FoundLayers:
         if site.spec.reduce:
             words.append("one row an example (reduce)")
         if site.spec.kind == "stack":
-            words.append("a block for each matrix of the stack")
+            words.append("a block for each matrix of the stack" if layer.blocks > 1 else "one block")
         elif site.functional:
             words.append("by the function that its own forward calls")
         if site.scaling:

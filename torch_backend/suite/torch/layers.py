@@ -20,8 +20,9 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 PRODUCTS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED, nn.Embedding, nn.EmbeddingBag, Product)
 
 # How the gradient matrix (blocks, d_out, d_in) lies in the parameters: rows of a weight with the bias as
-# a last column, a transposed convolution's, a table's; scale and shift of units; one row; one column.
-Layout = Literal["matrix", "transposed", "table", "unit", "vector", "bias"]
+# a last column, a transposed convolution's, that of a stack of matrices (in, out), a table's; scale and
+# shift of units; one row; one column.
+Layout = Literal["matrix", "transposed", "turned", "table", "unit", "vector", "bias"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +126,8 @@ class Layer:
             return weight.mT[None]
         if self.layout == "transposed":
             return weight.reshape(self.blocks, self.sizes[0], self.sizes[1]).mT
+        if self.layout == "turned":
+            return weight.mT.reshape(self.blocks, self.sizes[1], self.sizes[0])
         matrix = weight.reshape(self.blocks, self.sizes[1], -1)
         if bias is not None:
             column = bias.reshape(self.blocks, self.sizes[1], 1)
@@ -138,6 +141,8 @@ class Layer:
         shape = self.weight.shape
         if self.layout == "unit":
             columns = [matrix[:, 0, 0].reshape(shape), matrix[:, 0, 1]]
+        elif self.layout == "turned":
+            columns = [matrix.reshape(shape[0], shape[2], shape[1]).mT]
         elif self.layout in ("table", "transposed"):
             columns = [matrix.mT.reshape(shape), matrix[..., 0]]
         else:

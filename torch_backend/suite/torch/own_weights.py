@@ -53,6 +53,7 @@ class OwnWeight(NamedTuple):
     groups: int
     turned: bool  # it lies (in, out)
     stacked: bool = False  # it is a stack of such matrices
+    joined: bool = False  # which all get the same inputs, and are one of more outputs
 
     @property
     def ndim(self) -> int:
@@ -75,8 +76,9 @@ class _Product(NamedTuple):
     axes: int  # of positions
     turned: bool  # whether it takes the weight as (in, out)
     weight: _Weight
-    bias: _Weight | None
-    groups: float | None  # None: not known
+    bias: _Weight | None = None
+    groups: float | None = 1  # None: not known
+    joined: bool = False  # whether all matrices of a stack get the same inputs
 
 
 def own_weights(module: nn.Module, own: Container[str]) -> list[OwnWeight]:
@@ -122,9 +124,9 @@ def _agreed(
     parameter: torch.Tensor, products: list[_Product], refused: Container[str]
 ) -> Iterator[OwnWeight]:
     """The layer that products with one parameter are calls of, if they are those of one."""
-    uses: set[tuple[int, int, bool]] = set()
+    uses: set[tuple[int, int, bool, bool]] = set()
     stacked = parameter.ndim == 3 and all(product.axes == 0 for product in products)
-    for function, axes, turned, weight, _, groups in products:
+    for function, axes, turned, weight, _, groups, joined in products:
         if not isinstance(groups, int) or groups < 1 or (axes and weight.turned):
             return
         whole = function in _OF_STACKS_ALONE or (function in _OF_STACKS and not weight.indexed)
@@ -132,12 +134,12 @@ def _agreed(
             return
         if not stacked and (weight.indexed or function in _OF_STACKS_ALONE):
             return
-        uses.add((axes, groups, weight.turned != turned))
+        uses.add((axes, groups, weight.turned != turned, joined))
     biases = {"" if p.bias is None or p.bias.scaled or p.bias.turned else p.bias.name for p in products}
     bias = biases.pop() if len(biases) == 1 else ""
     bias = "" if bias in refused or stacked else bias
-    for axes, groups, turned in uses if len(uses) == 1 else ():
-        yield OwnWeight(products[0].weight.name, bias, axes, groups, turned, stacked)
+    for axes, groups, turned, joined in uses if len(uses) == 1 else ():
+        yield OwnWeight(products[0].weight.name, bias, axes, groups, turned, stacked, joined)
 
 
 def _definition(cls: type, start: int, name: str) -> tuple[int, FunctionType] | None:
@@ -274,7 +276,8 @@ class _Reader:
             if weight is not None and weights.count(None) == 1 and len(own) == 3:
                 summed = [label in other and label not in out for label in own]
                 if sum(summed) == 1 and not summed[0]:
-                    yield _Product(torch.einsum, 0, summed[1], weight, None, 1)
+                    joined = own[0] not in other
+                    yield _Product(torch.einsum, 0, summed[1], weight, joined=joined)
 
     def _call(self, node: ast.Call) -> tuple[Any, Mapping[str, ast.expr]]:
         """The function that is called, and its arguments by name; nothing if it is none of ours."""

@@ -39,6 +39,7 @@ class _Watched(NamedTuple):
     G: T
     counts: T
     turned: bool  # whether it is (..., in, out)
+    joined: bool  # whether all matrices are one of more outputs, which come matrix by matrix
     diagonal: tuple[bool, bool]
     capture: LayerCapture
 
@@ -68,8 +69,9 @@ class StackCapture(ModeAround):
             stack = getattr(module, capture.layer.sites[0].weight_name)
             layer = capture.layer
             slots = capture.A, capture.G, capture.counts
-            turned = layer.layout == "transposed"
-            watched.append(_Watched(stack, *slots, turned, layer.diagonal, capture))
+            joined = layer.blocks < len(stack)
+            turned = layer.layout == "turned"
+            watched.append(_Watched(stack, *slots, turned, joined, layer.diagonal, capture))
         return _Watching(watched)
 
 
@@ -117,7 +119,7 @@ def _view(function: Any, args: Any, kwargs: Any, watched: _Watched, output: T) -
         return watched._replace(tensor=output, turned=not watched.turned)
     if function in _TURN or (function in _TURN_MATRIX and ndim == 2):
         return watched._replace(tensor=output, turned=not watched.turned)
-    index = args[1] if function is T.__getitem__ and ndim == 3 else None
+    index = args[1] if function is T.__getitem__ and ndim == 3 and not watched.joined else None
     numbers = isinstance(index, T) and index.dtype in (torch.int64, torch.int32)
     if (isinstance(index, int) or numbers) and output.ndim in (2, 3):
         return watched._replace(tensor=output, A=watched.A[index], G=watched.G[index])
@@ -135,6 +137,10 @@ class _Rows(NamedTuple):
 
 def _rows(function: Any, args: Any, kwargs: Any, watched: _Watched) -> _Rows | None:
     """The rows of a product with a stack or a matrix; None: it is no product that is understood."""
+    if function is torch.einsum:
+        return _rows_of_einsum(args, watched)
+    if watched.joined:
+        return None
     if function is F.linear:
         given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
         linear = given["weight"] is watched.tensor and not watched.turned and watched.tensor.ndim == 2
@@ -143,8 +149,6 @@ def _rows(function: Any, args: Any, kwargs: Any, watched: _Watched) -> _Rows | N
     if ends is not None:
         grouped = args[1] is watched.tensor and watched.turned and args[0].ndim == 2
         return _Rows(args[0], _same, _same, ends) if grouped and watched.tensor.ndim == 3 else None
-    if function is torch.einsum:
-        return _rows_of_einsum(args, watched)
     if function not in MATRIX or kwargs or len(args) != 2 or function is T.__rmatmul__:
         return None
     place = int(args[1] is watched.tensor)
@@ -184,12 +188,17 @@ def _rows_of_einsum(args: Any, watched: _Watched) -> _Rows | None:
         and d_in in other
         and d_out not in other
         and sorted(out) == sorted([matrix, d_out, *rows])
+        and not (watched.joined and matrix in other)
     )
     if not fits or x is watched.tensor:
         return None
     count = len(watched.tensor)
 
     def of_input(x: T) -> T:
+        if watched.joined:
+            return torch.einsum(f"{other}->{''.join(rows)}{d_in}", x).reshape(
+                -1, x.shape[other.index(d_in)]
+            )
         if matrix not in other:
             x = x.expand(count, *x.shape)
             return torch.einsum(f"{matrix}{other}->{matrix}{''.join(rows)}{d_in}", x).flatten(1, -2)
@@ -197,6 +206,9 @@ def _rows_of_einsum(args: Any, watched: _Watched) -> _Rows | None:
         return x.reshape(count, -1, x.shape[-1])
 
     def of_output(y: T) -> T:
+        if watched.joined:
+            y = torch.einsum(f"{out}->{''.join(rows)}{matrix}{d_out}", y).flatten(-2)
+            return _flat(y)
         y = torch.einsum(f"{out}->{matrix}{''.join(rows)}{d_out}", y)
         return y.reshape(count, -1, y.shape[-1])
 
