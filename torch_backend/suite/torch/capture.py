@@ -238,8 +238,8 @@ class LayerCapture:
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
         self.dtype = dtype
-        # Inputs of a stack's matrices have a coordinate 1, by which rows are counted.
-        sizes = (layer.sizes[0] + (layer.spec.kind == "stack"), layer.sizes[1])
+        self.counts_each = layer.spec.kind == "stack"  # rows, by a coordinate 1 of the inputs
+        sizes = (layer.sizes[0] + self.counts_each, layer.sizes[1])
         self.A, self.G, self.counts = self._slots(sizes, layer.diagonal)
         if layer.spec.kind == "free":
             self.A = self._slot(*layer.weight.shape)

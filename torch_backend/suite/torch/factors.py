@@ -40,8 +40,10 @@ class LayerFactors(FactorRefresh):
             if known not in self._cache:
                 ends = [(m.start, m.stop) for m in bucket.members]
                 self._cache[known] = [factor.average[a:b] for a, b in ends]
-            keys = [self.owners[m.index] for m in bucket.members]
-            stacks = {i for i, _ in keys if self.layers[i].spec.kind == "stack"}
+                owners = {self.owners[m.index][0] for m in bucket.members}
+                stacks = {i for i in owners if self.layers[i].spec.kind == "stack"}
+                self._cache[number, "stacks"] = stacks
+            keys, stacks = [self.owners[m.index] for m in bucket.members], self._cache[number, "stacks"]
             if all(seen[key] for key in keys) and not stacks:
                 given = [self.storage.keep(new[key]) for key in keys]
                 all_average_in(self._cache[known], given, factor_decay, finite)

@@ -139,7 +139,7 @@ def _all_normalized(
 
 def _of_each(capture: LayerCapture, A: torch.Tensor) -> torch.Tensor:
     """A of a layer, whose mean is over all rows; of a stack of matrices each one's over its own rows."""
-    return statistics.mean_of_each(A) if capture.layer.spec.kind == "stack" else A
+    return statistics.mean_of_each(A) if capture.counts_each else A
 
 
 def _normalized(captured: Captured, scaling: Scaling, places: int) -> tuple[torch.Tensor, torch.Tensor]:
