@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from suite.torch import recurrent
+from suite.torch import KFAC, recurrent
 
 L, N, D_IN, H = 5, 4, 3, 6  # steps, batch, features, hidden units
 
@@ -290,6 +290,100 @@ class Model(nn.Module):
         for layer in self.encoder:
             x = layer(x)[0]
         return self.alias(x)[0]
+
+
+CELLS = {
+    "RNNCell": {},
+    "RNNCell relu": {"nonlinearity": "relu"},
+    "LSTMCell": {},
+    "GRUCell": {},
+}
+
+
+def cells(kind, **options):
+    """A cell of torch.nn and ours with its parameters, in float64."""
+    options = {"dtype": torch.float64, **CELLS[kind], **options}
+    torch.manual_seed(0)
+    theirs = getattr(nn, kind.split()[0])(D_IN, H, **options)
+    ours = getattr(recurrent, kind.split()[0])(D_IN, H, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+@pytest.mark.parametrize("kind", list(CELLS))
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch", [(N,), ()], ids=["batched", "unbatched"])
+@pytest.mark.parametrize("given", [True, False], ids=["hx", "no hx"])
+def test_cells_are_those_of_torch_nn(kind, bias, batch, given):
+    theirs, ours = cells(kind, bias=bias)
+    found = []
+    for module in (theirs, ours):
+        x, h, c = (leaf(*batch, size, seed=i) for i, size in enumerate((D_IN, H, H)))
+        hx = None if not given else (h, c) if kind == "LSTMCell" else h
+        result = module(x, hx)
+        parts = result if isinstance(result, tuple) else (result,)
+        inputs = [x, *([h, c][: len(parts)] if given else []), *module.parameters()]
+        loss = sum((part.sin() * (i + 1)).sum() for i, part in enumerate(parts))
+        found.append([*parts, *torch.autograd.grad(loss, inputs)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", list(CELLS))
+def test_cells_refuse_what_torch_nns_refuse(kind):
+    state = (leaf(N, H, seed=1),) * (2 if kind == "LSTMCell" else 1)
+    state = state if len(state) > 1 else state[0]
+    for module in cells(kind):
+        for x in (leaf(N, D_IN + 1, seed=0), leaf(2, N, D_IN, seed=0)):
+            with pytest.raises((RuntimeError, ValueError)):
+                module(x)
+        with pytest.raises((RuntimeError, ValueError, IndexError)):
+            module(leaf(D_IN, seed=0), state)
+
+
+class Unrolled(nn.Module):
+    """A layer by its cell."""
+
+    def __init__(self, layer, cell):
+        super().__init__()
+        self.cell = cell
+        cell.load_state_dict({k.removesuffix("_l0"): v for k, v in layer.state_dict().items()})
+
+    def forward(self, x):
+        state, outputs = None, []
+        for step in x:
+            state = self.cell(step, state)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(outputs), state
+
+
+class OfSteps(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(H, 2).double()
+
+    def forward(self, x):
+        return self.head(self.inner(x)[0])
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
+def test_a_cell_is_preconditioned_as_its_layer_is(kind, method):
+    _, layer = pair(kind)
+    cell = recurrent.replace_recurrent(getattr(nn, f"{kind}Cell")(D_IN, H, dtype=torch.float64))
+    models = [OfSteps(layer), OfSteps(Unrolled(layer, cell))]
+    models[1].head.load_state_dict(models[0].head.state_dict())
+    for model in models:
+        optimizer = KFAC(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), kl_clip=None, compute_method=method
+        )
+        for seed in range(3):
+            optimizer.zero_grad()
+            model(leaf(L, N, D_IN, seed=seed)).square().mean().backward()
+            optimizer.step()
+        assert all(route.treatment == "kfac" for route in optimizer.routing())
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 def test_replace_recurrent_keeps_objects_parameters_and_results():

@@ -15,7 +15,7 @@ from suite.torch.attached import detach
 from suite.torch.kfac import KFAC, KFACPreconditioner
 from suite.torch.kron import Kron
 from suite.torch.lra import LRA, DenseNewton
-from suite.torch.recurrent import GRU, LSTM, RNN, replace_recurrent
+from suite.torch.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell, replace_recurrent
 from suite.torch.schedulers import KFACParamScheduler, LambdaParamScheduler
 from suite.torch.settings import AssignmentStrategy, ComputeMethod, DistributedStrategy
 
@@ -32,11 +32,14 @@ __all__ = [
     "ComputeMethod",
     "DenseNewton",
     "DistributedStrategy",
+    "GRUCell",
     "Gaussian",
     "KFACParamScheduler",
     "KFACPreconditioner",
     "Kron",
+    "LSTMCell",
     "LambdaParamScheduler",
+    "RNNCell",
     "detach",
     "precond_lr_schedule",
     "precond_update_prob_schedule",

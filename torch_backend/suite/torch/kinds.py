@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
-from suite.torch.recurrent import GRU, LSTM, RNN
+from suite.torch.recurrent import WRITTEN_OUT
 from suite.torch.rows import LayerSpec
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -25,7 +25,7 @@ FUNCTIONS = (
     nn.GroupNorm,
     *_BATCH_NORMS,
 )
-RECURRENT = (RNN, LSTM, GRU)
+RECURRENT = tuple(WRITTEN_OUT.values())
 HIDDEN = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.SyncBatchNorm)
 
 
@@ -118,7 +118,7 @@ def why_not_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> str:
 
 
 def why_hidden(module: nn.Module) -> str:
-    for base in (nn.LSTM, nn.GRU, nn.RNN):
+    for base in WRITTEN_OUT:
         kind = base.__name__
         if type(module) is base:
             return f"nn.{kind} hides its steps: use suite.torch.{kind}, or replace_recurrent(model)"

@@ -3,8 +3,8 @@
 torch.nn's run all their steps in one call, which shows neither the hidden states that W_hh multiplies
 nor the gradients of its products. The modules here have the same constructors, parameters, state_dicts
 and results, and take every product in a submodule of its own, `Product`: W_ih for all steps at once,
-W_hh (and W_hr of a projected LSTM) step by step. Python runs the steps: slower than torch.nn's where
-those are fused. As with torch.nn's, torch.compile breaks the graph at them unless
+W_hh (and W_hr of a projected LSTM) step by step; a cell both. Python runs the steps: slower than
+torch.nn's where those are fused. As with torch.nn's, torch.compile breaks the graph at the layers unless
 `torch._dynamo.config.allow_rnn` is set.
 
 K-FAC treats the steps as rows that share a weight: Martens, Ba & Johnson 2018 ("Kronecker-factored
@@ -46,12 +46,25 @@ class Product(nn.Module):
         return self.weight_name if self.bias_name is None else f"{self.weight_name}, {self.bias_name}"
 
 
-class _StepByStep(nn.RNNBase):
-    """What the three kinds share; a kind adds `_step`. The state is a tuple: (h,), or (h, c)."""
+class _OfProducts(nn.Module):
+    """What has its products in submodules."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._add_products()
+
+    def _add_products(self) -> None:
+        raise NotImplementedError
+
+    def _product(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        product = getattr(self, f"product_{name}")
+        bias = None if product.bias_name is None else getattr(self, product.bias_name)
+        result: torch.Tensor = product(x, getattr(self, product.weight_name), bias)
+        return result
+
+
+class _StepByStep(_OfProducts, nn.RNNBase):
+    """What the three layers share; a kind adds `_step`. The state is a tuple: (h,), or (h, c)."""
 
     def _add_products(self) -> None:
         for suffix in self._suffixes():
@@ -167,11 +180,6 @@ class _StepByStep(nn.RNNBase):
             outputs.reverse()
         return (torch.stack(outputs) if batch_sizes is None else torch.cat(outputs)), state
 
-    def _product(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        product = getattr(self, f"product_{name}")
-        bias = None if product.bias_name is None else getattr(self, product.bias_name)
-        return product(x, getattr(self, product.weight_name), bias)
-
     def _step(
         self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], suffix: str
     ) -> tuple[torch.Tensor, ...]:
@@ -195,8 +203,7 @@ class RNN(_StepByStep, nn.RNN):
         self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], suffix: str
     ) -> tuple[torch.Tensor, ...]:
         (h,) = state
-        total = projected + self._product("hh" + suffix, h)
-        return (torch.tanh(total) if self.nonlinearity == "tanh" else torch.relu(total),)
+        return (_rnn(projected + self._product("hh" + suffix, h), self.nonlinearity),)
 
 
 class LSTM(_StepByStep, nn.LSTM):
@@ -212,9 +219,7 @@ class LSTM(_StepByStep, nn.LSTM):
         self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], suffix: str
     ) -> tuple[torch.Tensor, ...]:
         h, c = state
-        i, f, g, o = (projected + self._product("hh" + suffix, h)).chunk(4, dim=-1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        h = torch.sigmoid(o) * torch.tanh(c)
+        h, c = _lstm(projected + self._product("hh" + suffix, h), c)
         return (self._product("hr" + suffix, h) if self.proj_size else h), c
 
     def _state_sizes(self) -> tuple[int, ...]:
@@ -239,18 +244,93 @@ class GRU(_StepByStep, nn.GRU):
         self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], suffix: str
     ) -> tuple[torch.Tensor, ...]:
         (h,) = state
-        reset_x, update_x, new_x = projected.chunk(3, dim=-1)
-        reset_h, update_h, new_h = self._product("hh" + suffix, h).chunk(3, dim=-1)
-        update = torch.sigmoid(update_x + update_h)
-        new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
-        return (new + update * (h - new),)
+        return (_gru(projected, self._product("hh" + suffix, h), h),)
 
 
-_WRITTEN_OUT: dict[type[nn.Module], type[_StepByStep]] = {nn.RNN: RNN, nn.LSTM: LSTM, nn.GRU: GRU}
+class _Cell(_OfProducts, nn.RNNCellBase):
+    """What the three cells share; a kind adds `_step`."""
+
+    def _add_products(self) -> None:
+        for side in ("ih", "hh"):
+            bias_name = f"bias_{side}" if self.bias else None
+            self.add_module(f"product_{side}", Product(f"weight_{side}", bias_name))
+
+    def forward(self, input: torch.Tensor, hx: Any = None) -> Any:
+        """As in torch.nn: input (N, H_in) or (H_in,), state (N, H_out) or (H_out,)."""
+        parts = () if hx is None else self._parts(hx)
+        for name, x, size in [("input", input, self.input_size)] + [
+            ("hx", part, self.hidden_size) for part in parts
+        ]:
+            if x.dim() not in (1, 2) or x.dim() != input.dim() or x.shape[-1] != size:
+                raise RuntimeError(
+                    f"{name} must have 1 axis, or 2 as input has, and the last one of {size}, got shape "
+                    f"{tuple(x.shape)}"
+                )
+        if not parts:
+            zeros = input.new_zeros((*input.shape[:-1], self.hidden_size))
+            parts = self._parts((zeros, zeros)) if isinstance(self, nn.LSTMCell) else (zeros,)
+        projected, product = self._product("ih", input), self._product("hh", parts[0])
+        return self._step(projected, product, parts)
+
+    def _parts(self, hx: Any) -> tuple[torch.Tensor, ...]:
+        return (hx,)
+
+    def _step(self, projected: torch.Tensor, product: torch.Tensor, state: Any) -> Any:
+        """The next state, given W_ih x + b_ih and W_hh h + b_hh."""
+        raise NotImplementedError
+
+
+class RNNCell(_Cell, nn.RNNCell):
+    """`torch.nn.RNNCell`, see `RNN`."""
+
+    def _step(self, projected: torch.Tensor, product: torch.Tensor, state: Any) -> Any:
+        return _rnn(projected + product, self.nonlinearity)
+
+
+class LSTMCell(_Cell, nn.LSTMCell):
+    """`torch.nn.LSTMCell`, see `LSTM`."""
+
+    def _parts(self, hx: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(hx)
+
+    def _step(self, projected: torch.Tensor, product: torch.Tensor, state: Any) -> Any:
+        return _lstm(projected + product, state[1])
+
+
+class GRUCell(_Cell, nn.GRUCell):
+    """`torch.nn.GRUCell`, see `GRU`."""
+
+    def _step(self, projected: torch.Tensor, product: torch.Tensor, state: Any) -> Any:
+        return _gru(projected, product, state[0])
+
+
+def _rnn(total: torch.Tensor, nonlinearity: str) -> torch.Tensor:
+    return torch.tanh(total) if nonlinearity == "tanh" else torch.relu(total)
+
+
+def _lstm(total: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """h, before a projection, and c."""
+    i, f, g, o = total.chunk(4, dim=-1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _gru(projected: torch.Tensor, product: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    reset_x, update_x, new_x = projected.chunk(3, dim=-1)
+    reset_h, update_h, new_h = product.chunk(3, dim=-1)
+    update = torch.sigmoid(update_x + update_h)
+    new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
+    return new + update * (h - new)
+
+
+WRITTEN_OUT: dict[type[nn.Module], type[_OfProducts]] = {
+    **{nn.RNN: RNN, nn.LSTM: LSTM, nn.GRU: GRU},
+    **{nn.RNNCell: RNNCell, nn.LSTMCell: LSTMCell, nn.GRUCell: GRUCell},
+}
 
 
 def replace_recurrent(module: AnyModule) -> AnyModule:
-    """Turn every nn.RNN, nn.LSTM and nn.GRU in a model into the one of this file, in place.
+    """Turn every nn.RNN, nn.LSTM, nn.GRU, and cell of theirs, into the one of this file, in place.
 
         >>> model = replace_recurrent(model)  # before `KFAC(model, ...)`
 
@@ -270,9 +350,9 @@ def replace_recurrent(module: AnyModule) -> AnyModule:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     for part in list(module.modules()):
-        written_out = _WRITTEN_OUT.get(type(part))
+        written_out = WRITTEN_OUT.get(type(part))
         if written_out is not None:
             part.__class__ = written_out
-            assert isinstance(part, _StepByStep)
+            assert isinstance(part, _OfProducts)
             part._add_products()
     return module
