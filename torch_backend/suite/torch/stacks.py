@@ -196,23 +196,23 @@ def _rows_of_einsum(args: Any, watched: _Watched) -> _Rows | None:
 
     def of_input(x: T) -> T:
         if watched.joined:
-            return torch.einsum(f"{other}->{''.join(rows)}{d_in}", x).reshape(
-                -1, x.shape[other.index(d_in)]
-            )
+            return _flat(_ordered(x, other, [*rows, d_in]))
         if matrix not in other:
             x = x.expand(count, *x.shape)
-            return torch.einsum(f"{matrix}{other}->{matrix}{''.join(rows)}{d_in}", x).flatten(1, -2)
-        x = torch.einsum(f"{other}->{matrix}{''.join(rows)}{d_in}", x)
-        return x.reshape(count, -1, x.shape[-1])
+        labels = other if matrix in other else matrix + other
+        return _ordered(x, labels, [matrix, *rows, d_in]).reshape(count, -1, x.shape[labels.index(d_in)])
 
     def of_output(y: T) -> T:
         if watched.joined:
-            y = torch.einsum(f"{out}->{''.join(rows)}{matrix}{d_out}", y).flatten(-2)
-            return _flat(y)
-        y = torch.einsum(f"{out}->{matrix}{''.join(rows)}{d_out}", y)
-        return y.reshape(count, -1, y.shape[-1])
+            return _flat(_ordered(y, out, [*rows, matrix, d_out]).flatten(-2))
+        return _ordered(y, out, [matrix, *rows, d_out]).reshape(count, -1, y.shape[out.index(d_out)])
 
     return _Rows(x, of_input, of_output)
+
+
+def _ordered(x: T, labels: str, order: list[str]) -> T:
+    """Its axes, of these labels, in this order."""
+    return x.permute([labels.index(label) for label in order])
 
 
 def _same(x: T) -> T:
