@@ -942,6 +942,8 @@ class Positions(nn.Module):
         y = self.tokens(x)
         if self.how.endswith("scaled"):
             found = -3.0 * (found * 0.5)
+        if self.how.endswith("scaled in place"):
+            found *= 3.0
         found = MOVED.get(self.how, lambda found, n: found)(found, len(x))
         if self.how == "channels in front":
             y = (y.transpose(1, 2) + found).transpose(1, 2)
@@ -969,13 +971,14 @@ class Positions(nn.Module):
         "twice",
         "after a sum that is only looked at",
         "scaled",
+        "scaled in place",
         *MOVED,
     ],
 )
 def test_positions_looked_up_once_are_as_if_looked_up_for_each_example(how, fisher):
     x, found = inputs(words), []
     settings = {"fisher": fisher, "likelihood": "categorical"} if fisher != "empirical" else {}
-    each = f"each, {how}" if how in ("twice", "offset", "scaled") else "each"
+    each = f"each, {how}" if how.startswith(("twice", "offset", "scaled")) else "each"
     for kind, parts in ((each, 1), (how, 1), (how, 3)):
         torch.manual_seed(0)
         model = Positions(kind).double()

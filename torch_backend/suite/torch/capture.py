@@ -490,7 +490,8 @@ class LayerCapture:
         the examples' gradients, whose square is not the sum of their squares.
 
         Args:
-            known: the last lookup, and what was made of it, of which `operand` may be one.
+            known: what was made of the last lookup, the newest first, and that itself; `operand` may be
+                one of them.
         """
         last = next((one for one in known if one.output() is operand), None)
         width = self.layer.weight.shape[-1]

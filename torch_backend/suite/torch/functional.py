@@ -205,8 +205,9 @@ class FunctionCapture(ModeAround):
             for operand in operands:
                 if capture.looked_up is None or not isinstance(operand, torch.Tensor):
                     continue
-                known = [one for one in moved if one.unless is capture.looked_up.unless]
-                probed = capture.observe_sum([capture.looked_up, *known], operand, output)
+                last = capture.looked_up
+                known = [one for one in reversed(moved) if one.unless is last.unless]
+                probed = capture.observe_sum([*known, last], operand, output)
                 if probed is not output:
                     self.found.add(place)
                     return probed
