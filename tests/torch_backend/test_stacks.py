@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from conftest import assert_close
 from suite.torch import KFAC, Gaussian
-from torch_backend.rows_by_loops import double, numbers, stepped
+from torch_backend.rows_by_loops import double, held, numbers, stepped
 from torch_backend.test_free import OPERATOR
 
 N, D, H = 3, 4, 5  # matrices, features, hidden features
@@ -102,15 +102,41 @@ class Broadcast(Stacks):
         return (hidden[None] @ self.down)[0].sum(0)
 
 
+class InFront(Stacks):
+    """By a list of matrices, and of an axis of length 1."""
+
+    def forward(self, x):
+        hidden = torch.tanh(x.unsqueeze(0) @ self.up[[0, 1, 2]].transpose(1, 2))
+        return (hidden @ self.down[torch.ones(N, dtype=torch.bool)]).sum(0)
+
+
+class Selected(Stacks):
+    """Two matrices for each example, some of them twice."""
+
+    def forward(self, x):
+        chosen = torch.stack([x[:, 0] > 0, x[:, 1] > 0], 1) + torch.tensor([0, 1])
+        hidden = torch.tanh(x[:, None, None] @ self.up[chosen].mT)
+        return (hidden @ self.down[chosen])[:, :, 0].sum(1)
+
+
 class Layers(nn.Module):
     """The same by linear layers."""
 
     def __init__(self, stacks):
         super().__init__()
         self.ups, self.downs = stacks.layers()
-        self.chooses = isinstance(stacks, Chosen)
+        self.chooses, self.selects = isinstance(stacks, Chosen), isinstance(stacks, Selected)
 
     def forward(self, x):
+        if self.selects:
+            out = torch.zeros_like(x)
+            for number in range(N):
+                for place, first in enumerate((0, 1)):
+                    (rows,) = torch.where((x[:, place] > 0).int() + first == number)
+                    if len(rows):
+                        hidden = torch.tanh(self.ups[number](x[rows]))
+                        out = out.index_add(0, rows, self.downs[number](hidden))
+            return out
         if not self.chooses:
             pairs = zip(self.ups, self.downs, strict=True)
             return sum(down(torch.tanh(up(x + 0))) for up, down in pairs)  # each with an A of its own
@@ -123,7 +149,7 @@ class Layers(nn.Module):
         return out
 
 
-KINDS = [Chosen, ByNumber, Grouped, All, Einsum, Broadcast]
+KINDS = [Chosen, ByNumber, Grouped, All, Einsum, Broadcast, InFront, Selected]
 
 
 def network(kind):
@@ -384,6 +410,85 @@ def test_derivatives_of_stacks_are_missed_aloud():
     (model(x).square().mean() + slope.square().mean()).backward()
     with pytest.warns(RuntimeWarning, match=r"create_graph=True.*'2.down', '2.up'"):
         kfac.step()
+
+
+def test_rows_of_stacks_are_terms_where_nothing_comes_after_them():
+    x = numbers(7, D)
+    for kind, make, expected in [
+        (All, lambda m: m(x).square().mean(), N * len(x)),
+        (Chosen, lambda m: m(x).square().mean(), len(x)),
+        (InOut, lambda m: m(x[:, None]).square().mean(), len(x)),
+    ]:
+        model = double(lambda kind=kind: kind("in, out") if kind is InOut else kind())
+        kfac = KFAC(model)
+        make(model).backward()
+        kfac.step()
+        assert kfac.counted_terms == expected
+
+
+class OfOthers(nn.Module):
+    """Uses another module's stack by another name."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.other, self.mine = other, other.up
+
+    def forward(self, x):
+        return self.other(x) + F.linear(F.linear(x, self.mine[0]), self.mine[0].T)
+
+
+class AllOfOne(Heads):
+    """Of length 1 where there are matrices: not followed."""
+
+    def forward(self, x):
+        return torch.einsum("bhd,hed->bhe", x[:, None], self.heads).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:statistics miss some uses of these weights:RuntimeWarning")
+def test_what_is_not_followed_is_not_taken_for_something_else():
+    model = double(lambda: nn.Sequential(OfOthers(All()), nn.Linear(D, 2)))
+    kfac = stepped(model, numbers(6, D))
+    assert kfac.routing()["0.mine"].factors.startswith("diag")
+    model = double(lambda: nn.Sequential(AllOfOne(), nn.Linear(H, 2)))
+    for rows in (6, 7):
+        kfac = stepped(model, numbers(rows, D))
+        assert kfac.routing()["0.heads"].treatment == "waiting"
+        kfac.detach()
+
+
+def test_nobody_is_sent_to_a_stack():
+    class PerToken(Heads):
+        def forward(self, x, chosen):
+            return torch.bmm(x[:, None], self.heads.mT[chosen]).squeeze(1)
+
+    model = double(PerToken)
+    kfac = KFAC(model)
+    chosen = torch.arange(6) % N
+    y = model(numbers(6, D), chosen).square().mean()
+    (y + model(numbers(0, D), chosen[:0]).sum()).backward()
+    kfac.step()
+    assert kfac.routing()["heads"].treatment == "kfac"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_sparse_inputs_of_a_matrix(layout):
+    class One(Heads):
+        def forward(self, x):
+            return torch.mm(x, self.heads[1].T)
+
+    x, ends = numbers(6, D), []
+    for given in (x, getattr(x, layout)()):
+        model = double(lambda: nn.Sequential(One(), nn.Linear(H, 2)))
+        ends.append(held(stepped(model, given))["0.heads"])
+    for a, b in zip(*ends, strict=True):
+        assert_close(a, b)
+
+
+def test_stacks_do_not_reduce_rows_and_do_not_say_so():
+    model = double(lambda: nn.Sequential(All(), nn.Linear(D, 2)))
+    assert "reduce" not in KFAC(model, weight_sharing="reduce").routing()["0.up"].reason
 
 
 def test_statistics_are_those_of_each_matrix_own_rows():

@@ -186,7 +186,7 @@ class Agreements:
         known = {
             layer.name: t.positions
             for layer, t in zip(self.layers, taken, strict=True)
-            if t is not None and layer.spec.kind not in ("free", "stack")
+            if t is not None and layer.spec.kind != "free"
         }
         if not known:  # nothing but free parameters: `agree` makes it one term
             return torch.zeros_like(rows[0])

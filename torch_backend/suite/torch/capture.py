@@ -136,7 +136,7 @@ class _ProbeOfDuals(_Probe):
         return y.view_as(y)
 
 
-def _dense(x: Any) -> Any:
+def dense(x: Any) -> Any:
     """A layer's input, if it is sparse (features of a graph's nodes) written out."""
     if not isinstance(x, torch.Tensor) or x.layout is torch.strided or x.is_nested:
         return x
@@ -311,7 +311,7 @@ class LayerCapture:
             watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
             if watched:
                 on_transformed(y, functools.partial(self.clock.transformed.add, self.layer.name))
-        x = _dense(x)
+        x = dense(x)
         if getattr(x, "is_nested", False) or getattr(y, "is_nested", False):
             return y
         if self.kept is not None and self._keeps(site, x, y):
@@ -338,7 +338,7 @@ class LayerCapture:
         if self.clock.discovering and not torch.compiler.is_compiling():
             self.calls += 1
             self.calls_of_made += made is not None
-        site, x = self.layer.sites[index], _dense(x)
+        site, x = self.layer.sites[index], dense(x)
         if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
         return self._probed(replace(site, spec=spec), x, y, (), {}, made=made)
@@ -503,10 +503,10 @@ class LayerCapture:
         if found is None or total.ndim < -found[1] or total.shape[found[1]] != width:
             return total
         index, axis = found
-        once = index.ndim > 0 and len(index) > 1 and index.stride(0) == 0
-        if operand.ndim == total.ndim and len(operand) == len(total) and not once:
-            return total  # once an example, for all its rows
         rows = total if axis == -1 else total.movedim(axis, -1)
+        once = index.ndim > 0 and len(index) > 1 and index.stride(0) == 0
+        if index.ndim == rows.ndim - 1 and index.ndim and len(index) == len(rows) and not once:
+            return total  # once an example, for all its rows
         factor = None if last.factor == 1 else torch.full((), last.factor, device=total.device)
         index = index.broadcast_to(rows.shape[:-1])
         probed = self._probed(last.site, index, rows, (), {}, last.unless, made=factor)

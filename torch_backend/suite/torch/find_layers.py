@@ -423,6 +423,8 @@ class FoundLayers:
             weight, bias = left[found.name], left.get(found.bias)
             if found.name not in matrices or weight.ndim != found.ndim or len(weight) % found.groups:
                 continue
+            if found.stacked and len(self._owners[id(weight)]) > 1:
+                continue
             if bias is not None and (
                 found.turned
                 or bias.shape != weight.shape[:1]
@@ -443,7 +445,8 @@ class FoundLayers:
         weight: nn.Parameter,
         bias: nn.Parameter | None,
     ) -> None:
-        reduce, kernel = self._reduces(module), tuple(weight.shape[2:]) if found.axes else ()
+        reduce = self._reduces(module) and not found.stacked
+        kernel = tuple(weight.shape[2:]) if found.axes else ()
         spec = LayerSpec(
             "convolution" if kernel else "stack" if found.stacked else "dense",
             bias=bias is not None,

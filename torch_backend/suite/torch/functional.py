@@ -358,7 +358,7 @@ class _Watching(TorchFunctionMode):
             return output
         if packs_with() is not self.saving or in_traced_graph():
             return output  # a checkpoint inside of the forward runs its part again without this mode
-        if function in VIEWS or function in COPIES or function in TIMES:
+        if function in VIEWS or function in COPIES or function in TIMES or function in QUOTIENTS:
             self._follow_lookups(function, args, kwargs, output)
         if function in CASTS:
             self._follow(args[0], output)
@@ -475,11 +475,13 @@ class _Watching(TorchFunctionMode):
             if not at:
                 continue
             other = None if len(args) < 2 else args[1 - at[0]]
-            if function not in TIMES and at == [0]:
+            if function not in TIMES | QUOTIENTS and at == [0]:
                 step = functools.partial(_rearranged, function, args[1:], kwargs)
                 self.moved.append((output, one.moved(output, step)))
             elif function in TIMES and isinstance(other, int | float):
                 self.moved.append((output, one.moved(output, None, other)))
+            elif function in QUOTIENTS and at == [0] and isinstance(other, int | float) and other:
+                self.moved.append((output, one.moved(output, None, 1 / other)))
 
     def _places(self, tensor: Any, role: str) -> list[int]:
         turned = {"weight": "transpose", "transpose": "weight"}.get(role)
@@ -556,6 +558,8 @@ def _of_rows(other: Any, x: torch.Tensor, axis: int) -> Any:
         return None
     if other.numel() == 1:
         return other.reshape(())
+    if other.layout is not torch.strided:
+        return None
     sides = zip(range(other.ndim), other.shape, other.stride(), strict=True)
     if other.ndim != x.ndim or other.shape[axis] != x.shape[axis]:
         return None

@@ -96,7 +96,7 @@ class Layer:
     @property
     def is_product(self) -> bool:
         """Whether its module multiplies with a weight, so that it may be what a loss is made of."""
-        return isinstance(self.sites[0].module, PRODUCTS) or self.spec.kind == "dense"
+        return isinstance(self.sites[0].module, PRODUCTS) or self.spec.kind in ("dense", "stack")
 
     @functools.cached_property
     def plain_shape(self) -> tuple[int, ...] | None:

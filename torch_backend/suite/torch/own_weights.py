@@ -40,7 +40,6 @@ _METHODS = {"matmul": torch.matmul, "mm": torch.mm, "bmm": torch.bmm}
 # Those that take a stack of matrices whole, and those that take nothing else.
 _OF_STACKS, _OF_STACKS_ALONE = (torch.matmul, torch.bmm, torch.einsum), (torch.bmm, torch.einsum)
 _CASTS = {"to", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
-_SWAPPED = ({0, 1}, {1, 2}, {-1, -2})
 _ASKED = {"shape", "dtype", "device", "ndim", "requires_grad", "size", "dim", "is_cuda", "numel"}
 
 
@@ -332,7 +331,11 @@ class _Reader:
             return None if found is None or found.indexed else found._replace(indexed=True)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             found, name = self._weight(node.func.value), node.func.attr
-            if name == "t" or (name == "transpose" and {*map(self._number, node.args)} in _SWAPPED):
+            if found is not None and name == "transpose":
+                ndim = self.module.get_parameter(found.name).ndim
+                last = [{-1, -2}, {ndim - 1, ndim - 2}, *([{0, 1}] if found.indexed else [])]
+                return _turned(found) if {*map(self._number, node.args)} in last else None
+            if name == "t":
                 return _turned(found)
             is_view = found is not None and found.turned and found.scaled
             return found if name in _CASTS and not is_view else None

@@ -10,7 +10,9 @@ home. Inputs get a coordinate 1, whose square counts each matrix's own rows.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from suite.core.statistics import grouped_second_moment_sum, second_moment_sum
-from suite.torch.capture import LayerCapture
+from suite.torch.capture import LayerCapture, dense
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Noted, is_awaited, is_recorded
 from suite.torch.free import BASE, CASTS, MATRIX, T, ends_of_groups
@@ -85,11 +87,12 @@ class _Watching(TorchFunctionMode):
         output = function(*args, **kwargs)
         if packs_with() is not self.saving or in_traced_graph() or function is BASE:
             return output  # a checkpoint inside of the forward runs its part again without this mode
-        if not isinstance(output, T) or not output.requires_grad:
+        made = [x for x in _listed(output) if isinstance(x, T)]
+        if not any([x.requires_grad and x.numel() for x in made]):  # noqa: C419 (torch.compile)
             return output
-        if not torch.compiler.is_compiling() and output.is_leaf:
+        if not torch.compiler.is_compiling() and made[0].is_leaf:
             return output
-        given = [*args, *kwargs.values()]
+        given = [x for some in (*args, *kwargs.values()) for x in _listed(some)]
         for watched in [w for w in self.watched if any([x is w.tensor for x in given])]:  # noqa: C419
             view = _view(function, args, kwargs, watched, output)
             if view is not None:
@@ -104,9 +107,13 @@ class _Watching(TorchFunctionMode):
         return output
 
 
+def _listed(x: Any) -> Sequence[Any]:
+    return x if isinstance(x, list | tuple) else (x,)
+
+
 def _view(function: Any, args: Any, kwargs: Any, watched: _Watched, output: T) -> _Watched | None:
     """What is a stack's matrices still, or one of them; None: it is not."""
-    if not args or args[0] is not watched.tensor:
+    if not args or args[0] is not watched.tensor or not isinstance(output, T):
         return None
     ndim = watched.tensor.ndim
     if function in CASTS:
@@ -119,9 +126,8 @@ def _view(function: Any, args: Any, kwargs: Any, watched: _Watched, output: T) -
         return watched._replace(tensor=output, turned=not watched.turned)
     if function in _TURN or (function in _TURN_MATRIX and ndim == 2):
         return watched._replace(tensor=output, turned=not watched.turned)
-    index = args[1] if function is T.__getitem__ and ndim == 3 and not watched.joined else None
-    numbers = isinstance(index, T) and index.dtype in (torch.int64, torch.int32)
-    if (isinstance(index, int) or numbers) and output.ndim in (2, 3):
+    if function is T.__getitem__ and ndim > 2 and not watched.joined and not isinstance(args[1], tuple):
+        index = args[1]  # of matrices
         return watched._replace(tensor=output, A=watched.A[index], G=watched.G[index])
     return None
 
@@ -158,10 +164,11 @@ def _rows(function: Any, args: Any, kwargs: Any, watched: _Watched) -> _Rows | N
     turn = _same if place else _turned
     if watched.tensor.ndim == 2:
         return _Rows(x, lambda x: _flat(turn(x)), lambda y: _flat(turn(y)))
-    count = len(watched.tensor)
-    if x.ndim > 2 and x.shape[-3] != count:
+    matrices = watched.tensor.shape[:-2]
+    fits = all([n in (1, m) for n, m in zip(x.shape[-3::-1], matrices[::-1], strict=False)])  # noqa: C419
+    if math.prod(matrices) > 1 and (not fits or (len(matrices) > 1 and x.ndim > watched.tensor.ndim)):
         return None
-    by_matrix = functools.partial(_by_matrix, count=count)
+    by_matrix = functools.partial(_by_matrix, matrices=matrices)
     return _Rows(x, lambda x: by_matrix(turn(x)), lambda y: by_matrix(turn(y)))
 
 
@@ -192,7 +199,9 @@ def _rows_of_einsum(args: Any, watched: _Watched) -> _Rows | None:
     )
     if not fits or x is watched.tensor:
         return None
-    count = len(watched.tensor)
+    count, sizes = len(watched.tensor), dict(zip(own, watched.tensor.shape, strict=True))
+    if any([sizes.get(label, n) != n for label, n in zip(other, x.shape, strict=True)]):  # noqa: C419
+        return None  # of length 1, for all
 
     def of_input(x: T) -> T:
         if watched.joined:
@@ -228,9 +237,13 @@ def _flat(x: T) -> T:
     return x.reshape(-1, x.shape[-1])
 
 
-def _by_matrix(x: T, count: int) -> T:
-    """(..., matrices, rows, features), or (rows, features) of all -> (matrices, rows, features)."""
-    x = x.expand(count, *x.shape) if x.ndim == 2 else x.movedim(-3, 0)
+def _by_matrix(x: T, matrices: torch.Size) -> T:
+    """(..., *matrices, rows, features), or broadcast to that -> (matrices, rows, features)."""
+    count = math.prod(matrices)
+    if count > 1:
+        front = x.shape[: max(x.ndim - 2 - len(matrices), 0)]
+        x = x.expand(*front, *matrices, *x.shape[-2:])
+        x = x.movedim(-3, 0) if len(matrices) == 1 else x
     return x.reshape(count, -1, x.shape[-1])
 
 
@@ -240,10 +253,12 @@ def _probed(output: T, rows: _Rows, watched: _Watched) -> T:
     recorded = None
     if rows.x.requires_grad and not torch.compiler.is_compiling():
         recorded = watched.capture
+    layer = watched.capture.layer
+    positions = output.numel() // layer.sizes[1]
+    watched.capture.clock.ran(layer, False, positions, in_backward(), False)
+    given = rows, watched.diagonal, watched.clock, rows.ends, recorded
     with without_modes():
-        probed: T = apply(
-            output, rows.x, *slots, rows, watched.diagonal, watched.clock, rows.ends, recorded
-        )
+        probed: T = apply(output, dense(rows.x), *slots, *given)
     return probed
 
 
@@ -293,7 +308,8 @@ class _StackProbe(torch.autograd.Function):
                 A = second_moment_sum(inputs, diagonal=diagonal_A, bias=True)
                 G = second_moment_sum(outputs, diagonal=diagonal_G)
             sums = A.reshape(ctx.shapes[0]), G.reshape(ctx.shapes[1])
-        return on, None, *sums, counts_like(outputs, outputs.shape[-2], 0), *(None,) * 5
+            positions = math.prod(outputs.shape[:-1])
+        return on, None, *sums, counts_like(outputs, outputs.shape[-2], positions), *(None,) * 5
 
 
 class _StackProbeOfDuals(_StackProbe):
