@@ -385,7 +385,7 @@ def test_a_scale_that_first_meets_the_deviations_is_its_rows(wrap):
     normed = (y - y.mean(0)) / np.sqrt(y.var(0) + 1e-5)
     g = np.cos(normed * params["scale"] + params["shift"])
     own = statistics["['scale']"].main
-    np.testing.assert_allclose(own.A, second_moments(g * normed, g), rtol=1e-9)
+    np.testing.assert_allclose(own.A, second_moments(g * normed, g), rtol=1e-9, atol=1e-12)
     assert float(own.rows[0]) == 6
 
 
