@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn import functional as functions
-from torch.utils.checkpoint import checkpoint
 
 from conftest import assert_close
 from suite.torch import KFAC
 from suite.torch import own_weights as own_weights_module
 from suite.torch.own_weights import OwnWeight, own_weights
 from torch_backend.rows_by_loops import double, held, loss_of, numbers, stepped, with_one
+from torch_backend.test_functional import Pooled
 
 
 class Own(nn.Module):
@@ -108,16 +108,6 @@ def trained(model, x, **settings):
         model(x).square().mean().backward()
         kfac.step()
     return kfac
-
-
-class Pooled(nn.Module):
-    def __init__(self, body, width):
-        super().__init__()
-        self.body, self.head, self.checkpointed = body, nn.Linear(width, 2), False
-
-    def forward(self, x):
-        x = checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
-        return self.head(x.mean((2, 3)) if x.ndim == 4 else x)
 
 
 class WithoutCalling(nn.Module):

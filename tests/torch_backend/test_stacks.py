@@ -356,9 +356,6 @@ class Heads(nn.Module):
 
 
 class Strange(Heads):
-    def helper(self, weight):
-        return weight
-
     def forward(self, x):
         return torch.bmm(x.expand(N, *x.shape), self.heads.mT.flip(0)).mean(0)
 

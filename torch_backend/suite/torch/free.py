@@ -28,7 +28,7 @@ SUMS = ADDITIONS | {torch.sub, T.sub, T.__sub__, T.__rsub__, torch.rsub, T.sub_,
 NEGATIONS = {torch.neg, T.neg, T.__neg__}
 TIMES = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
 COPIES = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
-_ADDED = {torch.addmm, T.addmm}
+ADDED = {torch.addmm, T.addmm}
 MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
 CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T.clone}
 VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
@@ -132,7 +132,7 @@ class FreeParameters(TorchFunctionMode):
                     others = operands
                     if function is F.linear:
                         others = operands[:1]
-                    elif function in _ADDED:
+                    elif function in ADDED:
                         others = operands[1:2] if place != 1 else operands[2:]
                         if place == 0:  # one of two factors has the rows
                             others = [x for x in operands[1:] if not self._without_rows(x)] or others
@@ -190,9 +190,9 @@ def _probed(
         kind, other = "product", others[0]
     elif function is F.linear and place == 1 and len(shape) == 2:
         kind, other = "linear", args[0]
-    elif (function is F.linear and place == 2) or (function in _ADDED and place == 0):
+    elif (function is F.linear and place == 2) or (function in ADDED and place == 0):
         kind = "sum"
-    elif function in _ADDED:
+    elif function in ADDED:
         kind, other = ("right", args[1]) if place == 2 else ("left", args[2])
     elif function in MATRIX and len(others) == 1 and min(len(shape), others[0].ndim) >= 2:
         kind, other = ("right" if place == 1 else "left"), others[0]

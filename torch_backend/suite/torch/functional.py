@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from suite.torch.capture import LayerCapture, LookedUp
 from suite.torch.free import (
+    ADDED,
     ADDITIONS,
     CASTS,
     COPIES,
@@ -39,9 +40,8 @@ from suite.torch.layers import Layer, Site
 from suite.torch.rows import LayerSpec, paddings
 
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
-_ADDED = (torch.addmm, torch.Tensor.addmm)
 # Which take a layer's weight transposed, (in, out).
-_PRODUCTS = (torch.matmul, torch.mm, T.matmul, T.mm, T.__matmul__, *_ADDED)
+_PRODUCTS = (torch.matmul, torch.mm, T.matmul, T.mm, T.__matmul__, *ADDED)
 CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _RESHAPE = {T.reshape, torch.reshape, T.view, T.flatten, torch.flatten, T.unflatten, torch.unflatten}
 _LIKE = {T.view_as, T.reshape_as, T.expand_as}
@@ -49,7 +49,7 @@ _LIKE = {T.view_as, T.reshape_as, T.expand_as}
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.linear: ("input", "weight", "bias"),
     **dict.fromkeys(_PRODUCTS, ("input", "weight")),
-    **dict.fromkeys(_ADDED, ("bias", "input", "weight")),
+    **dict.fromkeys(ADDED, ("bias", "input", "weight")),
     torch.conv1d: CONVOLVE,
     torch.conv2d: CONVOLVE,
     torch.conv3d: CONVOLVE,
@@ -69,6 +69,7 @@ _ARGUMENTS: dict[Any, tuple[str, ...]] = {
         "eps",
     ),
 }
+_MOVES = VIEWS | COPIES | TIMES | QUOTIENTS
 _NORMS = {F.layer_norm: "layer", F.rms_norm: "rms", F.group_norm: "group", F.batch_norm: "batch"}
 
 
@@ -358,7 +359,7 @@ class _Watching(TorchFunctionMode):
             return output
         if packs_with() is not self.saving or in_traced_graph():
             return output  # a checkpoint inside of the forward runs its part again without this mode
-        if function in VIEWS or function in COPIES or function in TIMES or function in QUOTIENTS:
+        if function in _MOVES:
             self._follow_lookups(function, args, kwargs, output)
         if function in CASTS:
             self._follow(args[0], output)
