@@ -16,6 +16,7 @@ global batch does not depend on the number of processes, so neither does the tra
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from datetime import timedelta
 
@@ -89,6 +90,16 @@ def main() -> None:
         world_size=int(os.environ.get("WORLD_SIZE", 1)),
         timeout=timedelta(seconds=given.timeout),
     )
+    train(given, device)
+    # Where DistributedDataParallel is the last to let go of a group of gloo, it does so with Python's
+    # lock, for which a thread of the group may be waiting: a deadlock.
+    gc.collect()
+    dist.barrier()  # no rank leaves while another may still hear from it
+    dist.destroy_process_group()
+
+
+def train(given: argparse.Namespace, device: torch.device) -> None:
+    """Everything that holds the process group, which nothing refers to when this returns."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(given.seed)
@@ -143,8 +154,6 @@ def main() -> None:
             f"loss {total.item() / world:.6f} after {optimizer.steps} steps; K-FAC's state on rank 0: "
             f"{usage['factors'] / 1e6:.2f} MB factors, {usage['inverses'] / 1e6:.2f} MB inverses"
         )
-    dist.barrier()  # gloo's threads must be done with their last collective before their group goes
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ RESUMED = {
 }
 
 
+# Far longer than any of them takes. What hangs must not hang the tests.
+HUNG = 600.0
+
+
 def command(script: str, options: str, *paths: Any) -> list[str]:
     script_and_options = f"{EXAMPLES / script}.py {SMALL[script]} {options}"
     return [sys.executable, *script_and_options.split(), *map(str, paths)]
@@ -53,7 +57,7 @@ def run(script: str, options: str, output: Path, *paths: Any) -> list[dict[str, 
     """The log of a run that ends well."""
     ran = subprocess.run(
         command(script, options, "--output", output, *paths),
-        env=ENVIRONMENT, capture_output=True, text=True, check=False,
+        env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=HUNG,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     epochs: list[dict[str, float]] = json.loads(output.read_text())["epochs"]
@@ -279,7 +283,9 @@ def test_races_of_kron_in_a_few_steps(tmp_path, capsys):
 def test_the_jax_examples_run_and_draw(name, tmp_path):
     plot = tmp_path / "plot.png"
     script = [sys.executable, str(EXAMPLES / f"jax_{name}.py"), "--tiny", "--plot", str(plot)]
-    ran = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        script, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=HUNG
+    )
     assert ran.returncode == 0, ran.stderr
     assert plot.stat().st_size > 1000
     assert "missed" not in ran.stderr + ran.stdout
@@ -296,7 +302,9 @@ def test_the_distributed_example_trains_and_resumes_on_another_number_of_process
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         script = [str(EXAMPLES / "train_distributed.py"), "--batch-size", "24", "--width", "4"]
         command = [*torchrun, "--nproc-per-node", str(processes), *script, *options]
-        ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=HUNG
+        )
         assert ran.returncode == 0, ran.stderr
         return float(ran.stdout.split("loss ")[-1].split()[0])
 
@@ -306,3 +314,30 @@ def test_the_distributed_example_trains_and_resumes_on_another_number_of_process
     run(2, "--steps", "6", "--strategy", "MEM_OPT", "--wrap", "fsdp", *saving)
     resumed = run(3, "--steps", "12", "--strategy", "MEM_OPT", *saving)
     assert resumed == pytest.approx(whole, rel=1e-3)
+
+
+def test_the_distributed_example_lets_go_of_its_model_before_its_process_group():
+    """The other way round gloo can deadlock, once in some hundred runs."""
+    program = """
+import gc, sys
+import torch.distributed as dist
+import train_distributed
+
+gc.disable()  # only what needs no collector is sure to be gone
+destroy, alive = dist.destroy_process_group, []
+
+def destroy_process_group():
+    alive.extend(type(x).__name__ for x in gc.get_objects())
+    destroy()
+
+dist.destroy_process_group = destroy_process_group
+sys.argv[1:] = ["--batch-size", "8", "--width", "4", "--steps", "2"]
+train_distributed.main()
+assert alive and not {"DistributedDataParallel", "Reducer", "KFAC"} & set(alive)
+"""
+    environment = {**ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=EXAMPLES,
+        env=environment, capture_output=True, text=True, check=False, timeout=HUNG,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -106,7 +107,10 @@ def _serve(connection: Connection, backend: str) -> None:
         except BaseException as error:
             answer = False, f"rank {rank}: {error!r}\n{traceback.format_exc()}"
         finally:
-            time.sleep(0.02)  # gloo's threads drop their last tensors, for which they need the GIL
+            # The group must outlive every DistributedDataParallel, whose Reducer would destroy it with
+            # the GIL held, for which gloo's threads wait when they drop their last tensors.
+            gc.collect()
+            time.sleep(0.02)
             if dist.is_initialized():
                 dist.destroy_process_group()
         connection.send(answer)
