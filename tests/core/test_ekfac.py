@@ -45,6 +45,33 @@ def test_second_moments_are_the_diagonal_of_the_rows_fisher_in_the_basis(xp, pre
         assert_close(to_numpy(got)[k], expected)
 
 
+@also_eager_jax
+@pytest.mark.parametrize("present", [(True, True), (False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("sizes", [(3, 2), (0, 5), (0, 0), (7, 1)], ids=str)
+def test_groups_of_rows_have_the_second_moments_of_each_group(xp, sizes, present, monkeypatch):
+    """What lies behind the last group is no number."""
+    Q_A, Q_G = bases(*present)
+    ends = np.cumsum(sizes)
+    a, g = normal(ends[-1] + 2, 4, seed=1), normal(ends[-1] + 2, 3, seed=2)
+    parts = list(zip(np.split(a, ends)[:2], np.split(g, ends)[:2], strict=True))
+    expected = [
+        ekfac.second_moment_in_basis(
+            *part, None if Q_A is None else Q_A[k], None if Q_G is None else Q_G[k]
+        )
+        for k, part in enumerate(parts)
+    ]
+    a[ends[-1] :] = g[ends[-1] :] = np.nan
+    given = a, g, xp.asarray(ends, "int32"), Q_A, Q_G
+    given = xp.convert(given)
+    got = xp.run(ekfac.grouped_second_moment_in_basis, *given)
+    assert_close(got, np.stack(expected))
+    if xp.name == "torch":  # as elsewhere than on a CPU
+        from suite.core import _torch
+
+        monkeypatch.setattr(_torch, "_is_at_hand", lambda x: False)
+        assert_close(ekfac.grouped_second_moment_in_basis(*given), np.stack(expected))
+
+
 def test_no_rows_give_zero(xp):
     Q_A, Q_G = xp.convert(bases(True, True))
     nothing = xp.asarray(np.zeros((2, 0, 3)))

@@ -516,6 +516,7 @@ OTHERS = {
     *("linalg.eye_like", "linalg.finite_marks", "linalg.inner_product", "step_size.kl_clip_coefficient"),
     *("step_size.check_clip", "linalg.summed_gram", "statistics.normalized_over_batch"),
     *("linalg.grouped_products", "linalg.normed_row_scales", "statistics.grouped_second_moment_sum"),
+    *("linalg.over_groups", "ekfac.grouped_second_moment_in_basis"),
 }
 
 

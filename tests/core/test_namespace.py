@@ -115,7 +115,7 @@ NOT_CALLED |= {"add_diagonal", "are_finite", "diagonal", "inner_product", "trace
 NOT_CALLED |= {"largest_entry", "parts", "root_mean_square", "summed_gram"}
 NOT_CALLED |= {"times_block_diagonal", "times_transposed", "transposed_times"}
 NOT_CALLED |= {"correlations", "work_of_a_launch"}  # tested in test_correlations.py
-NOT_CALLED |= {"grouped_products"}  # tested in test_statistics.py
+NOT_CALLED |= {"over_groups"}  # tested in test_statistics.py
 NOT_CALLED |= {"multiplies_as_it_is"}  # tested in torch_backend/test_bfloat16.py
 NOT_CALLED |= {"pack", "unpack"}  # tested in test_packing.py
 

@@ -96,8 +96,6 @@ PRECISIONS = [("float64", 1e-9), ("float32", 2e-3)]
 @pytest.mark.parametrize("compute_method", METHODS)
 @pytest.mark.parametrize("name", KFAC_NETWORKS)
 def test_kfac(name, compute_method, dtype, rtol):
-    if (name, compute_method) == ("experts", "ekfac"):
-        pytest.skip("only JAX measures products of stacks")
     network = KFAC_NETWORKS[name]()
     ours = networks.torch_trajectory(
         network,

@@ -187,6 +187,47 @@ class Padded(nn.Module):
         return self.layer(F.pad(x, (0, 1, 1, 1)))
 
 
+class LeftProduct(nn.Linear):
+    """Features before positions."""
+
+    def forward(self, input):
+        y = torch.matmul(self.weight, input.mT)
+        return (y if self.bias is None else y + self.bias.unsqueeze(1)).mT
+
+
+class TurnedProduct(nn.Linear):
+    def forward(self, input):
+        return torch.matmul(self.weight, input.mT).transpose(-1, -2) + self.bias
+
+
+class Mixer(nn.Module):
+    """A causal convolution of each channel, and a product."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=2, groups=4, bias=bias)
+        self.steps = nn.Linear(4, 5, bias=bias)
+
+    def forward(self, x):
+        x = torch.tanh(self.conv(x.mT)[..., : x.shape[1]])
+        return F.softplus(self.steps(x.mT))
+
+
+class MixerOfFunctions(Mixer):
+    """The same as transformers' Mamba has it."""
+
+    def forward(self, x):
+        weight = self.conv.weight.view(self.conv.weight.size(0), self.conv.weight.size(2))
+        x = torch.tanh(self.convolved(x.mT, weight, self.conv.bias)[..., : x.shape[1]])
+        y = self.steps.weight @ x
+        bias = None if self.steps.bias is None else self.steps.bias.double()
+        return F.softplus(y if bias is None else y + bias.to(y.dtype)[..., None]).mT
+
+    def convolved(self, x, weight, bias):
+        padding, groups = weight.shape[-1] - 1, len(weight)
+        return F.conv1d(x, weight=weight.unsqueeze(1), bias=bias, padding=padding, groups=groups)
+
+
 class Pooled(nn.Module):
     """(n, c, h, w) or (n, t, d) to (n, 2)."""
 
@@ -221,6 +262,16 @@ CASES = {
     "product": (lambda: ByProduct(4, 4, bias=False), lambda: nn.Linear(4, 4, bias=False), 4, numbers),
     "product and bias": (lambda: ByProduct(4, 3), lambda: nn.Linear(4, 3), 3, sequences),
     "product of casts": (lambda: ByCastProduct(4, 4), lambda: nn.Linear(4, 4), 4, sequences),
+    "left product": (lambda: LeftProduct(4, 3), lambda: nn.Linear(4, 3), 3, sequences),
+    "turned product": (lambda: TurnedProduct(4, 3), lambda: nn.Linear(4, 3), 3, sequences),
+    "left product without bias": (
+        lambda: LeftProduct(4, 3, bias=False),
+        lambda: nn.Linear(4, 3, bias=False),
+        3,
+        sequences,
+    ),
+    "mixer": (MixerOfFunctions, Mixer, 5, sequences),
+    "mixer without bias": (lambda: MixerOfFunctions(False), lambda: Mixer(False), 5, sequences),
     "by parts": (lambda: ByParts(4, 3), lambda: nn.Linear(4, 3), 3, numbers),
     "conv": (
         lambda: SameConv(3, 4, 3, 2, bias=False),
@@ -330,7 +381,9 @@ def test_a_subclass_with_a_forward_of_its_own_is_the_layer_it_is(case, method):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
-@pytest.mark.parametrize("case", ["linear", "product and bias", "half", "layer norm", "embedding"])
+@pytest.mark.parametrize(
+    "case", ["linear", "product and bias", "half", "layer norm", "embedding", "left product", "mixer"]
+)
 def test_it_is_seen_under_checkpointing_and_compiled(case, backend):
     torch._dynamo.reset()
     make, _, width, feed = CASES[case]
@@ -1011,6 +1064,30 @@ def test_a_class_looked_up_once_an_example_is_one_row_an_example():
     assert_same(*found)
 
 
+class Merged(nn.Module):
+    """Two weights that make one, as of an adapter."""
+
+    def __init__(self, turned):
+        super().__init__()
+        self.turned, self.up = turned, nn.Linear(2, 4, bias=False)
+        self.down = nn.Linear(*((2, 4) if turned else (4, 2)), bias=False)
+
+    def forward(self, x):
+        down = self.down.weight.T if self.turned else self.down.weight
+        return torch.tanh(x @ (self.up.weight @ down).T)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
+def test_a_weight_is_no_row_of_another(turned):
+    model, x = built(lambda: Merged(turned), 4), inputs(sequences)
+    kfac = KFAC(model)
+    model(x).square().mean().backward()
+    kfac.step()
+    treatments = [kfac.routing()[f"body.{name}.weight"].treatment for name in ("down", "up")]
+    assert treatments == ["waiting", "waiting"]
+
+
 class Inside(nn.Module):
     """Checkpoints a part of its own forward."""
 
@@ -1028,6 +1105,7 @@ class Inside(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:statistics miss some uses of these weights:RuntimeWarning")
 def test_a_checkpoint_inside_of_the_forward_trains_and_waits():
     model, x = built(Inside, 4), inputs(words)
     kfac = KFAC(model)

@@ -765,6 +765,7 @@ def test_a_head_exchanged_for_another_is_reported_and_stays_plain():
     assert {name: route.treatment for name, route in routes.items()} == {
         **dict.fromkeys(("0.weight", "0.bias"), "kfac"),
         **dict.fromkeys(("2.weight", "2.bias"), "plain"),
+        **dict.fromkeys(("optimizer.0.2", "optimizer.0.3"), "plain"),  # the head before
     }
     assert routes["2.weight"].shape == (5, 3)
 
@@ -817,3 +818,21 @@ def test_gradients_without_a_backward_pass_are_an_error_that_says_what_made_them
         p.grad = gradient
     with pytest.raises(RuntimeError, match=r"zero_grad\(\) forgets the pass before it"):
         kfac.step()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_optimizers_own_parameters_are_in_the_report(named):
+    """Such as a temperature of the loss: the model does not have it, and the optimizer moves it."""
+    model, temperature = nn.Sequential(nn.Linear(3, 2)), nn.Parameter(torch.ones(()))
+    beside = [("temperature", temperature)] if named else [temperature]
+    parameters = [*(model.named_parameters() if named else model.parameters()), *beside]
+    kfac = KFAC(model, torch.optim.SGD(parameters, lr=0.1))
+    name = f"optimizer.0.{'temperature' if named else 2}"
+    route = kfac.routing()[name]
+    assert (route.treatment, route.shape) == ("plain", ())
+    assert "not the model's" in route.reason
+    assert "8 of 9 parameters" in str(kfac.routing())
+    shift = nn.Parameter(torch.ones(2))
+    kfac.optimizer.add_param_group({"params": [("shift", shift)] if named else [shift]})
+    assert f"optimizer.1.{'shift' if named else 0}" in str(kfac.routing())
+    assert len(KFAC(nn.Sequential(nn.Linear(3, 2))).routing()) == 2

@@ -21,7 +21,7 @@ _LARGEST_WHOLE = 512  # side of matrices that a CPU does not invert by halves, w
 
 # In the standard's words; the compiler joins them.
 pack, unpack, times_block_diagonal = _numpy.pack, _numpy.unpack, _numpy.times_block_diagonal
-grouped_products = _numpy.grouped_products
+over_groups = _numpy.over_groups
 
 
 def _over_stack(

@@ -31,7 +31,7 @@ def factorizations(xp: Namespace) -> Any:
 
     `cholesky_inverse`, `eigh`, `qr` and `solve_triangular`, for the standard's own raise on a bad
     matrix, wait for the device to find out, or do not exist; `gram`, `summed_gram`, `correlations`,
-    `grouped_products`, `diagonal`, `trace`, `are_finite`, `largest_entry`, `root_mean_square`,
+    `over_groups`, `diagonal`, `trace`, `are_finite`, `largest_entry`, `root_mean_square`,
     `inner_product`, `add_diagonal`, `pack` and `unpack`, which in the standard's words compute, copy or
     compile more than they need to; `usually`, a `where` that may look; `parts`, what to work on at a
     time; `work_of_a_launch`, what an operation costs beside its products; `multiplies_as_it_is`, what

@@ -191,24 +191,29 @@ def summed_gram(x: Array) -> Array:
     return xp.sum(xp.matmul(x, xp.matrix_transpose(x)), axis=0)
 
 
-def grouped_products(x: Array, y: Array, ends: Array) -> Array:
-    """xᵀ y over the rows of each group, as many groups as `ends` says.
+def over_groups(
+    function: Callable[..., Array], x: Array, y: Array, ends: Array, *matrices: Array
+) -> Array:
+    """`function(x, y, *matrices)`, a sum over rows, of each group's rows, as many groups as `ends` says.
 
     Rows are gathered into tiles of one group each, whose number does not depend on how rows are grouped:
     of r rows in e groups no more than e tiles of ⌈r / e⌉ are full, and no more than one a group is not.
 
     Args:
+        function: of arrays (..., rows, m), (..., rows, n) and (..., p, q); rows of zeros add nothing.
         x, y: (rows, m) and (rows, n), in the order of their groups.
         ends: (groups,), integers: the row behind each group's last. Rows behind the last group's may be
             anything.
+        matrices: (groups, p, q), what the function needs of each group.
 
     Returns:
-        (groups, m, n).
+        (groups, m', n'), m' and n' the function's own.
     """
     xp, device = array_namespace(x), device_of(x)
     groups, rows = ends.shape[0], x.shape[0]
     if not rows:
-        return xp.zeros((groups, x.shape[1], y.shape[1]), dtype=x.dtype, device=device)
+        nothing = [xp.zeros((groups, 1, z.shape[1]), dtype=z.dtype, device=device) for z in (x, y)]
+        return function(*nothing, *matrices)
     size = -(-rows // groups)
     starts = xp.concat([xp.zeros_like(ends[:1]), ends])  # one more group, without rows: for spare tiles
     stops = xp.concat([ends, ends[-1:]])
@@ -225,10 +230,16 @@ def grouped_products(x: Array, y: Array, ends: Array) -> Array:
         gathered = xp.reshape(xp.take(z, row, axis=0), (2 * groups, size, z.shape[1]))
         return xp.where(inside[..., None], gathered, xp.zeros_like(gathered))
 
-    products = xp.matmul(xp.matrix_transpose(tiles(x)), tiles(y))
-    members = xp.astype(xp.arange(groups, device=device)[:, None] == group[None, :], x.dtype)
+    products = function(tiles(x), tiles(y), *(_taken(z, group, groups) for z in matrices))
+    members = xp.astype(xp.arange(groups, device=device)[:, None] == group[None, :], products.dtype)
     sums = xp.matmul(members, xp.reshape(products, (2 * groups, -1)))
     return xp.reshape(sums, (groups, *products.shape[1:]))
+
+
+def _taken(matrices: Array, group: Array, groups: int) -> Array:
+    """Each tile's; of the spare tiles, whose rows are zeros, the last group's."""
+    xp = array_namespace(matrices)
+    return xp.take(matrices, xp.where(group < groups, group, groups - 1), axis=0)
 
 
 def correlations(x: Array, kernel: tuple[int, int], dilation: tuple[int, int], groups: int) -> Array:

@@ -424,12 +424,23 @@ def summed_gram(x: torch.Tensor) -> torch.Tensor:
     return torch.addbmm(zero, x, x.mT)
 
 
-def grouped_products(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """See `_numpy.grouped_products`; on a CPU group by group, which takes a fifth of the time."""
+def over_groups(
+    function: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    y: torch.Tensor,
+    ends: torch.Tensor,
+    *matrices: torch.Tensor,
+) -> torch.Tensor:
+    """See `_numpy.over_groups`; on a CPU group by group, which takes a fifth of the time."""
     if not _is_at_hand(x):
-        return _numpy.grouped_products(x, y, ends)  # the host does not wait for `ends`
-    groups = itertools.pairwise([0, *ends.tolist()])
-    return torch.stack([x[start:stop].mT @ y[start:stop] for start, stop in groups])
+        return _numpy.over_groups(function, x, y, ends, *matrices)  # the host does not wait for `ends`
+    groups = enumerate(itertools.pairwise([0, *ends.tolist()]))
+    return torch.stack(
+        [
+            function(x[start:stop], y[start:stop], *(z[group] for z in matrices))
+            for group, (start, stop) in groups
+        ]
+    )
 
 
 def correlations(

@@ -54,6 +54,29 @@ def second_moment_in_basis(
     return linalg.transposed_times(g * g, a * a)
 
 
+def grouped_second_moment_in_basis(
+    inputs: Array, outputs: Array, ends: Array, vectors_A: Array | None, vectors_G: Array | None
+) -> Array:
+    """`second_moment_in_basis` of groups of rows that are one behind the other, each in its own basis.
+
+    Args:
+        inputs, outputs: (n, d_in), (n, d_out).
+        ends: (groups,), the row behind each group's last, see `linalg.grouped_products`.
+        vectors_A: (groups, d_in, d_in), eigenvectors as columns; None for the identity.
+        vectors_G: (groups, d_out, d_out) or None.
+
+    Returns:
+        (groups, d_out, d_in), in at least single precision.
+    """
+    given = [vectors for vectors in (vectors_A, vectors_G) if vectors is not None]
+
+    def products(a: Array, g: Array, *own: Array) -> Array:
+        of_A = None if vectors_A is None else own[0]
+        return second_moment_in_basis(a, g, of_A, None if vectors_G is None else own[-1])
+
+    return linalg.over_groups(products, inputs, outputs, ends, *given)
+
+
 def restart(A: Eigen, G: Eigen) -> tuple[Array, Array]:
     """Second moments for a new basis, and the weight of the evidence: K-FAC's own eigenvalues.
 

@@ -71,8 +71,29 @@ def grouped_products(x: Array, y: Array, ends: Array) -> Array:
         ends: (groups,), integers: the row behind each group's last. Rows behind the last group's may be
             anything.
     """
-    products: Array = factorizations(array_namespace(x)).grouped_products(x, y, ends)
-    return products
+    return over_groups(_transposed_matmul, x, y, ends)
+
+
+def over_groups(
+    function: Callable[..., Array], x: Array, y: Array, ends: Array, *matrices: Array
+) -> Array:
+    """What a `function` sums over rows, of each group.
+
+    Args:
+        function: of arrays (..., rows, m), (..., rows, n) and (..., p, q); rows of zeros add nothing.
+        x, y: (rows, m), (rows, n).
+        ends: see `grouped_products`.
+        matrices: (groups, p, q), what the function needs of each group.
+
+    Returns:
+        (groups, m', n'), of the function's m' and n'.
+    """
+    sums: Array = factorizations(array_namespace(x)).over_groups(function, x, y, ends, *matrices)
+    return sums
+
+
+def _transposed_matmul(x: Array, y: Array) -> Array:
+    return array_namespace(x).matmul(transpose(x), y)
 
 
 def symmetrize(x: Array) -> Array:

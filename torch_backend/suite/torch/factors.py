@@ -54,10 +54,8 @@ class LayerFactors(FactorRefresh):
                     continue
                 weight = factor.weight[member.start : member.stop]
                 kept, one = self.storage.keep(new[key]), torch.ones_like(weight)
-                if key[0] in stacks:  # an expert without rows keeps its average
-                    present = (new[key].flatten(1) != 0).any(1)
-                    kept = torch.where(present.reshape(-1, *(1,) * (kept.ndim - 1)), kept, average)
-                    one = torch.where(present, one, weight)
+                if key[0] in stacks:
+                    kept, one = _where_present(new[key], (kept, average), (one, weight))
                 average_in(average, kept, factor_decay, finite)
                 average_in(weight, one, factor_decay, finite)
 
@@ -76,16 +74,20 @@ class LayerFactors(FactorRefresh):
             average, weight = self.products[number]
             for member in bucket.members:
                 at = slice(member.start, member.stop)
-                if member.index in new:
-                    average_in(average[at], new[member.index], factor_decay, finite)
-                    average_in(weight[at], torch.ones_like(weight[at]), factor_decay, finite)
+                if member.index not in new:
+                    continue
+                products, one = new[member.index], torch.ones_like(weight[at])
+                if self.layers[member.index].spec.kind == "stack":
+                    products, one = _where_present(products, (products, average[at]), (one, weight[at]))
+                average_in(average[at], products, factor_decay, finite)
+                average_in(weight[at], one, factor_decay, finite)
 
     def bases(self, index: int) -> Bases | None:
         """The eigenvectors of a layer in which second moments are to be summed, for EKFAC."""
         layer = self.layers[index]
         # Of a table that is tied to a head the sums would miss the lookups.
         tied = any(site.transposed for site in layer.sites)
-        known = layer.spec.kind in ("dense", "convolution", "transposed") and not tied
+        known = layer.spec.kind in ("dense", "convolution", "transposed", "stack") and not tied
         if self.rule.compute_method != "ekfac" or not known or not self.is_ready(index):
             return None
         sides = [self._inverse_of(index, side)[0].vectors for side in ("A", "G")]
@@ -163,3 +165,14 @@ def _condition(average: torch.Tensor) -> float:
         return float(linalg.condition_number(average).amax())
     least = average.amin(-1).clamp_min(1.2e-38)  # as of matrices
     return float((average.amax(-1) / least).amax())
+
+
+def _where_present(
+    sums: torch.Tensor, *pairs: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """The first of each pair, and the second for a stack's matrices whose `sums` are 0.
+
+    An expert without rows keeps its average.
+    """
+    present = (sums.flatten(1) != 0).any(1)
+    return tuple(torch.where(present.reshape(-1, *(1,) * (a.ndim - 1)), a, b) for a, b in pairs)

@@ -81,9 +81,15 @@ class FreeParameters(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if packs_with() is not self.saving or in_traced_graph() or function is BASE:
-            # A checkpoint inside of the forward runs its part again without this mode.
+        if in_traced_graph() or function is BASE:
             return function(*args, **kwargs)
+        if packs_with() is not self.saving:
+            # A checkpoint inside of the forward runs its part again without this mode.
+            output = function(*args, **kwargs)
+            for watched in [known for x in (*args, *kwargs.values()) for known in self._known(x)]:
+                if watched.strays is not None and isinstance(output, T) and output.requires_grad:
+                    watched.strays.add(watched.name)
+            return output
         if function is F.linear and kwargs:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             args, kwargs = (given["input"], given["weight"], given.get("bias")), {}

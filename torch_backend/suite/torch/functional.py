@@ -4,10 +4,11 @@ A subclass of a layer with a forward of its own (timm's norms, scaled embeddings
 subclass of torch's (`own_weights.py`), or a module that hands a child's weight to a function
 (`F.linear(x, self.qkv.weight)`), has no call that a module's hook could read. While such a module runs,
 a torch function mode watches for the functions below with one of these weights, and treats each call as
-one of the layer. So is `x @ self.weight.T`, and of a layer with a bias the sum of a product and that.
-What a layer's own forward makes of its weight by multiplying, shifting and standardizing rows may take
-its place: its rows are so many times longer. The mode also watches for sums of what an embedding looked
-up once for all examples with what they have each (`tokens + self.positions(torch.arange(n))`).
+one of the layer. So is `x @ self.weight.T`, or `self.weight @ x.mT`, and of a layer with a bias the sum
+of a product and that. What a layer's own forward makes of its weight by multiplying, shifting and
+standardizing rows may take its place: its rows are so many times longer. The mode also watches for sums
+of what an embedding looked up once for all examples with what they have each
+(`tokens + self.positions(torch.arange(n))`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to
 _PRODUCTS = (torch.matmul, torch.mm, T.matmul, T.mm, T.__matmul__, *ADDED)
 CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _RESHAPE = {T.reshape, torch.reshape, T.view, T.flatten, torch.flatten, T.unflatten, torch.unflatten}
+_RESHAPE |= {T.squeeze, torch.squeeze, T.unsqueeze, torch.unsqueeze}
 _LIKE = {T.view_as, T.reshape_as, T.expand_as}
 # By function: the names of its arguments, by which it may be called.
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
@@ -288,11 +290,23 @@ class FunctionCapture(ModeAround):
 
 
 class _Known(NamedTuple):
-    """A layer's 'weight' (out, in), the 'transpose' of that or the 'bias', or a cast of one."""
+    """A layer's 'weight' (out, in), the 'transpose' of that or the 'bias', a cast or a view of one.
+
+    A view has its numbers in their order; it is the thing itself while it has its `shape`.
+    """
 
     tensor: torch.Tensor
     place: int  # in `FunctionCapture.uses`
     role: str
+    shape: torch.Size
+
+    def acts_as(self, role: str) -> bool:
+        """Whether the tensor is this: 'weight', 'transpose', 'bias' or, of a bias, a 'column'."""
+        if role == "bias":
+            return self.role == role and self.tensor.shape[-1:] == self.shape
+        if role == "column":
+            return self.role == "bias" and self.tensor.shape[-2:] == (*self.shape, 1)
+        return self.role == role and self.tensor.shape == self.shape
 
 
 class _Product(NamedTuple):
@@ -301,6 +315,7 @@ class _Product(NamedTuple):
     tensor: torch.Tensor
     place: int
     x: torch.Tensor
+    left: bool  # whether the weight was the left factor, and positions are behind features
 
 
 class _Made(NamedTuple):
@@ -334,7 +349,7 @@ class _Watching(TorchFunctionMode):
             module: Any = site.module
             weight = getattr(module, site.weight_name)
             turned = capture.layer.layout == "transposed"
-            self.known.append(_Known(weight, place, "transpose" if turned else "weight"))
+            self.known.append(_Known(weight, place, "transpose" if turned else "weight", weight.shape))
             makes = around.makes_weights(place)
             if makes:
                 one = torch.ones((), dtype=capture.dtype, device=weight.device)
@@ -343,7 +358,8 @@ class _Watching(TorchFunctionMode):
                 if before is not None:
                     self.before[place] = before
             if site.spec.bias:
-                self.known.append(_Known(getattr(module, site.bias_name), place, "bias"))
+                bias = getattr(module, site.bias_name)
+                self.known.append(_Known(bias, place, "bias", bias.shape))
         self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -367,21 +383,34 @@ class _Watching(TorchFunctionMode):
         if self.made:
             with torch.no_grad():
                 self._follow_made(function, args, kwargs, output)
+        if args and _keeps_order(function, args):
+            self._view(args[0], output)
+        if self.products and _turns(function, args, kwargs):
+            found = [p for p in self.products if p.tensor is args[0]]
+            self.products += [p._replace(tensor=output, left=not p.left) for p in found]
+            if found:
+                return output
         sums = function in SUMS and not kwargs
         for product in self._met(args, kwargs) if self.products else ():
             bias = args[args[0] is product.tensor] if sums and function in ADDITIONS else None
-            if product.place in self._places(bias, "bias"):
-                given = {"input": product.x, "bias": bias}
+            if product.place in self._places(bias, "column" if product.left else "bias"):
                 self._note_call(product.tensor, product.x)
-                return self.around.meet([product.place], F.linear, given, output)
+                sum_of = {"input": product.x, "bias": bias}
+                return self._meet([product.place], F.linear, sum_of, output, product.left)
             self.around.stray(product.place)
         if sums:
             return self.around.meet_sum(args, output, [one for _, one in self.moved])
         names = _ARGUMENTS.get(function)
         if names is None:
             return output
-        given = dict(zip(names, args, strict=False)) | kwargs
-        places = self._places(given.get("weight"), "transpose" if function in _PRODUCTS else "weight")
+        given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+        left = self._is_left(function, args, kwargs)
+        if left:
+            given = {"input": args[1].mT, "weight": args[0]}
+        if self._is_weight(given.get("input")):  # the product of two weights is no layer's
+            return output
+        turned = function in _PRODUCTS and not left
+        places = self._places(given.get("weight"), "transpose" if turned else "weight")
         if function is T.__getitem__:
             given["input"] = _rows_of(*args) if places else None
             if given["input"] is None:
@@ -392,11 +421,32 @@ class _Watching(TorchFunctionMode):
             places = [p for p in places if not self.around.has_bias(p) or p in beside]
         for place in places:
             if self.around.awaits_bias(place, given):
-                self.products.append(_Product(output, place, given["input"]))
+                self.products.append(_Product(output, place, given["input"], left))
         if not places:
             return self._meet_made(function, given, output)
         self._note_call(output, given["input"])
-        return self.around.meet(places, function, given, output)
+        return self._meet(places, function, given, output, left)
+
+    def _meet(
+        self,
+        places: list[int],
+        function: Any,
+        given: Mapping[str, Any],
+        output: torch.Tensor,
+        left: bool,
+    ) -> Any:
+        if not left:
+            return self.around.meet(places, function, given, output)
+        turned = output.mT
+        probed = self.around.meet(places, function, given, turned)
+        return output if probed is turned else probed.mT
+
+    def _is_left(self, function: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a layer's weight is the left factor of a product, and the right one has rows."""
+        if function not in _PRODUCTS or function in ADDED or kwargs or len(args) != 2:
+            return False
+        weight, x = args
+        return isinstance(x, torch.Tensor) and x.ndim > 1 and bool(self._places(weight, "weight"))
 
     def _note_call(self, output: torch.Tensor, x: Any) -> None:
         if self.before:
@@ -484,14 +534,29 @@ class _Watching(TorchFunctionMode):
             elif function in QUOTIENTS and at == [0] and isinstance(other, int | float) and other:
                 self.moved.append((output, one.moved(output, None, 1 / other)))
 
+    def _is_weight(self, x: Any) -> bool:
+        """Whether it is a layer's, or a view of one."""
+        return isinstance(x, torch.Tensor) and any(
+            [known.tensor is x or known.tensor is x._base for known in self.known]  # noqa: C419
+        )
+
     def _places(self, tensor: Any, role: str) -> list[int]:
+        return [known.place for known in self._found(tensor, role)]
+
+    def _found(self, tensor: Any, role: str) -> list[_Known]:
+        """What a tensor is in this role."""
         turned = {"weight": "transpose", "transpose": "weight"}.get(role)
         return [
-            known.place
+            known if known.tensor is tensor else known._replace(role=role, shape=known.shape[::-1])
             for known in self.known
-            if (known.role == role and known.tensor is tensor)
+            if (known.tensor is tensor and known.acts_as(role))
             or (known.role == turned and _is_transpose(tensor, known.tensor))
         ]
+
+    def _view(self, tensor: Any, output: torch.Tensor) -> None:
+        """The same numbers in the same order."""
+        if output is not tensor:
+            self.known += [k._replace(tensor=output) for k in self.known if k.tensor is tensor]
 
     def _met(self, args: Any, kwargs: Any) -> list[_Product]:
         """The products among a function's arguments, or in lists of them."""
@@ -504,8 +569,27 @@ class _Watching(TorchFunctionMode):
             return
         self.products += [p._replace(tensor=output) for p in self.products if p.tensor is tensor]
         self.made += [m.after(1.0, output) for m in self.made if m.tensor is tensor]
-        for role in ("weight", "transpose", "bias"):
-            self.known += [_Known(output, place, role) for place in self._places(tensor, role)]
+        turned = [k for role in ("weight", "transpose") for k in self._found(tensor, role)]
+        self.known += [k._replace(tensor=output) for k in turned if k.tensor is not tensor]
+        self._view(tensor, output)
+
+
+def _turns(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it exchanges its argument's last two axes."""
+    if function == T.mT.__get__:
+        return True
+    if function not in (T.transpose, torch.transpose) or kwargs or len(args) != 3:
+        return False
+    return {axis % args[0].ndim for axis in args[1:]} == {args[0].ndim - 2, args[0].ndim - 1}
+
+
+def _keeps_order(function: Any, args: Any) -> bool:
+    """Whether it returns all of its argument's numbers, in their order."""
+    if function is T.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        whole = [i is None or i is ... or (isinstance(i, slice) and i == slice(None)) for i in index]
+        return all(whole)
+    return function in _RESHAPE
 
 
 def _rearranged(function: Any, rest: Any, kwargs: Any, x: torch.Tensor) -> Any:

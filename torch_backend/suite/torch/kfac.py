@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from suite.core import kfac as core_kfac
 from suite.core.checks import check_choice
-from suite.core.routing import Routing
+from suite.core.routing import Route, Routing
 from suite.torch import attached
 from suite.torch.agreement import Agreement, Terms
 from suite.torch.autocast import without_autocast
@@ -683,8 +683,20 @@ class KFAC(torch.optim.Optimizer):
         return lambda parameter: rates.get(id(parameter), 0.0)
 
     def routing(self) -> Routing:
-        """What happens to every parameter of the model and why; prints as a table."""
-        return self._engine.routing(self._moves())
+        """What happens to every parameter of the model and the optimizer, and why; prints as a table."""
+        of_model = self._engine.routing(self._moves())
+        return Routing((*of_model.routes, *self._beside_the_model()))
+
+    def _beside_the_model(self) -> Iterator[Route]:
+        """Of the optimizer's parameters that are none of the model's."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        for number, group in enumerate([] if self._base is None else self._base.param_groups):
+            names = group.get("param_names") or range(len(group["params"]))
+            for name, parameter in zip(names, group["params"], strict=True):
+                if id(parameter) not in own:
+                    name = f"optimizer.{number}.{name}"
+                    reason = "not the model's: the optimizer's own step, which kl_clip does not scale"
+                    yield Route(name, tuple(parameter.shape), "plain", "", reason)
 
     def memory_plan(self) -> dict[str, int]:
         """Bytes that K-FAC's own state will take: {'factors': ..., 'inverses': ...}.

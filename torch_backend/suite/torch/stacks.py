@@ -20,13 +20,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from suite.core.ekfac import grouped_second_moment_in_basis, second_moment_in_basis
 from suite.core.statistics import grouped_second_moment_sum, second_moment_sum
 from suite.torch.capture import LayerCapture, dense
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Noted, is_awaited, is_recorded
 from suite.torch.free import BASE, CASTS, MATRIX, T, ends_of_groups
 from suite.torch.hooks import ModeAround, in_backward, in_traced_graph, packs_with, without_modes
-from suite.torch.rows import counts_like
+from suite.torch.rows import Bases, counts_like
 
 _TRANSPOSE = {T.transpose, torch.transpose, T.swapaxes, torch.swapaxes}
 _TURN = {T.mT.__get__}
@@ -40,6 +41,8 @@ class _Watched(NamedTuple):
     A: T  # slots: (n, in + 1, in + 1) or (n, in + 1), or without n
     G: T
     counts: T
+    products: T | None  # (n, out, in) or (out, in), where second moments in the eigenbases are wanted
+    bases: Bases  # (n, in, in) and (n, out, out), or without n
     turned: bool  # whether it is (..., in, out)
     joined: bool  # whether all matrices are one of more outputs, which come matrix by matrix
     diagonal: tuple[bool, bool]
@@ -49,6 +52,15 @@ class _Watched(NamedTuple):
     def clock(self) -> CaptureClock | None:
         """Says when statistics are taken, where not in every backward pass."""
         return self.capture.clock if self.capture.clock.sampled else None
+
+    def taken(self, index: Any) -> _Watched:
+        """What belongs to some of the matrices, or to one."""
+        products, bases = self.products, self.bases
+        if products is not None:
+            products = products[index]
+            A, G = (None if x is None else x[index] for x in bases)
+            bases = A, G
+        return self._replace(A=self.A[index], G=self.G[index], products=products, bases=bases)
 
 
 class StackCapture(ModeAround):
@@ -70,7 +82,8 @@ class StackCapture(ModeAround):
             # While fully_shard's forward runs, the module has the whole parameter in place of its shard.
             stack = getattr(module, capture.layer.sites[0].weight_name)
             layer = capture.layer
-            slots = capture.A, capture.G, capture.counts
+            products = None if capture.bases is None else capture.products
+            slots = capture.A, capture.G, capture.counts, products, capture.bases or (None, None)
             joined = layer.blocks < len(stack)
             turned = layer.layout == "turned"
             watched.append(_Watched(stack, *slots, turned, joined, layer.diagonal, capture))
@@ -85,8 +98,8 @@ class _Watching(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
-        if packs_with() is not self.saving or in_traced_graph() or function is BASE:
-            return output  # a checkpoint inside of the forward runs its part again without this mode
+        if in_traced_graph() or function is BASE:
+            return output
         made = [x for x in _listed(output) if isinstance(x, T)]
         if not any([x.requires_grad and x.numel() for x in made]):  # noqa: C419 (torch.compile)
             return output
@@ -94,17 +107,24 @@ class _Watching(TorchFunctionMode):
             return output
         given = [x for some in (*args, *kwargs.values()) for x in _listed(some)]
         for watched in [w for w in self.watched if any([x is w.tensor for x in given])]:  # noqa: C419
+            if packs_with() is not self.saving:
+                # A checkpoint inside of the forward runs its part again without this mode.
+                self._missed(watched.capture)
+                continue
             view = _view(function, args, kwargs, watched, output)
             if view is not None:
                 self.watched += [view] if output is not watched.tensor else []
                 continue
             rows = _rows(function, args, kwargs, watched)
-            clock = watched.capture.clock
             if rows is not None:
                 output = _probed(output, rows, watched)
-            elif clock.discovering:
-                clock.strays.add(watched.capture.layer.name)
+            else:
+                self._missed(watched.capture)
         return output
+
+    def _missed(self, capture: LayerCapture) -> None:
+        if capture.clock.discovering:
+            capture.clock.strays.add(capture.layer.name)
 
 
 def _listed(x: Any) -> Sequence[Any]:
@@ -127,8 +147,7 @@ def _view(function: Any, args: Any, kwargs: Any, watched: _Watched, output: T) -
     if function in _TURN or (function in _TURN_MATRIX and ndim == 2):
         return watched._replace(tensor=output, turned=not watched.turned)
     if function is T.__getitem__ and ndim > 2 and not watched.joined and not isinstance(args[1], tuple):
-        index = args[1]  # of matrices
-        return watched._replace(tensor=output, A=watched.A[index], G=watched.G[index])
+        return watched._replace(tensor=output).taken(args[1])
     return None
 
 
@@ -248,7 +267,7 @@ def _by_matrix(x: T, matrices: torch.Size) -> T:
 
 
 def _probed(output: T, rows: _Rows, watched: _Watched) -> T:
-    slots = watched.A, watched.G, watched.counts
+    slots = watched.A, watched.G, watched.counts, watched.products
     apply = _StackProbe.apply if torch.compiler.is_compiling() else _StackProbeOfDuals.apply
     recorded = None
     if rows.x.requires_grad and not torch.compiler.is_compiling():
@@ -256,7 +275,7 @@ def _probed(output: T, rows: _Rows, watched: _Watched) -> T:
     layer = watched.capture.layer
     positions = output.numel() // layer.sizes[1]
     watched.capture.clock.ran(layer, False, positions, in_backward(), False)
-    given = rows, watched.diagonal, watched.clock, rows.ends, recorded
+    given = rows, watched.diagonal, watched.clock, rows.ends, *watched.bases, recorded
     with without_modes():
         probed: T = apply(output, dense(rows.x), *slots, *given)
     return probed
@@ -271,22 +290,26 @@ class _StackProbe(torch.autograd.Function):
         A: T,
         G: T,
         counts: T,
+        products: T | None,
         rows: _Rows,
         diagonal: tuple[bool, bool],
         clock: CaptureClock | None,
         ends: T | None,
+        vectors_A: T | None,
+        vectors_G: T | None,
         recorded: LayerCapture | None,
     ) -> T:
         """`recorded`: whose uses in derivatives are missed, if there are any."""
-        ctx.save_for_backward(x, ends)
+        ctx.save_for_backward(x, ends, vectors_A, vectors_G)
         ctx.of_input, ctx.of_output = rows.of_input, rows.of_output
         ctx.diagonal, ctx.clock, ctx.recorded = diagonal, clock, recorded
-        ctx.shapes, ctx.dtype, ctx.slot = (A.shape, G.shape), G.dtype, G
+        ctx.dtype = G.dtype
+        ctx.shapes = A.shape, G.shape, None if products is None else products.shape
         return y.detach()  # an alias, see capture._Probe
 
     @staticmethod
     def backward(ctx: Any, gradient: T) -> Any:
-        x, ends = ctx.saved_tensors
+        x, ends, *bases = ctx.saved_tensors
         on, waits = gradient, ctx.clock is None or ctx.clock.sampling
         if ctx.recorded is not None and is_recorded() and not ctx.recorded.clock.pausing:
             capture = ctx.recorded
@@ -294,22 +317,30 @@ class _StackProbe(torch.autograd.Function):
             on = Noted.apply(gradient, capture.G, missed)
             waits = waits and is_awaited(capture.G)
         if not ctx.needs_input_grad[3] or not waits:
-            return on, *(None,) * 9
+            return on, *(None,) * 12
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             inputs = ctx.of_input(x.detach().to(ctx.dtype))
             outputs = ctx.of_output(gradient.to(ctx.dtype))
             diagonal_A, diagonal_G = ctx.diagonal
+            products = None
+            vectors = [None if x is None else x.reshape(-1, *x.shape[-2:]) for x in bases]
             if ends is not None:
                 A = grouped_second_moment_sum(inputs, ends, diagonal=diagonal_A, bias=True)
                 G = grouped_second_moment_sum(outputs, ends, diagonal=diagonal_G)
+                if ctx.needs_input_grad[5]:
+                    products = grouped_second_moment_in_basis(inputs, outputs, ends, *vectors)
             else:
-                stacked = (z if z.ndim == 3 else z[None] for z in (inputs, outputs))
-                inputs, outputs = stacked
+                inputs, outputs = (z if z.ndim == 3 else z[None] for z in (inputs, outputs))
                 A = second_moment_sum(inputs, diagonal=diagonal_A, bias=True)
                 G = second_moment_sum(outputs, diagonal=diagonal_G)
-            sums = A.reshape(ctx.shapes[0]), G.reshape(ctx.shapes[1])
-            positions = math.prod(outputs.shape[:-1])
-        return on, None, *sums, counts_like(outputs, outputs.shape[-2], positions), *(None,) * 5
+                if ctx.needs_input_grad[5]:
+                    products = second_moment_in_basis(inputs, outputs, *vectors)
+            found = (A, G, products)
+            sums = [
+                x if x is None else x.reshape(shape) for x, shape in zip(found, ctx.shapes, strict=True)
+            ]
+            counts = counts_like(outputs, outputs.shape[-2], math.prod(outputs.shape[:-1]))
+        return on, None, *sums[:2], counts, sums[2], *(None,) * 7
 
 
 class _StackProbeOfDuals(_StackProbe):

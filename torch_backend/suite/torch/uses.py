@@ -10,17 +10,21 @@ from torch.overrides import TorchFunctionMode
 
 from suite.torch.capture import LayerCapture
 from suite.torch.free import CASTS
+from suite.torch.functional import RunningLayer
 from suite.torch.hooks import ModeAround
 
 # Kinds whose module passes its weight to one function in every call.
 _COUNTED = ("dense", "convolution", "transposed", "embedding", "bag")
+# Kinds of which all is seen that the module itself does with them.
+_WATCHED = ("stack", "free")
 
 
 class UseCounter(ModeAround):
     """Counts, in the first training passes of a model, the functions that take a layer's weight.
 
     A layer's own call is one. Whatever is above that is a use that the layer's statistics miss, such as
-    `functional.linear(x, self.embedding.weight)`.
+    `functional.linear(x, self.embedding.weight)`. So is one of a stack of matrices, or of a parameter
+    that is no layer's, while the module that has it is not running.
     """
 
     def __init__(self, model: nn.Module, captures: list[LayerCapture]) -> None:
@@ -29,10 +33,13 @@ class UseCounter(ModeAround):
         self.captures = [
             c
             for c in captures
-            if c.layer.spec.kind in _COUNTED
+            if c.layer.spec.kind in (*_COUNTED, *_WATCHED)
             and c.layer.weight.stop is None
             and all(site.module is site.owner and not site.scaling for site in c.layer.sites)
         ]
+        watched = [c for c in self.captures if c.layer.spec.kind in _WATCHED]
+        self.running = [RunningLayer(c, site.module) for c in watched for site in c.layer.sites]
+        self.handles += [handle for running in self.running for handle in running.handles]
 
     def make_mode(self) -> _Counting | None:
         clock = self.captures[0].clock if self.captures else None
@@ -48,7 +55,9 @@ class UseCounter(ModeAround):
         return [
             c.layer.name
             for c in self.captures
-            if c.calls > 0 and c.uses - c.uses_to_make > c.calls - c.calls_of_made
+            if c.layer.spec.kind in _COUNTED
+            and c.calls > 0
+            and c.uses - c.uses_to_make > c.calls - c.calls_of_made
         ]
 
     def detach(self) -> None:
@@ -82,8 +91,13 @@ class _Counting(TorchFunctionMode):
         given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
         for weight in [self._weight(operand) for operands in given for operand in operands]:
             if weight:
-                self.watched[weight].uses += 1
+                self._used(self.watched[weight])
         return output
+
+    def _used(self, capture: LayerCapture) -> None:
+        capture.uses += 1
+        if capture.layer.spec.kind in _WATCHED and not capture.running:
+            capture.clock.strays.add(capture.layer.name)
 
     def _weight(self, operand: Any) -> int:
         """Which weight an operand is, or is a view or a cast of; 0: none."""
