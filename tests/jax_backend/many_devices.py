@@ -32,6 +32,7 @@ from jax_exchange import measured
 from suite.core.placement import LayerShape, plan_placement
 from suite.jax import (
     adaptive_kfac,
+    dense_newton,
     eigenbases,
     kfac,
     kron,
@@ -201,16 +202,19 @@ def own_shard_map():
                 found = within(check_vma, compute_method=method, **given)
                 name = f"{method} {given.get('axis_name')} {given.get('gradient_worker_fraction')}"
                 out[f"{name} check_vma={check_vma}"] = difference(found, expected)
+        found = within(True, traced=True, compute_method=method)
+        out[f"{method} traced capture"] = difference(found, expected)
     return out
 
 
-def within(check_vma, **settings):
+def within(check_vma, traced=False, **settings):
     mesh = Mesh(np.array(jax.devices()), ("data",))
     tx = kfac(PLAN, 0.1, **SETTINGS, **settings)
 
     def step(params, state, x, y):
         local = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
-        _, grads, statistics = VAG(local, x, y)
+        wanted = {"capture": jnp.all(jnp.isfinite(params["b"]))} if traced else {}
+        _, grads, statistics = VAG(local, x, y, **wanted)
         grads, statistics = lax.pmean((grads, statistics), "data")
         updates, state = tx.update(grads, state, params, statistics=statistics)
         return optax.apply_updates(params, updates), state
@@ -230,6 +234,61 @@ def within(check_vma, **settings):
     for _ in range(STEPS):
         params, state = mapped(params, state, *batch)
     return params
+
+
+def ensembles():
+    """A member on each device, its state made there, too, is that member by itself."""
+    mesh, starts = Mesh(np.array(jax.devices()), ("data",)), normal(8, 4, 3)
+
+    def loss(w):
+        return jnp.sum(jnp.cosh(w - jnp.arange(12.0).reshape(4, 3) / 12))
+
+    vag = value_and_grad(lambda w: jnp.mean(jnp.sum((normal(16, 4, seed=1) @ w) ** 2, 1)))
+    plan, out = vag.plan(starts[0]), {}
+
+    def of_gradients(tx, **given):
+        tx = optax.with_extra_args_support(tx)
+
+        def run(w):
+            state = tx.init(w)
+            for _ in range(3):
+                updates, state = tx.update(jax.grad(loss)(w), state, w, **given)
+                w = w + updates
+            return w
+
+        return run
+
+    def of_statistics(w):
+        tx = kfac(plan, 0.1, damping=0.01, factor_update_steps=2)
+        state = tx.init(w)
+        for step in range(3):
+            _, gradients, statistics = vag(w, capture=jnp.all(jnp.isfinite(w)) & (step % 2 == 0))
+            updates, state = tx.update(gradients, state, w, statistics=statistics)
+            w = w + updates
+        return w
+
+    members = {
+        "kron": of_gradients(kron(0.1)),
+        "kron newton": of_gradients(kron(0.1), value_fn=loss),
+        "lra": of_gradients(lra(0.1, rank=1)),
+        "dense_newton": of_gradients(dense_newton(0.1), value_fn=loss),
+        "kfac": of_statistics,
+    }
+    for name, run in members.items():
+        expected = jnp.stack([jax.jit(run)(w) for w in starts])
+        out[f"moved {name}"] = difference(expected, starts)
+        for check_vma in (True, False):
+            found = jax.jit(
+                jax.shard_map(
+                    lambda w, run=run: run(w[0])[None],
+                    mesh=mesh,
+                    in_specs=P("data"),
+                    out_specs=P("data"),
+                    check_vma=check_vma,
+                )
+            )(starts)
+            out[f"{name} check_vma={check_vma}"] = difference(found, expected)
+    return out
 
 
 def capture():
@@ -489,6 +548,7 @@ if __name__ == "__main__":
             trajectories,
             fractions,
             own_shard_map,
+            ensembles,
             capture,
             adaptive,
             explicit_axes,

@@ -32,7 +32,9 @@ def result(process: subprocess.Popen[str]) -> dict:
     return json.loads(out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", ["trajectories", "fractions", "own_shard_map", "capture", "adaptive"])
+@pytest.mark.parametrize(
+    "case", ["trajectories", "fractions", "own_shard_map", "ensembles", "capture", "adaptive"]
+)
 def test_eight_devices_follow_one(case):
     differences = result(start("many_devices.py", case))
     moved = {name: d for name, d in differences.items() if name.startswith("moved")}

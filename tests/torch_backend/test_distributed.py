@@ -218,6 +218,10 @@ VARIANTS: dict[str, tuple[int, Settings]] = {
     "sum": (4, Settings(loss="sum", kfac={"loss_reduction": "sum", "damping": 1.0})),
     "type-2": (3, Settings(kfac={"fisher": "type-2", "likelihood": "categorical"})),
     "type-2, fsdp": (3, Settings("fsdp", kfac={"fisher": "type-2", "likelihood": "categorical"})),
+    "type-2, static graph": (
+        2,
+        Settings(ddp={"static_graph": True}, kfac={"fisher": "type-2", "likelihood": "categorical"}),
+    ),
     "reduce": (2, Settings(kfac={"weight_sharing": "reduce"})),
     "outer products": (2, Settings(kfac={"compute_eigenvalue_outer_product": True})),
     "newton-schulz": (2, Settings(kfac={"compute_method": "newton_schulz"})),
@@ -276,6 +280,13 @@ def test_parameters_that_stay_whole_between_passes_do_so_with_any_fisher(crew, f
     kfac = {"fisher": fisher, "likelihood": None if fisher == "empirical" else "categorical"}
     for whole in crew.run(whole_between_micro_batches, 2, Settings("fsdp", kfac=kfac)):
         assert all(whole)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "type-2"])
+def test_a_rank_of_fsdp_may_have_no_examples_with_any_fisher(crew, fisher):
+    kfac = {"fisher": fisher, "loss_reduction": "global_mean"}
+    kfac["likelihood"] = None if fisher == "empirical" else "categorical"
+    check(crew, 2, Settings("fsdp", shares=(0, BATCH), loss="global", kfac=kfac))
 
 
 def test_mixed_precision_of_fsdp_follows_single_precision_within_its_own(crew):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack as mode_stack
@@ -836,3 +837,43 @@ def test_the_optimizers_own_parameters_are_in_the_report(named):
     kfac.optimizer.add_param_group({"params": [("shift", shift)] if named else [shift]})
     assert f"optimizer.1.{'shift' if named else 0}" in str(kfac.routing())
     assert len(KFAC(nn.Sequential(nn.Linear(3, 2))).routing()) == 2
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_looking_at_the_state_is_no_step(steps):
+    """PyTorch takes one with gradients of zeros to see it, where the base optimizer keeps none."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, base, factor_update_steps=2, inv_update_steps=2)
+    for _ in range(steps):
+        model(torch.randn(5, 4, dtype=torch.float64)).square().mean().backward()
+        kfac.step()
+        kfac.zero_grad()
+    before = copy.deepcopy(kfac.state_dict())
+    found = get_optimizer_state_dict(model, kfac)
+    assert found["param_groups"][0]["kfac"]["steps"] == kfac.steps == steps
+    assert same(kfac.state_dict()["kfac"]["layers"], before["kfac"]["layers"])
+    base.param_groups[0]["lr"] = 0.0  # a step of a warmup is one
+    model(torch.randn(5, 4, dtype=torch.float64)).square().mean().backward()
+    kfac.step()
+    assert kfac.steps == steps + 1
+
+
+def test_terms_of_micro_batches_add_up_where_the_last_layer_was_frozen_meanwhile():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model[2].requires_grad_(False)
+    for x in torch.randn(12, 4, dtype=torch.float64).chunk(3):
+        (model(x).square().mean() / 3).backward()
+    kfac.step()
+    assert kfac.counted_terms == 12
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_attention_takes_a_batch_without_examples(need_weights):
+    model = nn.MultiheadAttention(6, 2, batch_first=True)
+    KFAC(model)
+    x = torch.zeros(0, 3, 6)
+    out, _ = model(x, x, x, need_weights=need_weights)
+    assert out.shape == (0, 3, 6)
+    out.sum().backward()

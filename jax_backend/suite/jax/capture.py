@@ -156,7 +156,8 @@ class value_and_grad:
         def skipped() -> Any:
             value, grads = self.without_statistics(params, *args, **kwargs)
             shapes = jax.eval_shape(lambda: captured()[2])
-            return arrays_of((value, grads, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)))
+            nothing = jax.tree.map(lambda s: varying_alike(jnp.zeros(s.shape, s.dtype), s), shapes)
+            return arrays_of((value, grads, nothing))
 
         arrays, grads, statistics = lax.cond(capture, captured, skipped)
         leaves, tree, is_array = structure["value"]

@@ -22,6 +22,7 @@ from suite.jax.factors_state import (
 )
 from suite.jax.layers import Layer, Sums
 from suite.jax.plan import Statistics
+from suite.jax.varying import cond
 
 
 class Factors(FactorLayout):
@@ -61,19 +62,21 @@ class Factors(FactorLayout):
         self, due: jax.Array, state: FactorsState, given: Statistics, factor_decay: Any
     ) -> FactorsState:
         """`update` where due, by a branch that has nothing but what `update` changes."""
-        new = jax.lax.cond(
+        new = cond(
             due,
             lambda: averages_of(self.update(state, given, factor_decay)),
             lambda: averages_of(state),
+            like=(state, given),
         )
         return with_averages(state, new)
 
     def refresh_if(self, due: jax.Array, state: FactorsState, damping: Any) -> FactorsState:
         """`refresh` where due, by a branch that has nothing but what `refresh` changes."""
-        new = jax.lax.cond(
+        new = cond(
             due,
             lambda: inverses_of(self.refresh(state, damping)),
             lambda: inverses_of(state),
+            like=state,
         )
         return with_inverses(state, new)
 

@@ -20,6 +20,7 @@ from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
 from suite.jax.kron_blocks import Blocks, plan
 from suite.jax.sharding import Layout, constrain, in_batches, specs_of
+from suite.jax.varying import cond
 
 Schedule = Any  # a number, a 0-d array, or a function of a count
 
@@ -168,8 +169,12 @@ def update(
         return select(ok, tuple(new), olds), ok
 
     with jax.default_matmul_precision(settings.precond_update_precision):
-        states, ok = jax.lax.cond(
-            due & finite, fit, lambda olds: (olds, jnp.asarray(True)), state.buckets
+        states, ok = cond(
+            due & finite,
+            fit,
+            lambda olds: (olds, jnp.asarray(True)),
+            state.buckets,
+            like=(state, gradients),
         )
     finite = finite & ok
     used = states

@@ -24,6 +24,7 @@ from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
 from suite.jax.kron import Integer, with_learning_rate
 from suite.jax.kron_engine import Schedule, at
+from suite.jax.varying import cond
 
 
 class ScaleByVectorState(NamedTuple):
@@ -240,8 +241,12 @@ def _scale(
             ok = all_finite(evidence)
             return select(ok, new, old), ok
 
-        new, ok = jax.lax.cond(
-            due & finite, fit, lambda old: (old, jnp.asarray(True)), state.preconditioner
+        new, ok = cond(
+            due & finite,
+            fit,
+            lambda old: (old, jnp.asarray(True)),
+            state.preconditioner,
+            like=(state, gradient),
         )
         finite = finite & ok
         moved = clipped(precondition(new, signal), clip, 1)

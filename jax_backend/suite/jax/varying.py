@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
+
+
+def cond(chosen: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any, like: Any) -> Any:
+    """`lax.cond` whose branches may return what varies differently over devices, inside shard_map.
+
+    Args:
+        like: what they read that may vary; where nothing of it does, this is `lax.cond`.
+    """
+    if not any(varying_axes(x) for x in jax.tree.leaves(like)):
+        return lax.cond(chosen, yes, no, *operands)
+    kinds = [jax.eval_shape(branch, *operands) for branch in (yes, no)]
+
+    def varied(branch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *own: jax.tree.map(varying_alike, branch(*own), *kinds)
+
+    return lax.cond(chosen, varied(yes), varied(no), *operands)
 
 
 def varying_alike(slots: Any, *others: Any) -> Any:

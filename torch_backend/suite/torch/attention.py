@@ -127,7 +127,7 @@ class Attention:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(batch, target, embed) from projected (batch, length, embed); weights by head, if wanted."""
         module = self.module
-        batch, target = q.shape[:2]
+        batch = q.shape[0]
         extra = 0
         if module.bias_k is not None and module.bias_v is not None:
             k = torch.cat([k, module.bias_k.expand(batch, -1, -1)], dim=1)
@@ -137,7 +137,7 @@ class Attention:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
             extra += 1
         heads, width = module.num_heads, module.head_dim
-        q, k, v = (t.reshape(batch, -1, heads, width).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.reshape(batch, t.shape[1], heads, width).transpose(1, 2) for t in (q, k, v))
         mask = _mask(attn_mask, key_padding_mask, batch, heads, extra, q.dtype)
         dropout = module.dropout if module.training else 0.0
         if not need_weights:
@@ -146,11 +146,11 @@ class Attention:
             out = F.scaled_dot_product_attention(
                 q, k, v, None if causal else mask, dropout, is_causal=causal
             )
-            return out.transpose(1, 2).reshape(batch, target, -1), None
+            return out.transpose(1, 2).flatten(2), None
         scores = (q / math.sqrt(width)) @ k.mT
         weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
         weights = F.dropout(weights, dropout)
-        return (weights @ v).transpose(1, 2).reshape(batch, target, -1), weights
+        return (weights @ v).transpose(1, 2).flatten(2), weights
 
 
 def _mask(

@@ -128,6 +128,18 @@ class _Probe(torch.autograd.Function):
         return found
 
 
+class _Reached(torch.autograd.Function):
+    """Has a pass that ends at the slots go through an output, without a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
 class _ProbeOfDuals(_Probe):
     """With a derivative forward, of which torch.compile wants none."""
 
@@ -319,7 +331,8 @@ class LayerCapture:
         if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.requires_grad:
             return y
         if not y.numel():  # an expert without tokens has seen nothing
-            return y
+            # Passes of our own must still go through what fully_shard has to gather on all ranks.
+            return _Reached.apply(y, self.counts) if self.clock.sampled and self.held_back else y
         if is_sharded(y):  # of a tensor-parallel layer: what is here is a block
             probed = self._probed(site, local(x), local(y), args, kwargs, whole=False)
             return like(y, probed)
@@ -570,6 +583,8 @@ class LayerCapture:
     def forget_what_was_discarded(self) -> None:
         """Setting the model's gradients to None, whoever does it, clears its statistics."""
         if self.held_back:  # then None may mean that a micro-batch's are not reduced yet
+            return
+        if not self.layer.weight.parameter.requires_grad:  # it never has one
             return
         sums = [self._sum(slot) for slot in (self.G, *self.transposed[1:2])]
         if any(x is not None for x in sums) and self.layer.weight.parameter.grad is None:

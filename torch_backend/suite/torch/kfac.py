@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, overload
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from suite.core import kfac as core_kfac
 from suite.core.checks import check_choice
@@ -313,7 +314,7 @@ class KFAC(torch.optim.Optimizer):
         self._sampler: FisherSampler | None = None
         if likelihood is not None:
             self._sampler = FisherSampler(
-                model,
+                model.module if isinstance(model, DistributedDataParallel) else model,
                 self._engine.capture,
                 fisher=fisher,  # type: ignore[arg-type]
                 likelihood=likelihood,
@@ -531,6 +532,8 @@ class KFAC(torch.optim.Optimizer):
             if self._steps % factor_update_steps == 0:
                 counts = self._engine.update(taken, agreed, factor_decay)
                 self._counted_terms = agreed.terms if any(agreed.seen) else self._counted_terms
+            elif self._base is not None and all(map(_stands_still, self.param_groups)):
+                counts = not self._engine.reports.gradients_are_zero()  # as in `KFACEngine.update`
             del taken  # before inverses need room
             if self._spread_inverses:
                 turn = self._steps % inv_update_steps, inv_update_steps
@@ -918,3 +921,11 @@ def _is_short(setting: Any) -> bool:
 
 def _itself(output: Any) -> Any:
     return output
+
+
+def _stands_still(group: Mapping[str, Any]) -> bool:
+    """Whether a group's learning rate is 0, where the host knows it."""
+    lr = group.get("lr")
+    if isinstance(lr, torch.Tensor):
+        return lr.device.type in HOST_DEVICES and not lr.item()
+    return isinstance(lr, int | float) and lr == 0

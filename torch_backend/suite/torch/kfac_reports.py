@@ -61,6 +61,19 @@ class Reports:
                 f"{', '.join(map(repr, replaced))}. {_ATTACH_AGAIN}"
             )
 
+    def gradients_are_zero(self) -> bool:
+        """Whether there are gradients, on some rank, and all are zeros."""
+        moving, given = self._gradients()
+        return given and not moving
+
+    def _gradients(self) -> tuple[bool, bool]:
+        """Whether any rank has a gradient that is not zero, and whether it has any."""
+        gradients = [layer.weight.local_grad() for layer in self.layers]
+        here = [g is not None and bool(g.any()) for g in gradients]
+        flags = torch.tensor([any(here), any(g is not None for g in gradients)], dtype=torch.float64)
+        moving, given = (x > 0 for x in self.ranks.total(flags, "K-FAC's report").tolist())
+        return moving, given
+
     def nothing_seen(self) -> bool:
         """No layer was seen: an error if none ever was though there are gradients, else a warning.
 
@@ -85,10 +98,7 @@ class Reports:
         if self.capture.clock.sampled:
             said = "K-FAC saw no backward pass through the model's output since the last step"
             why = "With a sampled Fisher call the model itself, not its parts"
-        gradients = [layer.weight.local_grad() for layer in self.layers]
-        here = [g is not None and bool(g.any()) for g in gradients]
-        flags = torch.tensor([any(here), any(g is not None for g in gradients)], dtype=torch.float64)
-        moving, given = (x > 0 for x in self.ranks.total(flags, "K-FAC's report").tolist())
+        moving, given = self._gradients()
         if given and not moving:
             return False
         if not self.capture.attached:
