@@ -386,6 +386,12 @@ def test_sharding_needs_a_mesh_with_its_axes():
         pytest.raises(ValueError, match="a spec for each of 3 parameters, got 1"),
     ):
         scale_by_kron(params_partition_specs={"w": P()}).init(PARAMS)
+    specs = {key: P("y") for key in PARAMS}
+    wrong = {f"{key}s" if key == min(PARAMS) else key: spec for key, spec in specs.items()}
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"the keys of the parameters.*is none of"):
+        scale_by_kron(params_partition_specs=wrong).init(PARAMS)
+    with pytest.raises(TypeError, match="must hold PartitionSpecs or None, got 'y'"):
+        scale_by_kron(params_partition_specs=dict.fromkeys(PARAMS, "y"))
 
 
 def equations(jaxpr):

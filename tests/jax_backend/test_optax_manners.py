@@ -219,3 +219,15 @@ def test_finite_steps_outside_of_jit_show_no_nan_to_debug_nans(name):
     with jax.debug_nans(True):
         updates, _ = tx.update(jax.grad(value)(params), state, params, **extra)
     assert all(jnp.any(u != 0) for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("make", [kron, lra, dense_newton])
+def test_a_label_without_parameters_is_none(make):
+    """Of `optax.partition`: the optimizer has an empty tree then."""
+    tx = optax.partition({"a": make(0.1), "b": optax.sgd(0.1)}, {"x": "b"})
+    params = {"x": jnp.ones(2)}
+    state = tx.init(params)
+    updates, state = tx.update(params, state, params)
+    np.testing.assert_allclose(updates["x"], -0.1, rtol=1e-6)
+    alone, _ = make(0.1).update({}, make(0.1).init({}), {})
+    assert alone == {}

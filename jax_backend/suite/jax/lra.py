@@ -209,6 +209,8 @@ def _scale(
             raise ValueError("params must be given to update(...) with value_fn")
         plain = unbox(updates)
         gradient = flat(plain).astype(state.momentum.dtype)
+        if not gradient.size:
+            return updates, state
         finite = all_finite((plain, unbox(hvp)))
         step = state.steps + 1
         due, clock = advance_clock(state.update_clock, at(probability, step))

@@ -136,6 +136,9 @@ def layout_of(params_partition_specs: Any, preconditioner_partition_spec: Any) -
             raise TypeError(f"preconditioner_partition_spec must be a PartitionSpec, got {given}")
     else:
         specs = jax.tree.leaves(params_partition_specs, is_leaf=is_spec)
+        for spec in specs:
+            if not is_spec(spec):
+                raise TypeError(f"params_partition_specs must hold PartitionSpecs or None, got {spec!r}")
     axes: list[str] = []
     for spec in specs:
         for entry in spec or ():
@@ -169,19 +172,31 @@ def specs_of(tree: Any, params_partition_specs: Any) -> list[PartitionSpec]:
     """The specs of the leaves of `tree`; None for one of them stands for PartitionSpec().
 
     Raises:
-        ValueError: another number of specs than leaves.
+        ValueError: another number of specs than leaves, or other keys.
     """
     leaves = jax.tree.leaves(tree)
-    specs = jax.tree.leaves(params_partition_specs, is_leaf=is_spec)
-    places = jax.tree.leaves(tree, is_leaf=_is_absent)
+    named = jax.tree_util.tree_flatten_with_path(params_partition_specs, is_leaf=is_spec)[0]
+    specs = [spec for _, spec in named]
+    places = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_absent)[0]
     if len(specs) == len(places):
-        specs = [spec for spec, place in zip(specs, places, strict=True) if not _is_absent(place)]
+        for (path, _), (own, _) in zip(named, places, strict=True):
+            if _keys(path) and _keys(own) and _keys(path) != _keys(own):  # a list of specs has none
+                raise ValueError(
+                    "params_partition_specs must have the keys of the parameters: "
+                    f"{jax.tree_util.keystr(path)} is none of them"
+                )
+        specs = [spec for spec, (_, x) in zip(specs, places, strict=True) if not _is_absent(x)]
     if len(specs) != len(leaves):
         raise ValueError(
             f"params_partition_specs must have a spec for each of {len(leaves)} parameters, "
             f"got {len(specs)}"
         )
     return [PartitionSpec() if spec is None else spec for spec in specs]
+
+
+def _keys(path: Any) -> tuple[Any, ...]:
+    """The keys of dictionaries on the way to a leaf; boxes and other nodes aside."""
+    return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
 
 
 def _is_absent(x: Any) -> bool:
