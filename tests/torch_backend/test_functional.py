@@ -382,7 +382,17 @@ def test_a_subclass_with_a_forward_of_its_own_is_the_layer_it_is(case, method):
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 @pytest.mark.parametrize(
-    "case", ["linear", "product and bias", "half", "layer norm", "embedding", "left product", "mixer"]
+    "case",
+    [
+        *("linear", "product and bias", "half", "layer norm", "embedding", "left product"),
+        pytest.param(
+            "mixer",
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.8",
+                reason="torch mixes functions up that the same probe is behind",
+            ),
+        ),
+    ],
 )
 def test_it_is_seen_under_checkpointing_and_compiled(case, backend):
     torch._dynamo.reset()
