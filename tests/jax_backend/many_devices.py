@@ -267,7 +267,24 @@ def ensembles():
             w = w + updates
         return w
 
+    def squares(w):
+        outputs = normal(16, 4, seed=1) @ w
+        return jnp.mean(jnp.sum((outputs - 1) ** 2, 1)), outputs
+
+    both = value_and_grad(squares, has_aux=True)
+    adaptive_plan = both.plan(starts[0])
+
+    def adaptively(w):
+        tx = adaptive_kfac(adaptive_plan)
+        state = tx.init(w)
+        for _ in range(3):
+            _, gradients, statistics = both(w)
+            updates, state = tx.update(gradients, state, w, statistics=statistics, value_fn=squares)
+            w = w + updates
+        return w
+
     members = {
+        "adaptive": adaptively,
         "kron": of_gradients(kron(0.1)),
         "kron newton": of_gradients(kron(0.1), value_fn=loss),
         "lra": of_gradients(lra(0.1, rank=1)),

@@ -25,6 +25,7 @@ from suite.jax.kfac import Schedule, plan_leaves, scale_by_kfac
 from suite.jax.kfac_state import ScaleByKFACState, explicit_state_specs
 from suite.jax.plan import Plan
 from suite.jax.spread import spread_of
+from suite.jax.varying import cond
 
 _HIGHEST = 1e4  # of damping
 
@@ -281,7 +282,7 @@ def adaptive_kfac(
             )
 
         goes = known & ~rejected
-        step = lax.cond(goes, take, stay)
+        step = cond(goes, take, stay, like=(state, updates, loss))
         damping = jnp.where(goes & step.skipped, jnp.minimum(4 * damping, _HIGHEST), damping)
         rate, momentum = jnp.where(
             step.moved, step.weights, jnp.stack([state.learning_rate, state.momentum])
