@@ -34,6 +34,7 @@ CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T
 VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
+_TRANSPOSE, _TURN = {T.transpose, torch.transpose, T.swapaxes, torch.swapaxes}, {T.mT.__get__}
 # Products of rows with their group's matrix of a stack. torch.compile shows modes none of torch's own,
 # only the operator that transformers has for what those cannot do, which is known by its name.
 _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
@@ -163,6 +164,16 @@ class FreeParameters(TorchFunctionMode):
         if not isinstance(operand, T):
             return False
         return operand.ndim == 0 or any([operand is x for x in self.constants])  # noqa: C419
+
+
+def turns(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it exchanges its first argument's last two axes."""
+    if function in _TURN:
+        return True
+    if function not in _TRANSPOSE or kwargs or len(args) != 3:
+        return False
+    ndim = args[0].ndim
+    return {axis % ndim for axis in args[1:]} == {ndim - 2, ndim - 1}
 
 
 def _divides(x: Any) -> bool:

@@ -35,6 +35,7 @@ from suite.torch.free import (
     VIEWS,
     T,
     is_subtracted,
+    turns,
 )
 from suite.torch.hooks import Enter, Hook, ModeAround, graph_clock, in_traced_graph, packs_with
 from suite.torch.layers import Layer, Site
@@ -385,7 +386,7 @@ class _Watching(TorchFunctionMode):
                 self._follow_made(function, args, kwargs, output)
         if args and _keeps_order(function, args):
             self._view(args[0], output)
-        if self.products and _turns(function, args, kwargs):
+        if self.products and turns(function, args, kwargs):
             found = [p for p in self.products if p.tensor is args[0]]
             self.products += [p._replace(tensor=output, left=not p.left) for p in found]
             if found:
@@ -572,15 +573,6 @@ class _Watching(TorchFunctionMode):
         turned = [k for role in ("weight", "transpose") for k in self._found(tensor, role)]
         self.known += [k._replace(tensor=output) for k in turned if k.tensor is not tensor]
         self._view(tensor, output)
-
-
-def _turns(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it exchanges its argument's last two axes."""
-    if function == T.mT.__get__:
-        return True
-    if function not in (T.transpose, torch.transpose) or kwargs or len(args) != 3:
-        return False
-    return {axis % args[0].ndim for axis in args[1:]} == {args[0].ndim - 2, args[0].ndim - 1}
 
 
 def _keeps_order(function: Any, args: Any) -> bool:

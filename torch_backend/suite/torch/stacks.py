@@ -25,12 +25,10 @@ from suite.core.statistics import grouped_second_moment_sum, second_moment_sum
 from suite.torch.capture import LayerCapture, dense
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Noted, is_awaited, is_recorded
-from suite.torch.free import BASE, CASTS, MATRIX, T, ends_of_groups
+from suite.torch.free import BASE, CASTS, MATRIX, T, ends_of_groups, turns
 from suite.torch.hooks import ModeAround, in_backward, in_traced_graph, packs_with, without_modes
 from suite.torch.rows import Bases, counts_like
 
-_TRANSPOSE = {T.transpose, torch.transpose, T.swapaxes, torch.swapaxes}
-_TURN = {T.mT.__get__}
 _TURN_MATRIX = {T.T.__get__, T.t, torch.t}
 
 
@@ -138,13 +136,7 @@ def _view(function: Any, args: Any, kwargs: Any, watched: _Watched, output: T) -
     ndim = watched.tensor.ndim
     if function in CASTS:
         return watched._replace(tensor=output)
-    if (
-        function in _TRANSPOSE
-        and not kwargs
-        and {axis % ndim for axis in args[1:]} == {ndim - 2, ndim - 1}
-    ):
-        return watched._replace(tensor=output, turned=not watched.turned)
-    if function in _TURN or (function in _TURN_MATRIX and ndim == 2):
+    if turns(function, args, kwargs) or (function in _TURN_MATRIX and ndim == 2):
         return watched._replace(tensor=output, turned=not watched.turned)
     if function is T.__getitem__ and ndim > 2 and not watched.joined and not isinstance(args[1], tuple):
         return watched._replace(tensor=output).taken(args[1])
