@@ -222,6 +222,10 @@ CASES = {
         lambda G: G * statistics.gradient_scale(five(G), five(G) + 1, "mean"),
         (positive_definite(B, 3),),
     ),
+    "statistics.with_unit_G": (
+        lambda A, G: statistics.with_unit_G(A, G[:, 0, :]),
+        (positive_definite(B, 2), np.array([12.0, 3.0, 0.0])[:, None, None]),
+    ),
     "statistics.normalize_products": (
         lambda x: statistics.normalize_products(x, five(x), "mean"),
         (np.abs(normal(B, 3, 4)),),

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+from oracles import weighted_mean
 from suite.core import linalg
-from suite.jax import eigenbases, kfac, scale_by_kfac, value_and_grad
+from suite.jax import Categorical, eigenbases, kfac, scale_by_kfac, value_and_grad
 from suite.jax.finite import zero_unless
 
 
@@ -81,6 +82,47 @@ def test_the_direction_is_the_dense_damped_solution():
     np.testing.assert_allclose(directions["v"], expected, rtol=1e-9)
     sums = statistics["['scale']"].main
     np.testing.assert_allclose(directions["scale"], grads["scale"] / (sums.G[0] * 16 + 0.1), rtol=1e-9)
+
+
+@pytest.mark.parametrize("fisher", [None, Categorical(exact=True)])
+def test_batches_of_other_sizes_average_like_any(fisher):
+    """A scale and its shift, of an epoch whose last batch is smaller."""
+    params = {"scale": normal(4), "shift": normal(4, seed=1)}
+
+    def logits(p, x):
+        return jnp.tanh(p["scale"] * x + p["shift"])
+
+    def loss(p, x):
+        z = logits(p, x)
+        value = jnp.mean(jnp.sum(jnp.sin(z) * jnp.arange(1.0, 5.0), axis=-1))
+        return value if fisher is None else (value, z)
+
+    vag = value_and_grad(loss, has_aux=fisher is not None, fisher=fisher)
+    batches = [normal(size, 4, seed=size) for size in (12, 3, 24)]
+    tx = scale_by_kfac(vag.plan(params, batches[0]), damping=0.1, kl_clip=None)
+    state, history = tx.init(params), []
+
+    def moments(x):
+        """(terms, 4, 2, 2): of each term the Fisher matrix of each channel's scale and shift."""
+        jacobian = jax.vmap(jax.jacobian(logits), (None, 0))(params, x[:, None])
+        jacobian = jnp.stack([jacobian[k][:, 0] for k in ("scale", "shift")], -1)  # (n, 4, 4, 2)
+        z = logits(params, x)
+        if fisher is None:
+            rows = jnp.einsum("no,nocu->ncu", jnp.cos(z) * jnp.arange(1.0, 5.0), jacobian)
+            return rows[..., :, None] * rows[..., None, :]
+        p = jax.nn.softmax(z)
+        hessian = p[:, :, None] * jnp.eye(4) - p[:, :, None] * p[:, None, :]
+        return jnp.einsum("noq,nocu,nqcv->ncuv", hessian, jacobian, jacobian)
+
+    for x in batches:
+        _, grads, statistics = vag(params, x)
+        directions, state = updates_of(tx)(grads, state, params, statistics=statistics)
+        history.append(np.asarray(jnp.mean(moments(x), 0)))
+    matrices = weighted_mean(history, 0.95) + 0.1 * np.eye(2)
+    gradients = np.stack([grads["scale"], grads["shift"]], -1)[..., None]
+    expected = np.linalg.solve(matrices, gradients)[..., 0]
+    np.testing.assert_allclose(directions["scale"], expected[:, 0], rtol=1e-9)
+    np.testing.assert_allclose(directions["shift"], expected[:, 1], rtol=1e-9)
 
 
 def test_without_statistics_the_factors_stay():
@@ -323,6 +365,7 @@ def test_chains():
         ),
         ({"factor_dtype": "int32"}, TypeError, "factor_dtype must be a floating dtype"),
         ({"inv_dtype": 4}, TypeError, "inv_dtype must be a floating dtype"),
+        ({"fallback": "adam"}, TypeError, "fallback must be an optax transformation"),
         ({"mesh": 8}, TypeError, "mesh must be a jax.sharding.Mesh"),
         ({"mesh": MESH, "axis_name": "model"}, ValueError, "axis_name must be an axis of mesh"),
         ({"gradient_worker_fraction": 0.5}, ValueError, "below 1 needs mesh="),

@@ -141,6 +141,19 @@ def test_scanned_layers_are_independent_parameters():
             np.testing.assert_allclose(u["w"][i], v[str(i)], rtol=1e-10)
     with pytest.raises(ValueError, match="scanned_layers must have the structure"):
         scale_by_kron(scanned_layers=[True]).init(stacked)
+    for value in (2, "yes"):
+        with pytest.raises(TypeError, match=f"scanned_layers must be True or False, got {value!r}"):
+            scale_by_kron(scanned_layers={"w": value}).init(stacked)
+
+
+def test_a_parameter_may_be_a_python_number():
+    """As for optax's own."""
+    numbers, arrays = {"a": 1.5, "w": normal(3, 4)}, {"a": jnp.asarray(1.5), "w": normal(3, 4)}
+    grads = {"a": jnp.asarray(0.3), "w": normal(3, 4, seed=1)}
+    tx = kron(0.1)
+    (got, _), (expected, _) = (tx.update(grads, tx.init(p), p) for p in (numbers, arrays))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert float(jnp.abs(got["a"])) > 0
 
 
 def test_leaves_of_every_kind_keep_shape_and_dtype():

@@ -538,6 +538,40 @@ def group_timeouts() -> set[float]:
     return {g._get_backend(device).options._timeout.total_seconds() for g in groups}
 
 
+class Seldom(nn.Module):
+    """A layer that runs when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.seldom, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.asked = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(torch.tanh(self.seldom(x)) if self.asked else x)
+
+
+def treatments(settings: dict[str, Any]) -> list[dict[str, str]]:
+    """What the routing report says before and after a layer first runs, in a copy that resumes, too."""
+    torch.manual_seed(0)
+    model, found = Seldom(), []
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    for model.asked in (False, True, False):
+        kfac.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        average_gradients(model)
+        kfac.step()
+        found.append({route.parameter: route.treatment for route in kfac.routing()})
+        again = Seldom()
+        resumed = KFAC(again, torch.optim.SGD(again.parameters(), lr=0.1), **settings)
+        resumed.load_state_dict(kfac.state_dict())
+        again(torch.randn(8, 4)).square().mean().backward()
+        average_gradients(again)
+        resumed.step()
+        found.append({route.parameter: route.treatment for route in resumed.routing()})
+    return found
+
+
 def copies_with_a_group() -> bool:
     """Whether a copy of a KFAC with a group of its own takes the same step."""
     import copy

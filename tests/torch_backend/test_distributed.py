@@ -35,6 +35,7 @@ from torch_backend.distributed_jobs import (
     train_on_old_gloo,
     train_positions,
     train_with_nan,
+    treatments,
     whole_between_micro_batches,
 )
 
@@ -523,6 +524,19 @@ def test_groups_are_those_of_the_wrapper_or_the_mesh(crew):
 
 def test_groups_of_our_own_wait_as_long_as_the_given_one(crew):
     assert crew.run(group_timeouts, 4) == [{STALLED}] * 4
+
+
+@pytest.mark.parametrize("scaling", ["fisher", "kfac_pytorch"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_ranks_say_which_layers_have_no_statistics(crew, strategy, scaling):
+    settings = {"gradient_worker_fraction": strategy, "factor_scaling": scaling}
+    names = [f"{layer}.{p}" for layer in ("first", "seldom", "last") for p in ("weight", "bias")]
+    trained = dict.fromkeys(names, "kfac")
+    at_first = trained | {"seldom.weight": "waiting", "seldom.bias": "waiting"}
+    if scaling == "kfac_pytorch":  # starts from the identity
+        at_first = trained
+    for found in crew.run(treatments, 2, settings):
+        assert found == [at_first] * 2 + [trained] * 4
 
 
 def test_a_copy_shares_the_group(crew):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from conftest import assert_close
+from oracles import weighted_mean
 from suite.torch import KFAC
 from torch_backend.rows_by_loops import (
     Net,
@@ -385,6 +386,43 @@ def test_free_parameters_are_followed_in_the_module_that_owns_them_and_under_gra
     kfac.step()
     for name, (A, G) in held(kfac).items():
         assert_close(blocks_of((A, G))[0], blocks_of(expected[name])[0])
+
+
+class Scaled(nn.Module):
+    """A layer norm, and a scale of the module's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(4), nn.Parameter(numbers(4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.norm(x) * self.scale))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_batches_of_other_sizes_and_in_other_parts_average_like_any(reduction):
+    """An epoch's last batch is smaller; the number of micro-batches may change on the way."""
+    model = double(Scaled)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_reduction=reduction)
+    expected = {"norm": [], "scale": []}
+    for seed, (size, parts) in enumerate([(12, 1), (3, 1), (12, 4), (24, 2)]):
+        kfac.zero_grad()
+        batch = numbers(size, 4, seed=seed)
+        for x in batch.chunk(parts):
+            (loss_of(model(x), reduction) / (parts if reduction == "mean" else 1)).backward()
+        kfac.step()
+        weights = model.norm.weight, model.norm.bias, model.scale
+        gradients = [torch.autograd.grad(loss_of(model(x), "sum"), weights) for x in batch.split(1)]
+        of_weight, of_bias, of_scale = (torch.stack(g) for g in zip(*gradients, strict=True))
+        of_unit = torch.stack([of_weight, of_bias], -1)
+        of_all = torch.sum if reduction == "sum" else torch.mean
+        expected["norm"].append(of_all(of_unit[..., None] * of_unit[..., None, :], 0).numpy())
+        expected["scale"].append(of_all(of_scale.square(), 0).numpy())
+    for name, (A, G) in held(kfac).items():
+        if name in expected:
+            product = (A * G.reshape(-1, *(1,) * (A.ndim - 1))).reshape(expected[name][0].shape)
+            assert_close(product, weighted_mean(expected[name], 0.95))
 
 
 class Experts(nn.Module):

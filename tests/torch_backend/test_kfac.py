@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from conftest import same
 from suite.torch import KFAC, ComputeMethod, KFACPreconditioner
@@ -756,6 +757,37 @@ def test_labels_that_are_ignored_are_no_terms(kind, parts):
         ends.append([p.grad for p in model.parameters()])
     for got, expected in zip(*ends, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+class Repeated(nn.Module):
+    """A layer that runs once for all examples and once for each half, or within a checkpoint."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how, self.head = nn.Linear(4, 4), how, nn.Linear(4, 3)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        if self.how == "in halves":
+            return self.head(torch.cat([self.step(half) for half in self.step(x).chunk(2)]))
+        x.requires_grad_()
+        return self.head(checkpoint(self.step, x, use_reentrant=self.how == "reentrant"))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("how", ["in halves", "reentrant", "not reentrant"])
+def test_the_terms_of_a_last_layer_that_is_not_covered(how, parts):
+    model = Repeated(how)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), skip_layers=["head"])
+    for seed in range(2):
+        kfac.zero_grad()
+        for x in torch.randn(12, 4, generator=torch.Generator().manual_seed(seed)).chunk(parts):
+            (model(x).logsumexp(-1).mean() / parts).backward()
+        kfac.step()
+        assert kfac.counted_terms == 12
 
 
 class Prototypes(nn.Module):

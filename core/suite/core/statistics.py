@@ -295,6 +295,22 @@ def gradient_scale(
     return array_namespace(rows).zeros_like(terms) + 1 if loss_reduction == "sum" else terms
 
 
+def with_unit_G(A: Array, G: Array) -> tuple[Array, Array]:
+    """The same Kronecker products with G = 1, of blocks whose G is one number; 0 stays 0.
+
+    A of a scale and shift, or of a parameter that no layer computes with, is a mean of squared
+    gradients, and G counts them. Each by itself depends on how many terms the loss had, and on how many
+    processes and micro-batches shared them, so that its average over steps would say nothing.
+
+    Args:
+        A: (blocks, n, n) or (blocks, n), normalized.
+        G: (blocks, 1, 1) or (blocks, 1), or of one block for all.
+    """
+    xp = array_namespace(A)
+    number = xp.reshape(G, (-1, *(1,) * (A.ndim - 1)))
+    return A * number, xp.astype(G > 0, G.dtype)
+
+
 def normalize_products(products: Array, terms: Array, loss_reduction: LossReduction) -> Array:
     """Σ (Q_Gᵀ g)² ((Q_Aᵀ a)²)ᵀ in the units of A ⊗ G.
 

@@ -21,7 +21,7 @@ from suite.jax.dtypes import at_least_float32
 from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.finite import select
 from suite.jax.gauss_newton import linearized, total
-from suite.jax.kfac import Schedule, plan_leaves, scale_by_kfac
+from suite.jax.kfac import Schedule, of_the_rest, plan_leaves, scale_by_kfac
 from suite.jax.kfac_state import ScaleByKFACState, explicit_state_specs
 from suite.jax.plan import Plan
 from suite.jax.spread import spread_of
@@ -166,12 +166,11 @@ def adaptive_kfac(
     left = [name for name, ours in zip(plan.names, covered, strict=True) if not ours]
     if left and fallback is None:
         raise ValueError(f"fallback must be an optimizer for what the plan does not cover: {left}")
-    other = optax.identity() if fallback is None else fallback
 
     def is_left(tree: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(tree), [not ours for ours in covered])
 
-    rest = optax.with_extra_args_support(optax.masked(other, is_left))
+    rest = of_the_rest(fallback, is_left)
 
     def ours_of(tree: Any) -> list[jax.Array]:
         leaves = plan_leaves(plan, tree)

@@ -138,7 +138,7 @@ class Factors(FactorLayout):
         A, G = self._pair(sums.main._replace(A=leader), given.terms)
         if sums.transposed is not None:
             A, G = statistics.add_transposed(A, G, *self._pair(sums.transposed, given.terms))
-        return A, G
+        return statistics.with_unit_G(A, G) if layer.has_gradients_in_A else (A, G)
 
     def _pair(self, sums: Sums, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
         assert sums.A is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -284,8 +285,7 @@ def kfac(
     def is_of_fallback(tree: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(tree), [not ours for ours in is_ours(tree)])
 
-    other = optax.identity() if fallback is None else fallback
-    rest = optax.with_extra_args_support(optax.masked(other, is_of_fallback))
+    rest = of_the_rest(fallback, is_of_fallback)
 
     def init(params: Any) -> KFACOptState:
         flat, treedef = jax.tree.flatten(params)
@@ -339,6 +339,14 @@ def kfac(
     specs = functools.partial(explicit_state_specs, spread=spread)
     tx = optax.GradientTransformationExtraArgs(init, update)
     return across_explicit_axes(tx, spread.explicit_mesh, specs)
+
+
+def of_the_rest(fallback: Any, mask: Callable[[Any], Any]) -> optax.GradientTransformationExtraArgs:
+    """`fallback`, or nothing if it is None, for the leaves that `mask` says."""
+    if not (fallback is None or isinstance(fallback, optax.GradientTransformation)):
+        raise TypeError(f"fallback must be an optax transformation or None, got {fallback!r}")
+    other = optax.identity() if fallback is None else fallback
+    return optax.with_extra_args_support(optax.masked(other, mask))
 
 
 def plan_leaves(plan: Plan, tree: Any) -> list[Any]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from suite.core import blocks, buckets, noise
+from suite.core.checks import check_flag
 from suite.jax.masks import unmasked, with_places
 
 
@@ -133,6 +134,7 @@ def plan(
         kinds: of every leaf, what else than shape and dtype it must share with those it is joined with.
 
     Raises:
+        TypeError: `scanned_layers` that are not booleans.
         ValueError: complex leaves; `scanned_layers` of another structure.
     """
     leaves = jax.tree.leaves(tree)
@@ -145,16 +147,15 @@ def plan(
     plans: list[blocks.BlockPlan | None] = []
     members: dict[Hashable, list[int]] = {}
     for i, (leaf, is_scanned) in enumerate(zip(leaves, scanned, strict=True)):
-        plans.append(
-            blocks.plan_blocks(leaf.shape, structure, scanned=is_scanned) if leaf.size else None
-        )
-        if leaf.size:
+        shape, size = np.shape(leaf), np.size(leaf)
+        plans.append(blocks.plan_blocks(shape, structure, scanned=is_scanned) if size else None)
+        if size:
             # Scanned leaves stay alone: their leading axis may be sharded.
             kind = (jnp.result_type(leaf), kinds[i] if kinds else None, i if is_scanned else None)
-            members.setdefault((leaf.shape, kind), []).append(i)
+            members.setdefault((shape, kind), []).append(i)
     groups = []
     for own in members.values():
-        shape, stacked = leaves[own[0]].shape, not scanned[own[0]]
+        shape, stacked = np.shape(leaves[own[0]]), not scanned[own[0]]
         whole = (len(own), *shape) if stacked else shape
         groups.append(Group(tuple(own), blocks.plan_blocks(whole, structure, scanned=True), stacked))
 
@@ -194,6 +195,8 @@ def _scanned(scanned_layers: Any, tree: Any, leaves: int) -> list[bool]:
     if scanned_layers is None:
         return [False] * leaves
     scanned, given = jax.tree.flatten(scanned_layers)
+    for flag in scanned:
+        check_flag("scanned_layers", flag)
     expected = jax.tree.structure(tree)
     if given == expected:  # type: ignore[operator]
         return scanned

@@ -161,6 +161,11 @@ class Layer(NamedTuple):
         return type(self.uses[0].product).__name__.lower()
 
     @property
+    def has_gradients_in_A(self) -> bool:
+        """Whether A is of gradients by scales and shifts, and G counts them."""
+        return isinstance(self.uses[0].product, Elementwise) and self.bias is not None
+
+    @property
     def tied(self) -> bool:
         return any(use.transposed for use in self.uses)
 

@@ -70,6 +70,7 @@ class FactorStore:
         self.factors: list[core_kfac.Factor] = []  # one stack for each size, as `storage` keeps it
         self.received: dict[Key, tuple[Any, torch.Tensor]] = {}  # (inverses, ready) of others' factors
         self.products: list[Pair] = []  # (second moments, their weight), one for each bucket
+        self.seen: set[int] = set()  # layers that some rank has statistics of
         self.retries = 0  # factorizations that a second or third try saved
         self._cache: dict[tuple[int, str], Any] = {}  # what follows from the stacks, until they change
         self._plan({})
@@ -222,7 +223,8 @@ class FactorStore:
         if not self.allocated:
             return False
         if self.ranks.rank not in self._users((index, "G")):
-            return self.refreshed
+            started = self.factor_scaling == "kfac_pytorch"  # from the identity
+            return self.refreshed and (started or index in self.seen)
         key = (index, "layer is ready")
         if key not in self._cache:
             A, G = (self._inverse_of(index, side)[1] for side in ("A", "G"))
@@ -370,6 +372,7 @@ class FactorStore:
             self._require_fit(i, layers[name])
         at = {name: i for i, name in enumerate(names)}
         before = self.snapshot()
+        self.seen = set()
         own, wanted = self.input_of, {at[a]: at[b] for a, b in sharing.items()}
         self._plan(wanted)
         if not held:
@@ -392,6 +395,8 @@ class FactorStore:
             )
         self._restore(layers)
         self.refreshed = refreshed
+        weights = [layers[name].get("G_weight") for name in names]  # None: of another rank's share
+        self.seen = {i for i, w in enumerate(weights) if w is None or bool(w.any())}
         if self.input_of != wanted:
             self.share(wanted)
 
@@ -402,7 +407,7 @@ class FactorStore:
 
     def snapshot(self) -> tuple[Any, ...]:
         """All state, for `rewind`."""
-        flags = self.allocated, self.refreshed, self.updated
+        flags = self.allocated, self.refreshed, self.updated, set(self.seen)
         return self.input_of, flags, list(self.factors), list(self.products), dict(self.received)
 
     def rewind(self, snapshot: tuple[Any, ...]) -> None:
@@ -412,7 +417,7 @@ class FactorStore:
         if flags[0]:
             self.allocate()
             self.factors, self.products, self.received = factors, products, received
-        _, self.refreshed, self.updated = flags
+        _, self.refreshed, self.updated, self.seen = flags
 
     def _require_fit(self, index: int, record: Mapping[str, torch.Tensor]) -> None:
         expected = self._expected(index)

@@ -35,6 +35,8 @@ class LayerFactors(FactorRefresh):
         """
         self.allocate()
         self.updated = True
+        if not self.ranks.alone:
+            self.seen.update(i for (i, side), here in seen.items() if side == "G" and here)
         for number, bucket in enumerate(self.factor_buckets):
             factor, known = self.factors[number], (number, "parts")
             if known not in self._cache:

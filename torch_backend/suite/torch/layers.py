@@ -86,6 +86,11 @@ class Layer:
         return self.sites[0].spec
 
     @property
+    def has_gradients_in_A(self) -> bool:
+        """Whether the squares of its gradients are summed in A, and G counts their rows."""
+        return self.spec.kind in ("norm", "free")
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.weight.parameter.dtype
 

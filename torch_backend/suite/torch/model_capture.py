@@ -166,6 +166,7 @@ class ModelCapture:
 
         It is asked only where there are statistics: a GradScaler's answer has to come from the device.
         """
+        self.clock.taken = True
         nothing = all(slot.grad is None for slot in self._slots)
         turned = [slot for capture in self.by_layer for slot in capture.transposed[1:2]]
         nothing = nothing and all(slot.grad is None for slot in turned)  # which derivatives may add
@@ -183,7 +184,7 @@ class ModelCapture:
 
     def all_unscaled(self, taken: Taken, scale: Any) -> Taken:
         return [
-            None if t is None else _unscaled(t, scale, layer.spec.kind)
+            None if t is None else _unscaled(t, scale, layer.has_gradients_in_A)
             for t, layer in zip(taken, self.layers, strict=True)
         ]
 
@@ -194,13 +195,12 @@ class ModelCapture:
         return list(found)
 
 
-def _unscaled(captured: Captured, scale: Any, kind: str) -> Captured:
-    """Statistics of gradients that were `scale` times too large, of a layer of this kind; in place."""
+def _unscaled(captured: Captured, scale: Any, in_A: bool) -> Captured:
+    """Statistics of gradients that were `scale` times too large, and are in A or in G; in place."""
     if isinstance(scale, float) and scale == 1.0:
         return captured
     scale = scale.to(captured.main.G.device) if isinstance(scale, torch.Tensor) else scale
-    # The gradients of norm and free layers are in A, and their G counts rows.
-    squares = [captured.main.A if kind in ("norm", "free") else captured.main.G]
+    squares = [captured.main.A if in_A else captured.main.G]
     if captured.transposed is not None:
         squares.append(captured.transposed.G)
     if captured.products is not None:

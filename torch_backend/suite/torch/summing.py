@@ -132,14 +132,20 @@ def _all_normalized(
         if kind == "kfac_pytorch" or reduction == "mean":
             scale = statistics.gradient_scale(rows, terms, reduction, kind, places)
             torch._foreach_mul_(G, list(scale.to(of_G)))
-        found |= {(i, "A"): _of_each(captures[i], x) for i, x in zip(sums, A, strict=True)}
-        found |= {(i, "G"): x for i, x in zip(sums, G, strict=True)}
+        for i, *pair in zip(sums, A, G, strict=True):
+            found[i, "A"], found[i, "G"] = _of_kind(captures[i], *pair)
     return found
 
 
-def _of_each(capture: LayerCapture, A: torch.Tensor) -> torch.Tensor:
-    """A of a layer, whose mean is over all rows; of a stack of matrices each one's over its own rows."""
-    return statistics.mean_of_each(A) if capture.counts_each else A
+def _of_kind(
+    capture: LayerCapture, A: torch.Tensor, G: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of a layer's kind, of those whose mean is over all rows."""
+    if capture.layer.has_gradients_in_A:
+        return statistics.with_unit_G(A, G)
+    if capture.counts_each:  # of a stack of matrices each one's over its own rows
+        return statistics.mean_of_each(A), G
+    return A, G
 
 
 def _normalized(captured: Captured, scaling: Scaling, places: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,19 +214,16 @@ class _Pack:
                 parts.append(unpack(piece.reshape(shape[0], *packed_shape(shape[1]))))
             else:
                 parts.append(piece.reshape(shape))
-        terms = scaling.terms.to(flat.device)
         if self.turned:
             main = LayerStatistics(parts[0], parts[1], parts[2][0])
             other = LayerStatistics(parts[3], parts[4], parts[5][0])
             used = other if bool(other.rows > 0) else None
             captured = Captured(main, used, (main.rows, None), None, 0.0, ())
             return _normalized(captured, scaling, 1)[0 if side == "A" else 1]
-        kind, rows = scaling.factor_scaling, parts[1][0]
-        if side == "A":
-            scale = statistics.input_scale(rows, kind)
-            return _of_each(self.capture, parts[0] * scale.to(parts[0].dtype))
-        scale = statistics.gradient_scale(rows, terms, scaling.loss_reduction, kind)
-        return parts[0] * scale.to(parts[0].dtype)
+        rows = parts[1].to(parts[0].dtype, copy=True).reshape(1, 1, 1)  # G, where A has gradients
+        pair = (parts[0], rows) if side == "A" else (rows, parts[0])
+        scaled = _scaled(LayerStatistics(*pair, parts[1][0]), scaling)
+        return _of_kind(self.capture, *scaled)[0 if side == "A" else 1]
 
 
 def _over_places(captured: Captured, places: int) -> Captured:

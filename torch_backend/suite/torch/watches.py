@@ -72,4 +72,5 @@ class OutputWatch:
         if self.is_covered():
             return
         if clock.wanted and module.training and output.requires_grad:
-            clock.last, clock.last_positions = None, output.numel() // max(self.channels, 1)
+            positions = output.numel() // max(self.channels, 1)
+            clock.last, clock.last_positions = None, clock.counted(id(self), positions)
