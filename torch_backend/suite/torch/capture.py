@@ -299,7 +299,8 @@ class LayerCapture:
 
     def counted_slots(self) -> list[torch.Tensor]:
         """The slots that grow with every backward pass, whatever its gradients."""
-        return [self.A, self.counts, *self.transposed[::2]]
+        counting = self.G if self.layer.has_gradients_in_A else self.A
+        return [counting, self.counts, *self.transposed[::2]]
 
     def _keeps(self, site: Site, x: Any, y: Any) -> bool:
         usable = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and y.requires_grad
