@@ -281,6 +281,47 @@ class Own(nn.Module):
         return F.linear(x, self.matrix) if self.kind == "linear" else x @ self.matrix
 
 
+class Moved(nn.Module):
+    """A product whose features are not last."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.matrix = kind, nn.Parameter(numbers(4, 4, seed=3))
+
+    def forward(self, x):
+        x = torch.tanh(x)
+        if self.kind == "left":
+            return (self.matrix @ x.mT).mT
+        return torch.einsum("oi,...ni->...on", self.matrix, x).mT
+
+
+@pytest.mark.parametrize("kind", ["left", "einsum"])
+@pytest.mark.parametrize("order", [1, 2])
+def test_products_whose_features_are_not_last(kind, order):
+    model = double(lambda: nn.Sequential(nn.Linear(3, 4), Moved(kind), nn.Tanh(), nn.Linear(4, 1)))
+    uses = []
+
+    def loss(f):
+        if order == 1:
+            return penalty(f, numbers(8, 3))
+        return laplacian(f, inside()).square().mean()
+
+    kfac = KFAC(model, kl_clip=None)
+    loss(model).backward()
+    kfac.step()
+    assert kfac.routing()["1.matrix"].factors == "4x4, 4x4"
+    model.zero_grad()
+
+    def reference(x):
+        return model[3](torch.tanh(Times.apply(torch.tanh(model[0](x)), model[1].matrix, uses)))
+
+    loss(reference).backward()
+    A, G = expected_factors(uses, 8 if order == 1 else 6, False)
+    found = held(kfac)["1.matrix"]
+    assert_close(found[0][0], A)
+    assert_close(found[1][0], G)
+
+
 @pytest.mark.parametrize("kind", ["linear", "matmul"])
 @pytest.mark.parametrize("order", [1, 2])
 def test_parameters_of_a_module_s_own(kind, order):

@@ -167,6 +167,27 @@ FREE = {
         SEQUENCE,
         (3, 2),
     ),
+    "einsum": (
+        lambda x, W: torch.einsum("...i,io->...o", x, W),
+        lambda x, W: torch.einsum("nti,ntio->nto", x, W),
+        [(4, 5)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "einsum with two axes of outputs": (
+        lambda x, W: torch.einsum("hoi,nti->htno", [W, x]).permute(2, 1, 0, 3).flatten(2),
+        lambda x, W: torch.einsum("nthoi,nti->ntho", W, x).flatten(2),
+        [(2, 3, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "einsum with two axes of inputs": (
+        lambda x, W: torch.einsum("nti,tio->no", x, W),
+        lambda x, W: torch.einsum("nti,ntio->no", x, W),
+        [(2, 4, 5)],
+        SEQUENCE,
+        (3,),
+    ),
     "x * p": (lambda x, p: x * p, lambda x, p: x * p, [(4,)], SEQUENCE, (3, 2)),
     "x *= p": (lambda x, p: x.clone().mul_(p), lambda x, p: x * p, [(4,)], SEQUENCE, (3, 2)),
     "x += p": (lambda x, p: x.clone().add_(p), lambda x, p: x + p, [(4,)], SEQUENCE, (3, 2)),
@@ -321,16 +342,19 @@ class Masked(nn.Module):
         self.w = nn.Parameter(0.5 * numbers(4, 3, seed=1))
         self.register_buffer("mask", (numbers(4, 3, seed=2) > 0).double() + 0.5)
         self.u, self.v = (nn.Parameter(numbers(*s, seed=5)) for s in ((4, 2), (2, 3)))
+        self.root = nn.Parameter(numbers(4, 4, seed=6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "mask":
             return x @ (self.w * (2 * self.mask))
         if self.kind == "shift":
             return x @ (self.w - self.mask.exp())
+        if self.kind == "square":
+            return x @ (self.w + self.root @ self.root @ self.mask)
         return x @ (self.w + self.u @ self.v)
 
 
-@pytest.mark.parametrize("kind", ["mask", "shift", "adapter"])
+@pytest.mark.parametrize("kind", ["mask", "shift", "adapter", "square"])
 @pytest.mark.filterwarnings("ignore:statistics miss some uses:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
 def test_what_has_no_rows_is_not_taken_for_rows(kind):
@@ -341,8 +365,10 @@ def test_what_has_no_rows_is_not_taken_for_rows(kind):
     loss_of(y, "sum").backward()
     factor = 2 * model.mask if kind == "mask" else 1.0
     per_row = x[:, :, None] * y.grad[:, None, :] * factor
-    A, G = held(stepped(model, x, reduction="sum"))["w"]
+    kfac = stepped(model, x, reduction="sum")
+    A, G = held(kfac)["w"]
     assert_close(A * G[:, 0], per_row.square().sum(0).reshape(1, -1))
+    assert all(kfac.routing()[name].treatment == "waiting" for name in ("u", "v", "root"))
 
 
 class Features(nn.Module):

@@ -200,6 +200,25 @@ class TurnedProduct(nn.Linear):
         return torch.matmul(self.weight, input.mT).transpose(-1, -2) + self.bias
 
 
+class ByEinsum(nn.Linear):
+    def forward(self, input):
+        y = torch.einsum("...i, oi -> ...o", input, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+class ByEinsumOfTheTranspose(nn.Linear):
+    def forward(self, input):
+        return torch.einsum("io,nti", self.weight.T, input).permute(0, 2, 1) + self.bias
+
+
+class ByEinsumOfFeatures(nn.Linear):
+    """Features before positions."""
+
+    def forward(self, input):
+        y = torch.einsum("oi,ni...->no...", [self.weight, input.transpose(1, 2)])
+        return (y + self.bias[:, None]).transpose(1, 2)
+
+
 class Mixer(nn.Module):
     """A causal convolution of each channel, and a product."""
 
@@ -264,6 +283,20 @@ CASES = {
     "product of casts": (lambda: ByCastProduct(4, 4), lambda: nn.Linear(4, 4), 4, sequences),
     "left product": (lambda: LeftProduct(4, 3), lambda: nn.Linear(4, 3), 3, sequences),
     "turned product": (lambda: TurnedProduct(4, 3), lambda: nn.Linear(4, 3), 3, sequences),
+    "einsum": (lambda: ByEinsum(4, 3), lambda: nn.Linear(4, 3), 3, sequences),
+    "einsum without bias": (
+        lambda: ByEinsum(4, 3, bias=False),
+        lambda: nn.Linear(4, 3, bias=False),
+        3,
+        numbers,
+    ),
+    "einsum of a transpose": (
+        lambda: ByEinsumOfTheTranspose(4, 5),
+        lambda: nn.Linear(4, 5),
+        5,
+        sequences,
+    ),
+    "einsum of features": (lambda: ByEinsumOfFeatures(4, 3), lambda: nn.Linear(4, 3), 3, sequences),
     "left product without bias": (
         lambda: LeftProduct(4, 3, bias=False),
         lambda: nn.Linear(4, 3, bias=False),
@@ -385,6 +418,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_the_layer_it_is(case, method):
     "case",
     [
         *("linear", "product and bias", "half", "layer norm", "embedding", "left product"),
+        "einsum",
         pytest.param(
             "mixer",
             marks=pytest.mark.skipif(

@@ -216,6 +216,119 @@ def test_a_bias_beside_a_matrix_is_a_block_of_its_own(make):
     assert_close(A * G[:, 0], g.square().sum(0)[None])
 
 
+class Heads(nn.Module):
+    """Attention without softmax, whose weights are (d, heads, k) and (heads, k, d)."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys = (nn.Parameter(0.3 * numbers(4, 2, 3, seed=i)) for i in (1, 2))
+        self.out = nn.Parameter(0.3 * numbers(2, 3, 5, seed=3))
+        self.value = nn.Parameter(0.3 * numbers(2, 3, 4, seed=4))
+
+    def weights(self):
+        """As matrices (in, out)."""
+        flat = self.queries.flatten(1), self.keys.flatten(1), self.out.flatten(0, 1)
+        return *flat, self.value.flatten(0, 1).T
+
+    def forward(self, x):
+        q, k = torch.einsum("btd,dhk->bthk", x, self.queries), self.projected(x)
+        v = torch.einsum("...d,hkd->...hk", x, self.value)
+        scores = torch.einsum("bthk,bshk->bhts", q, k)
+        values = torch.tanh(torch.einsum("bhts,bshk->bthk", scores, v))
+        return torch.tanh(torch.einsum("hko,bthk->bto", self.out, values))
+
+    def projected(self, x):
+        return torch.einsum("btd,dhk->bthk", x, self.keys)
+
+
+class OfEinops(Heads):
+    """einops' own function calls torch's, with a letter for each name."""
+
+    def projected(self, x):
+        return einsum(x, self.keys, "batch t d, d heads k -> batch t heads k")
+
+
+def einsum(x, y, pattern):
+    assert pattern == "batch t d, d heads k -> batch t heads k"
+    return torch.einsum("abc,cde->abde", x, y)
+
+
+einsum.__module__ = "einops.einops"
+
+
+class Linears(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        sides = [(4, 6), (4, 6), (6, 5), (4, 6)]
+        self.layers = nn.ModuleList(nn.Linear(i, o, bias=False).double() for i, o in sides)
+        with torch.no_grad():
+            for layer, weight in zip(self.layers, heads.weights(), strict=True):
+                layer.weight.copy_(weight.T)
+
+    def weights(self):
+        return [layer.weight.T for layer in self.layers]
+
+    def forward(self, x):
+        q, k, v = (self.layers[i](x).unflatten(-1, (2, 3)) for i in (0, 1, 3))
+        scores = torch.einsum("bthk,bshk->bhts", q, k)
+        values = torch.tanh(torch.einsum("bhts,bshk->bthk", scores, v))
+        return torch.tanh(self.layers[2](values.flatten(2)))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"compute_method": method, "inv_update_steps": 2} for method in ("eigen", "inverse", "ekfac")),
+        {"weight_sharing": "reduce"},
+        {"packed_factors": True, "compute_method": "inverse"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [Heads, OfEinops])
+def test_weights_of_einsums_with_axes_for_heads_are_matrices(kind, settings):
+    x, ends = numbers(24, 3, 4), []
+    heads = double(kind)
+    for body in (heads, Linears(heads)):
+        model = double(lambda body=body: Pooled(body, 5))
+        kfac = trained(model, x, **settings)
+        assert {factors for _, factors in list(routes(kfac).values())[:2]} == {"4x4, 6x6"}
+        assert all(route.treatment == "kfac" for route in kfac.routing())
+        ends.append([*body.weights(), model.head.weight])
+    for got, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+class Others(nn.Module):
+    """A weight in other einsums than products of rows with it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.weight, self.kind = nn.Parameter(numbers(4, 3)), kind
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = torch.tanh(self.body(x))
+        if self.kind == "broadcast":
+            return torch.einsum("ni,io->no", x.mean(-1, keepdim=True), self.weight)
+        if self.kind == "summed":
+            return torch.einsum("nti,io->no", x.unflatten(0, (3, 2)), self.weight)
+        if self.kind == "of itself":
+            return torch.einsum("io,jo->ij", self.weight, self.weight)[:2] @ x.T
+        return torch.einsum("ni,io,o->no", x, self.weight, x.new_ones(3))
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "summed", "of itself", "of three"])
+def test_einsums_that_are_not_understood_are_reported(kind):
+    model = Others(kind).double()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(numbers(6, 4)).square().mean().backward()
+    with pytest.warns(RuntimeWarning) as warned:
+        kfac.step()
+    assert all("'weight'" in str(one.message) for one in warned)
+    assert routes(kfac)["weight"][0] == "waiting"
+
+
 class Alternating(nn.Module):
     """A weight by several ways that are one layer's."""
 
@@ -386,6 +499,22 @@ def from_the_left(self, x):
     return self.weight @ x
 
 
+def by_einsum(self, x):
+    return torch.einsum("...i,oi->...o", x, self.weight) @ self.other
+
+
+def by_einsums_that_disagree(self, x):
+    return torch.einsum("ni,oi->no", x, self.weight) + torch.einsum("ni,io->no", x, self.weight)
+
+
+def by_einsum_of_sums(self, x):
+    return torch.einsum("ni,oi->o", x, self.weight) + torch.einsum("ni,oo->no", x, self.other)
+
+
+def by_einsum_of_a_multiple(self, x):
+    return torch.einsum("ni,oi->no", x, 2 * self.weight)
+
+
 def penalized(self, x):
     self.penalty = self.weight.square().sum()
     return F.linear(x, self.weight)
@@ -445,7 +574,11 @@ SAID = [
     (masked, []),
     (shifted, []),
     (product_of_two, []),
-    (from_the_left, []),
+    (from_the_left, one()),
+    (by_einsum, [*one("other", turned=True), *one()]),
+    (by_einsums_that_disagree, []),
+    (by_einsum_of_sums, []),
+    (by_einsum_of_a_multiple, []),
     (penalized, []),
     (set_twice, []),
     (kept, []),

@@ -327,6 +327,11 @@ class OutIn(InOut):
         return torch.einsum("hed,bnd->bhne", self.weight, x)
 
 
+class AnyPlaces(InOut):
+    def by_head(self, x):
+        return torch.einsum("...nd,hde->...hne", x, self.weight)
+
+
 class OneLayer(InOut):
     def by_head(self, x):
         return F.linear(x, self.weight).unflatten(-1, (N, H)).movedim(2, 1)
@@ -334,7 +339,9 @@ class OneLayer(InOut):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
-@pytest.mark.parametrize(("make", "kind"), [(InOut, "in, out"), (OutIn, "out, in")])
+@pytest.mark.parametrize(
+    ("make", "kind"), [(InOut, "in, out"), (OutIn, "out, in"), (AnyPlaces, "in, out")]
+)
 def test_heads_that_get_the_same_inputs_are_one_layer(make, kind, method):
     data, ends = [numbers(6, 3, D, seed=seed) for seed in range(3)], []
     settings = {"compute_method": method, "inv_update_steps": 3 if method == "ekfac" else 1}

@@ -423,7 +423,7 @@ class FoundLayers:
             weight, bias = left[found.name], left.get(found.bias)
             if found.name not in matrices or weight.ndim != found.ndim or len(weight) % found.groups:
                 continue
-            if found.stacked and len(self._owners[id(weight)]) > 1:
+            if weight.ndim > 2 and not found.axes and len(self._owners[id(weight)]) > 1:
                 continue
             if bias is not None and (
                 found.turned
@@ -460,7 +460,8 @@ class FoundLayers:
         turned: Layout = "turned" if found.stacked else "transposed"
         layout: Layout = turned if found.turned else "matrix"
         own_name = name if name and found.name == "weight" else _join(name, found.name)
-        self._add(own_name, Piece(weight), None if bias is None else Piece(bias), layout, site)
+        own_bias = None if bias is None else Piece(bias)
+        self._add(own_name, Piece(weight), own_bias, layout, site, found.leading)
         if found.stacked and self.layers[-1].weight.parameter is weight:
             self.stacks.setdefault(module, []).append(self.layers[-1])
 
@@ -484,26 +485,38 @@ class FoundLayers:
 
     # ---- blocks --------------------------------------------------------------------------------
 
-    def _add(self, name: str, weight: Piece, bias: Piece | None, layout: Layout, site: Site) -> None:
-        """A new block, or another use of the weight of one."""
+    def _add(
+        self,
+        name: str,
+        weight: Piece,
+        bias: Piece | None,
+        layout: Layout,
+        site: Site,
+        leading: int = 1,
+    ) -> None:
+        """A new block, or another use of the weight of one.
+
+        Args:
+            leading: how many of the weight's axes are its first side.
+        """
         place = self._by_weight.get((id(weight.parameter), weight.start))
         if place is not None:
             self._tie(place, name, bias, layout, site)
             return
         spec = site.spec
         shape = weight.shape
-        count = math.prod(shape)
+        count, first = math.prod(shape), math.prod(shape[:leading])
         blocks, sizes = 1, (count, 1)
         if spec.kind == "stack":
-            blocks, (count, first, second) = spec.groups, shape
-            into, out = (first, second) if layout == "turned" else (second, first)
-            sizes = (into, out * count // blocks)
+            blocks, (matrices, *sides) = spec.groups, shape
+            into, out = sides if layout == "turned" else sides[::-1]
+            sizes = (into, out * matrices // blocks)
         elif layout == "matrix":
             blocks = spec.groups
-            sizes = (count // shape[0] + spec.bias, shape[0] // blocks)
+            sizes = (count // first + spec.bias, first // blocks)
         elif layout == "transposed":
             blocks = spec.groups
-            sizes = (shape[0] // blocks, count // shape[0])
+            sizes = (first // blocks, count // first)
         elif layout == "table":
             sizes = shape  # type: ignore[assignment]
         elif layout == "unit":

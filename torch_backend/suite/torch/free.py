@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from suite.core.statistics import elementwise_second_moment_sum
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
+from suite.torch.einsum import axes_of, operands_of
 from suite.torch.hooks import in_traced_graph, is_batched, packs_with, without_modes
-from suite.torch.rows import counts_like
+from suite.torch.rows import Axes, counts_like
 
 T: Any = torch.Tensor
 
@@ -35,6 +36,7 @@ VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, 
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
 _TRANSPOSE, _TURN = {T.transpose, torch.transpose, T.swapaxes, torch.swapaxes}, {T.mT.__get__}
+_PERMUTE = {T.permute, torch.permute}
 # Products of rows with their group's matrix of a stack. torch.compile shows modes none of torch's own,
 # only the operator that transformers has for what those cannot do, which is known by its name.
 _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
@@ -94,6 +96,9 @@ class FreeParameters(TorchFunctionMode):
         if function is F.linear and kwargs:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             args, kwargs = (given["input"], given["weight"], given.get("bias")), {}
+        if function is torch.einsum:
+            equation, operands = operands_of(args)
+            args = (equation, *operands)
         before = args
         if not kwargs and function in (T.mul_, T.__imul__) and self._known(args[1]):
             before = (args[0].detach().clone(), args[1])  # the product takes its place
@@ -146,6 +151,7 @@ class FreeParameters(TorchFunctionMode):
                     others = [x for x in others if x is not operand and x.requires_grad]
                     # A buffer may be data, and its rows those of a product; parameters are none.
                     met = not any([self._without_rows(x) for x in others])  # noqa: C419
+                    met = met and sum([x is operand for x in args]) == 1  # noqa: C419
                     ends, probed = ends_of_groups(function, args, kwargs), None
                     if met and (not kwargs or ends is not None):
                         probed = _probed(function, output, before, place, watched, ends, in_place)
@@ -170,6 +176,10 @@ def turns(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether it exchanges its first argument's last two axes."""
     if function in _TURN:
         return True
+    if function in _PERMUTE and not kwargs:
+        ndim = args[0].ndim
+        order = args[1] if len(args) == 2 else args[1:]
+        return ndim > 1 and [n % ndim for n in order] == [*range(ndim - 2), ndim - 1, ndim - 2]
     if function not in _TRANSPOSE or kwargs or len(args) != 3:
         return False
     ndim = args[0].ndim
@@ -200,7 +210,7 @@ def _probed(
     """`output`, with a probe behind it; None: this use is not understood."""
     others = [x for i, x in enumerate(args[:2]) if i != place and isinstance(x, T)]
     shape = watched.slot.shape
-    kind, other = "", None
+    kind, other, axes = "", None, None
     if function in SUMS or (function in COPIES and place == 0 and _broadcasts(shape, output.shape)):
         kind = "sum"
     elif function in TIMES and len(others) == 1:
@@ -217,17 +227,21 @@ def _probed(
             kind = "left" if place == 1 else "right"
     elif ends is not None and len(shape) == 3 and args[0].ndim == 2:
         kind, other = "grouped", args[0]
+    elif function is torch.einsum:
+        found = axes_of(args[0], place - 1, watched.tensor, args[3 - place]) if len(args) == 3 else None
+        if found is not None:
+            kind, other, axes = ("right" if found[0] else "linear"), args[3 - place], found[1]
     if not kind:
         return None
     if watched.widened and kind not in ("sum", "product"):
         return None  # a factor of a matrix's rows: its gradient is a sum over them, not a row of x
     source = None
     if isinstance(other, T) and other.requires_grad | in_place and not torch.compiler.is_compiling():
-        source = _Source(watched, kind, not in_place)
+        source = _Source(watched, kind, not in_place, axes)
     slots = watched.slot, watched.ones, watched.counts
     apply = _FreeProbe.apply if torch.compiler.is_compiling() else _FreeProbeOfDuals.apply
     with without_modes():
-        probed: T = apply(output, other, *slots, kind, watched.clock, ends, in_place, source)
+        probed: T = apply(output, other, *slots, kind, watched.clock, ends, in_place, source, axes)
     return probed
 
 
@@ -237,6 +251,7 @@ class _Source(NamedTuple):
     watched: Watched
     kind: str
     understood: bool  # whether what it multiplied is still what it was
+    axes: Axes | None
     turned: bool = False  # in a product in derivatives of that, with the transpose
 
     def passed(self, gradient: T, other: T, ends: T | None) -> T:
@@ -255,7 +270,7 @@ class _Source(NamedTuple):
         def probe(y: T) -> T:
             slots = watched.slot, watched.ones, watched.counts
             following = self._replace(turned=not self.turned)
-            given = gradient, *slots, self.kind, watched.clock, ends, False, following
+            given = gradient, *slots, self.kind, watched.clock, ends, False, following, self.axes
             probed: T = _FreeProbeOfDuals.apply(y, *given)
             return probed
 
@@ -284,11 +299,12 @@ class _FreeProbe(torch.autograd.Function):
         ends: T | None,
         in_place: bool,
         source: _Source | None,
+        axes: Axes | None,
     ) -> T:
         ctx.source, ctx.slot = source, ones
         ctx.save_for_backward(other, ends)
         ctx.kind, ctx.shape, ctx.dtype, ctx.clock = kind, slot.shape, slot.dtype, clock
-        ctx.in_place = in_place
+        ctx.in_place, ctx.axes = in_place, axes
         if in_place:  # whoever changed a tensor goes on with that, not with what is returned
             ctx.mark_dirty(y)
             return y
@@ -302,15 +318,21 @@ class _FreeProbe(torch.autograd.Function):
             on = ctx.source.passed(gradient, other, ends)
             waits = waits and is_awaited(ctx.slot)
         if not ctx.needs_input_grad[2] or not waits:
-            return on, *(None,) * 9
+            return on, *(None,) * 10
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             g = gradient.to(ctx.dtype)
             other = None if other is None else other.detach().to(ctx.dtype)
             if ctx.source is not None and ctx.source.turned:
                 g, other = other, g  # of the product that it is a derivative of
-            squares = elementwise_second_moment_sum(g, other, ctx.kind, tuple(ctx.shape), ends)
+            shape = tuple(ctx.shape)
+            if ctx.axes is not None:
+                assert other is not None
+                g, other = ctx.axes.output(g), ctx.axes.input(other)
+                sides = other.shape[-1], g.shape[-1]
+                shape = sides if ctx.kind == "right" else sides[::-1]
+            squares = elementwise_second_moment_sum(g, other, ctx.kind, shape, ends).reshape(ctx.shape)
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
-        return on, None, squares, one, counts_like(one, 1, 0), *(None,) * 5
+        return on, None, squares, one, counts_like(one, 1, 0), *(None,) * 6
 
 
 class _FreeProbeOfDuals(_FreeProbe):

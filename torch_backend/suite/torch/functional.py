@@ -4,16 +4,17 @@ A subclass of a layer with a forward of its own (timm's norms, scaled embeddings
 subclass of torch's (`own_weights.py`), or a module that hands a child's weight to a function
 (`F.linear(x, self.qkv.weight)`), has no call that a module's hook could read. While such a module runs,
 a torch function mode watches for the functions below with one of these weights, and treats each call as
-one of the layer. So is `x @ self.weight.T`, or `self.weight @ x.mT`, and of a layer with a bias the sum
-of a product and that. What a layer's own forward makes of its weight by multiplying, shifting and
-standardizing rows may take its place: its rows are so many times longer. The mode also watches for sums
-of what an embedding looked up once for all examples with what they have each
+one of the layer. So is `x @ self.weight.T`, or `self.weight @ x.mT`, or `torch.einsum` of a product, and
+of a layer with a bias the sum of a product and that. What a layer's own forward makes of its weight by
+multiplying, shifting and standardizing rows may take its place: its rows are so many times longer. The
+mode also watches for sums of what an embedding looked up once for all examples with what they have each
 (`tokens + self.positions(torch.arange(n))`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from suite.torch.capture import LayerCapture, LookedUp
+from suite.torch.einsum import axes_of, operands_of
 from suite.torch.free import (
     ADDED,
     ADDITIONS,
@@ -39,7 +41,7 @@ from suite.torch.free import (
 )
 from suite.torch.hooks import Enter, Hook, ModeAround, graph_clock, in_traced_graph, packs_with
 from suite.torch.layers import Layer, Site
-from suite.torch.rows import LayerSpec, paddings
+from suite.torch.rows import Axes, LayerSpec, paddings
 
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
 # Which take a layer's weight transposed, (in, out).
@@ -232,7 +234,18 @@ class FunctionCapture(ModeAround):
     def makes_weights(self, place: int) -> bool:
         """Whether what is computed from a weight may take its place: in the forward of its layer."""
         capture, index = self.uses[place]
-        return self.own[place] and capture.layer.sites[index].spec.kind in ("dense", "convolution")
+        layer = capture.layer
+        is_matrix = layer.sites[index].spec.kind == "dense" and len(layer.weight.shape) == 2
+        return self.own[place] and (is_matrix or layer.sites[index].spec.kind == "convolution")
+
+    def fits(self, place: int, shape: torch.Size, turned: bool, axes: Axes) -> bool:
+        """Whether a weight's axes are those of a layer's inputs and outputs."""
+        capture, index = self.uses[place]
+        first = math.prod(shape[: axes.features[0 if turned else 1]])
+        rest = math.prod(shape) // max(first, 1)
+        d_in, d_out = capture.layer.sizes
+        d_in -= capture.layer.sites[index].spec.bias
+        return (d_in, d_out) == ((first, rest) if turned else (rest, first))
 
     def has_bias(self, place: int) -> bool:
         """Whether a layer's bias is a coordinate of its input."""
@@ -252,6 +265,7 @@ class FunctionCapture(ModeAround):
         given: Mapping[str, Any],
         output: Any,
         made: torch.Tensor | None = None,
+        axes: Axes | None = None,
     ) -> Any:
         """The output of a function that got a weight, or what was `made` of it, with a probe behind."""
         for place in places:
@@ -263,6 +277,7 @@ class FunctionCapture(ModeAround):
             spec = None if given["input"].is_nested else call_of(function, given, site)
             if spec is not None:
                 self.found.add(place)
+                spec = spec._replace(axes=axes)
                 return capture.observe_function(index, given["input"], output, spec, made)
         return output
 
@@ -316,7 +331,21 @@ class _Product(NamedTuple):
     tensor: torch.Tensor
     place: int
     x: torch.Tensor
-    left: bool  # whether the weight was the left factor, and positions are behind features
+    axes: Axes | None
+
+    def role_of_bias(self) -> str:
+        """What a layer's bias has to be to be added to it."""
+        behind = 0 if self.axes is None else self.tensor.ndim - 1 - self.axes.y[-1]
+        of_one = self.axes is None or self.axes.features[1] == 1
+        return ("bias", "column")[behind] if of_one and behind < 2 else ""
+
+    def turned(self, output: torch.Tensor) -> _Product:
+        """With its last two axes exchanged."""
+        ndim = output.ndim
+        exchanged = {ndim - 1: ndim - 2, ndim - 2: ndim - 1}
+        axes = self.axes or Axes(tuple(range(self.x.ndim)), tuple(range(ndim)), (1, 1))
+        y = tuple([exchanged.get(axis, axis) for axis in axes.y])
+        return self._replace(tensor=output, axes=axes._replace(y=y))
 
 
 class _Made(NamedTuple):
@@ -388,26 +417,29 @@ class _Watching(TorchFunctionMode):
             self._view(args[0], output)
         if self.products and turns(function, args, kwargs):
             found = [p for p in self.products if p.tensor is args[0]]
-            self.products += [p._replace(tensor=output, left=not p.left) for p in found]
+            self.products += [p.turned(output) for p in found]
             if found:
                 return output
         sums = function in SUMS and not kwargs
         for product in self._met(args, kwargs) if self.products else ():
             bias = args[args[0] is product.tensor] if sums and function in ADDITIONS else None
-            if product.place in self._places(bias, "column" if product.left else "bias"):
+            if product.place in self._places(bias, product.role_of_bias()):
                 self._note_call(product.tensor, product.x)
                 sum_of = {"input": product.x, "bias": bias}
-                return self._meet([product.place], F.linear, sum_of, output, product.left)
+                return self.around.meet([product.place], F.linear, sum_of, output, None, product.axes)
             self.around.stray(product.place)
         if sums:
             return self.around.meet_sum(args, output, [one for _, one in self.moved])
+        if function is torch.einsum:
+            return self._meet_einsum(*operands_of(args), output)
         names = _ARGUMENTS.get(function)
         if names is None:
             return output
         given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-        left = self._is_left(function, args, kwargs)
+        left, axes = self._is_left(function, args, kwargs), None
         if left:
-            given = {"input": args[1].mT, "weight": args[0]}
+            given = {"input": args[1], "weight": args[0]}
+            axes = _behind(args[1].ndim)
         if self._is_weight(given.get("input")):  # the product of two weights is no layer's
             return output
         turned = function in _PRODUCTS and not left
@@ -422,32 +454,42 @@ class _Watching(TorchFunctionMode):
             places = [p for p in places if not self.around.has_bias(p) or p in beside]
         for place in places:
             if self.around.awaits_bias(place, given):
-                self.products.append(_Product(output, place, given["input"], left))
+                self.products.append(_Product(output, place, given["input"], axes))
         if not places:
             return self._meet_made(function, given, output)
         self._note_call(output, given["input"])
-        return self._meet(places, function, given, output, left)
+        return self.around.meet(places, function, given, output, None, axes)
 
-    def _meet(
-        self,
-        places: list[int],
-        function: Any,
-        given: Mapping[str, Any],
-        output: torch.Tensor,
-        left: bool,
-    ) -> Any:
-        if not left:
-            return self.around.meet(places, function, given, output)
-        turned = output.mT
-        probed = self.around.meet(places, function, given, turned)
-        return output if probed is turned else probed.mT
+    def _meet_einsum(self, equation: Any, operands: Sequence[Any], output: torch.Tensor) -> Any:
+        weights = [self._is_weight(operand) for operand in operands]
+        if sum(weights) != 1 or len(weights) != 2:
+            return output
+        place = weights.index(True)
+        weight, x = operands[place], operands[1 - place]
+        found = axes_of(equation, place, weight, x)
+        if found is None:
+            return output
+        turned, axes = found
+        places = [
+            p
+            for p in self._places(weight, "transpose" if turned else "weight")
+            if self.around.fits(p, weight.shape, turned, axes)
+        ]
+        given = {"input": x, "bias": None}
+        for p in places:
+            if self.around.awaits_bias(p, given):
+                self.products.append(_Product(output, p, x, axes))
+        if not places:
+            return output
+        self._note_call(output, x)
+        return self.around.meet(places, F.linear, given, output, None, axes)
 
     def _is_left(self, function: Any, args: Any, kwargs: Any) -> bool:
         """Whether a layer's weight is the left factor of a product, and the right one has rows."""
         if function not in _PRODUCTS or function in ADDED or kwargs or len(args) != 2:
             return False
         weight, x = args
-        return isinstance(x, torch.Tensor) and x.ndim > 1 and bool(self._places(weight, "weight"))
+        return isinstance(x, torch.Tensor) and bool(self._places(weight, "weight"))
 
     def _note_call(self, output: torch.Tensor, x: Any) -> None:
         if self.before:
@@ -575,6 +617,14 @@ class _Watching(TorchFunctionMode):
         self._view(tensor, output)
 
 
+def _behind(ndim: int) -> Axes | None:
+    """Of products with a weight as the left factor: features are before the last axis."""
+    if ndim < 2:
+        return None
+    axes = (*range(ndim - 2), ndim - 1, ndim - 2)
+    return Axes(axes, axes, (1, 1))
+
+
 def _keeps_order(function: Any, args: Any) -> bool:
     """Whether it returns all of its argument's numbers, in their order."""
     if function is T.__getitem__:
@@ -698,4 +748,4 @@ def _is_transpose(x: Any, weight: torch.Tensor) -> bool:
     """Whether it is a weight's transposed view."""
     # By its base, for torch.compile does not show `weight.T` to modes.
     alike = isinstance(x, torch.Tensor) and x.shape == weight.shape[::-1] and x._base is weight
-    return alike and x.stride() == weight.stride()[::-1]
+    return alike and weight.ndim == 2 and x.stride() == weight.stride()[::-1]

@@ -1,10 +1,10 @@
 """Weights of linear layers and convolutions that are no subclass of torch's, by what their source says.
 
 Many packages have a linear layer of their own (`F.linear(x, self.weight, self.bias)`), and many models a
-matrix (`x @ self.weight`). The blocks of a weight have to be known before any pass runs. So the source
-of the module's forward is read, and of the methods that it calls: a parameter that is the weight of such
-products and nothing else is a layer's. One that is used otherwise, too, or whose source is not there or
-not understood, is not.
+matrix (`x @ self.weight`, `torch.einsum("...i,io->...o", x, self.weight)`). The blocks of a weight have
+to be known before any pass runs. So the source of the module's forward is read, and of the methods that
+it calls: a parameter that is the weight of such products and nothing else is a layer's. One that is used
+otherwise, too, or whose source is not there or not understood, is not.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from suite.torch.einsum import halves_of, labels_of, sides_of, with_letters
 from suite.torch.functional import CONVOLVE
 
 # By function: how many axes of positions its weight has, its arguments, and whether the weight lies
@@ -53,11 +54,8 @@ class OwnWeight(NamedTuple):
     turned: bool  # it lies (in, out)
     stacked: bool = False  # it is a stack of such matrices
     joined: bool = False  # which all get the same inputs, and are one of more outputs
-
-    @property
-    def ndim(self) -> int:
-        """How many axes it has to have."""
-        return 2 + self.axes + self.stacked
+    ndim: int = 2  # how many axes it has to have
+    leading: int = 1  # how many of those are the first side of a matrix
 
 
 class _Weight(NamedTuple):
@@ -78,6 +76,7 @@ class _Product(NamedTuple):
     bias: _Weight | None = None
     groups: float | None = 1  # None: not known
     joined: bool = False  # whether all matrices of a stack get the same inputs
+    matrix: tuple[int, int] | None = None  # of an einsum's: `OwnWeight.ndim` and `leading`
 
 
 def own_weights(module: nn.Module, own: Container[str]) -> list[OwnWeight]:
@@ -123,22 +122,28 @@ def _agreed(
     parameter: torch.Tensor, products: list[_Product], refused: Container[str]
 ) -> Iterator[OwnWeight]:
     """The layer that products with one parameter are calls of, if they are those of one."""
-    uses: set[tuple[int, int, bool, bool]] = set()
-    stacked = parameter.ndim == 3 and all(product.axes == 0 for product in products)
-    for function, axes, turned, weight, _, groups, joined in products:
+    uses: set[tuple[int, int, bool, bool, int, int]] = set()
+    stacked = parameter.ndim == 3 and all(p.axes == 0 and p.matrix is None for p in products)
+    for function, axes, turned, weight, _, groups, joined, matrix in products:
         if not isinstance(groups, int) or groups < 1 or (axes and weight.turned):
             return
+        if matrix is not None:
+            if weight.scaled or weight.indexed or (weight.turned and matrix[0] > 2):
+                return
+            uses.add((axes, groups, weight.turned != turned, joined, *matrix))
+            continue
         whole = function in _OF_STACKS_ALONE or (function in _OF_STACKS and not weight.indexed)
         if stacked and (weight.scaled or function is torch.addmm or not (weight.indexed or whole)):
             return
         if not stacked and (weight.indexed or function in _OF_STACKS_ALONE):
             return
-        uses.add((axes, groups, weight.turned != turned, joined))
+        uses.add((axes, groups, weight.turned != turned, joined, 2 + axes + stacked, 1))
     biases = {"" if p.bias is None or p.bias.scaled or p.bias.turned else p.bias.name for p in products}
     bias = biases.pop() if len(biases) == 1 else ""
     bias = "" if bias in refused or stacked else bias
-    for axes, groups, turned, joined in uses if len(uses) == 1 else ():
-        yield OwnWeight(products[0].weight.name, bias, axes, groups, turned, stacked, joined)
+    for axes, groups, turned, joined, ndim, leading in uses if len(uses) == 1 else ():
+        name = products[0].weight.name
+        yield OwnWeight(name, bias, axes, groups, turned, stacked, joined, ndim, leading)
 
 
 def _definition(cls: type, start: int, name: str) -> tuple[int, FunctionType] | None:
@@ -253,30 +258,45 @@ class _Reader:
             function = None
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
                 function, given = torch.matmul, {"input": node.left, "weight": node.right}
-            elif isinstance(node, ast.Call) and self._value(node.func) is torch.einsum:
+            elif isinstance(node, ast.Call) and _is_einsum(self._value(node.func)):
                 yield from self._einsum(node)
             elif isinstance(node, ast.Call):
                 function, given = self._call(node)
             found = {name: self._weight(node) for name, node in given.items()}
-            weight = found.get("weight")
-            if weight is None or found.get("input") is not None:  # one of two parameters has no rows
+            weight, left = found.get("weight"), found.get("input")
+            if (weight is None) == (left is None):  # one of two parameters has no rows
+                continue
+            if weight is None:
+                if left is not None and function in _METHODS.values():  # the left factor is (out, in)
+                    yield _Product(function, 0, False, left)
                 continue
             groups = self._number(given["groups"]) if "groups" in given else 1
             axes, _, turned = _FUNCTIONS[function]
             yield _Product(function, axes, turned, weight, found.get("bias"), groups)
 
     def _einsum(self, node: ast.Call) -> Iterator[_Product]:
-        """A product of something with a stack of matrices."""
-        if len(node.args) != 3 or node.keywords or not isinstance(node.args[0], ast.Constant):
+        """A product of something with a matrix, or with a stack of matrices."""
+        if len(node.args) != 3 or node.keywords:
             return
-        labels, _, out = str(node.args[0].value).replace(" ", "").partition("->")
-        weights = [self._weight(operand) for operand in node.args[1:]]
-        for own, other, weight in zip(labels.split(","), labels.split(",")[::-1], weights, strict=True):
-            if weight is not None and weights.count(None) == 1 and len(own) == 3:
-                summed = [label in other and label not in out for label in own]
-                if sum(summed) == 1 and not summed[0]:
-                    joined = own[0] not in other
-                    yield _Product(torch.einsum, 0, summed[1], weight, joined=joined)
+        # einops has the equation behind the operands.
+        at = 0 if self._value(node.func) is torch.einsum else 2
+        equation, operands = node.args[at], [x for i, x in enumerate(node.args) if i != at]
+        weights = [self._weight(operand) for operand in operands]
+        if not isinstance(equation, ast.Constant) or weights.count(None) != 1:
+            return
+        place = 1 - weights.index(None)
+        weight, text = weights[place], str(equation.value)
+        labels = labels_of(with_letters(text) if at else text, place)
+        sides = None if labels is None else sides_of(labels)
+        if weight is None or labels is None or sides is None:
+            return
+        own, halves = labels.own, halves_of(labels)
+        if halves is not None:
+            turned, leading = halves
+            yield _Product(torch.einsum, 0, turned, weight, matrix=(len(own), leading))
+        elif len(own) == 3 and len(sides.into) == 1 and own[0] == (sides.groups or sides.out[0]):
+            joined = not sides.groups
+            yield _Product(torch.einsum, 0, own[1] == sides.into, weight, joined=joined)
 
     def _call(self, node: ast.Call) -> tuple[Any, Mapping[str, ast.expr]]:
         """The function that is called, and its arguments by name; nothing if it is none of ours."""
@@ -383,6 +403,14 @@ class _Reader:
         value = self._value(node.value) if isinstance(node, ast.Attribute) else None
         # Only of what is there: of anything else to ask for an attribute may import, or raise.
         return vars(value).get(node.attr) if isinstance(value, ModuleType) else None  # type: ignore[attr-defined]
+
+
+def _is_einsum(function: Any) -> bool:
+    """Whether it is torch's, or einops', which calls that."""
+    return function is torch.einsum or (
+        getattr(function, "__name__", "") == "einsum"
+        and getattr(function, "__module__", "").startswith("einops.")
+    )
 
 
 def _turned(weight: _Weight | None) -> _Weight | None:

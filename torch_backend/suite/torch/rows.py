@@ -21,6 +21,22 @@ from suite.core.statistics import (
 Bases = tuple[torch.Tensor | None, torch.Tensor | None]  # eigenvectors of (A, G)
 
 
+class Axes(NamedTuple):
+    """Where a product's input and output have their features, if not on the last axis."""
+
+    x: tuple[int, ...]  # all axes in this order: rows, as the output has them, and then features
+    y: tuple[int, ...]
+    features: tuple[int, int]  # on how many axes of each
+
+    def input(self, x: torch.Tensor) -> torch.Tensor:
+        """(*rows, features)."""
+        return x.permute(self.x).flatten(-self.features[0])
+
+    def output(self, y: torch.Tensor) -> torch.Tensor:
+        """(*rows, features)."""
+        return y.permute(self.y).flatten(-self.features[1])
+
+
 class LayerSpec(NamedTuple):
     """How a layer's tensors become sums: plain values, so that `torch.compile` can trace it."""
 
@@ -44,6 +60,7 @@ class LayerSpec(NamedTuple):
     reduce: bool = False  # one row an example (K-FAC-reduce), not one a position (K-FAC-expand)
     max_rows: int = 0  # statistics from a random subset of at most so many rows; 0: from all
     max_examples: int = 0  # likewise of examples
+    axes: Axes | None = None  # of 'dense'; None: features are last
 
 
 def paddings(
@@ -89,6 +106,9 @@ def sums(
     if chosen is not None and spec.max_examples:
         return _sums_of_some(spec, x, gradient, chosen, want_A, bases)
     positions = output_positions(spec, gradient)
+    if spec.axes is not None:
+        assert x is not None
+        x, gradient = spec.axes.input(x), spec.axes.output(gradient)
     if spec.kind == "bias":
         rows = _channel_rows(gradient, spec)
         one = gradient.new_full((1, 1, 1), rows.shape[1])
@@ -196,6 +216,8 @@ def example_count(spec: LayerSpec, y: torch.Tensor) -> int:
 def output_positions(spec: LayerSpec, y: torch.Tensor) -> int:
     """How many positions a layer's output has: examples, tokens, pixels."""
     axis = spec.channel_axis
+    if spec.axes is not None:
+        return y.numel() // math.prod([y.shape[axis] for axis in spec.axes.y[-spec.axes.features[1] :]])
     if spec.kind in ("convolution", "transposed"):
         axis = -1 - len(spec.kernel)
     elif spec.norm in ("layer", "rms"):
@@ -289,6 +311,8 @@ def row_count(spec: LayerSpec, x: torch.Tensor) -> int:
     """How many rows a call of a layer had, if it has `max_rows` and more than one row an example."""
     if spec.reduce or not spec.max_rows:
         return 0
+    if spec.axes is not None:
+        return x.numel() // math.prod([x.shape[axis] for axis in spec.axes.x[-spec.axes.features[0] :]])
     if spec.kind == "dense":
         return x.numel() // x.shape[-1]
     x = _batched(x, spec)

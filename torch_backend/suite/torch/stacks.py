@@ -25,6 +25,7 @@ from suite.core.statistics import grouped_second_moment_sum, second_moment_sum
 from suite.torch.capture import LayerCapture, dense
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Noted, is_awaited, is_recorded
+from suite.torch.einsum import expanded, labels_of, operands_of, sides_of
 from suite.torch.free import BASE, CASTS, MATRIX, T, ends_of_groups, turns
 from suite.torch.hooks import ModeAround, in_backward, in_traced_graph, packs_with, without_modes
 from suite.torch.rows import Bases, counts_like
@@ -184,32 +185,23 @@ def _rows(function: Any, args: Any, kwargs: Any, watched: _Watched) -> _Rows | N
 
 
 def _rows_of_einsum(args: Any, watched: _Watched) -> _Rows | None:
-    """Of a product of two operands, whose labels are letters, each operand's its own."""
-    equation, operands = args[0], args[1:]
-    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    """Of a product of two operands."""
+    equation, operands = operands_of(args)
     if not isinstance(equation, str) or len(operands) != 2 or watched.tensor.ndim != 3:
         return None
-    left, arrow, out = equation.replace(" ", "").partition("->")
-    labels = left.split(",")
-    if not arrow or not "".join([*labels, out]).isalpha() or len(labels) != 2:
-        return None
     place = int(operands[1] is watched.tensor)
-    own, other, x = labels[place], labels[1 - place], operands[1 - place]
-    if len(own) != 3:
+    x, found = operands[1 - place], labels_of(equation, place)
+    labels = None if found is None or x is watched.tensor else expanded(found, x.ndim)
+    sides = None if labels is None else sides_of(labels)
+    if labels is None or sides is None or len(labels.own) != 3:
         return None
+    own, other, out = labels
     matrix, first, second = own[0], own[1], own[2]
     d_out, d_in = (second, first) if watched.turned else (first, second)
-    rows = [label for label in other if label not in own]
-    fits = (
-        len({*own}) == 3
-        and len({*other}) == len(other)
-        and d_in in other
-        and d_out not in other
-        and sorted(out) == sorted([matrix, d_out, *rows])
-        and not (watched.joined and matrix in other)
-    )
-    if not fits or x is watched.tensor:
+    known = ("",) if watched.joined else ("", matrix)
+    if sides.into != d_in or sides.groups not in known:
         return None
+    rows = [label for label in other if label not in own]
     count, sizes = len(watched.tensor), dict(zip(own, watched.tensor.shape, strict=True))
     if any([sizes.get(label, n) != n for label, n in zip(other, x.shape, strict=True)]):  # noqa: C419
         return None  # of length 1, for all

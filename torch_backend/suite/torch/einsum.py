@@ -1,0 +1,135 @@
+"""Products of rows with a weight that are written as `torch.einsum`, of that or of another name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from suite.torch.rows import Axes
+
+_ELLIPSIS = "."
+
+
+class Labels(NamedTuple):
+    """Of an equation of two operands: a character for each axis, `_ELLIPSIS` for any number of them."""
+
+    own: str  # the weight's
+    other: str
+    out: str
+
+
+class Sides(NamedTuple):
+    """A weight's labels by what they are."""
+
+    groups: str  # which both operands and the result have: for each a product of its own
+    out: str
+    into: str
+
+
+def labels_of(equation: str, place: int) -> Labels | None:
+    """The labels if the weight is the operand at `place`, of two; None: they are not understood."""
+    left, arrow, out = equation.replace(" ", "").replace("...", _ELLIPSIS).partition("->")
+    operands = left.split(",")
+    if len(operands) != 2:
+        return None
+    if not arrow:
+        once = [x for x in left if x != "," and left.count(x) == 1]
+        out = "".join(sorted(once))  # the ellipsis comes first
+        if left.count(_ELLIPSIS) > 1:
+            return None
+    known = all(x.isalpha() or x == _ELLIPSIS for x in "".join([*operands, out]))
+    return Labels(operands[place], operands[1 - place], out) if known else None
+
+
+def with_letters(pattern: str) -> str:
+    """einops' equation, whose axes are words apart from each other, with a letter for each."""
+    letters: dict[str, str] = {"...": "..."}
+    left, arrow, out = pattern.partition("->")
+    parts = []
+    for operand in (*left.split(","), out):
+        names = operand.split()
+        for name in names:
+            letters.setdefault(name, chr(ord("a") + len(letters) - 1))
+        parts.append("".join(letters[name] for name in names))
+    return f"{','.join(parts[:-1])}{arrow}{parts[-1]}"
+
+
+def sides_of(labels: Labels) -> Sides | None:
+    """What a weight's axes are; None: it is no product of rows with a matrix, or with one a group."""
+    own, other, out = labels
+    for some in labels:
+        if len({*some}) < len(some):
+            return None
+    if _ELLIPSIS in own or any(x not in other and x not in out for x in own):
+        return None
+    if any(x not in own and x not in out for x in other):  # summed before
+        return None
+    groups = "".join(x for x in own if x in other and x in out)
+    sides = Sides(
+        groups,
+        "".join(x for x in own if x not in other),
+        "".join(x for x in own if x not in out),
+    )
+    return sides if sides.out and sides.into else None
+
+
+def halves_of(labels: Labels) -> tuple[bool, int] | None:
+    """Of a matrix whether inputs come first, and on how many axes; None: as it lies it is none."""
+    sides = sides_of(labels)
+    if sides is None or sides.groups:
+        return None
+    if labels.own == sides.into + sides.out:
+        return True, len(sides.into)
+    if labels.own == sides.out + sides.into:
+        return False, len(sides.out)
+    return None
+
+
+def expanded(labels: Labels, ndim: int) -> Labels | None:
+    """With a label for each axis of an ellipsis, where the other operand has `ndim` axes."""
+    own, other, out = labels
+    count = ndim - len(other) + 1
+    if _ELLIPSIS not in other:
+        return labels if len(other) == ndim and _ELLIPSIS not in out else None
+    if _ELLIPSIS not in out or count < 0:
+        return None
+    axes = "".join(chr(ord("0") + i) for i in range(count))
+    return Labels(own, other.replace(_ELLIPSIS, axes), out.replace(_ELLIPSIS, axes))
+
+
+def operands_of(args: Any) -> tuple[Any, Sequence[Any]]:
+    """The equation and the operands that `torch.einsum` got."""
+    operands = args[1:]
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = operands[0]
+    return args[0], operands
+
+
+def axes_of(equation: Any, place: int, weight: torch.Tensor, x: Any) -> tuple[bool, Axes] | None:
+    """How a product with a matrix is one of rows: whether its inputs come first, and the axes.
+
+    Args:
+        place: of the weight, among two operands.
+        x: the other operand.
+    """
+    if not isinstance(equation, str) or not isinstance(x, torch.Tensor):
+        return None
+    found = labels_of(equation, place)
+    labels = None if found is None else expanded(found, x.ndim)
+    halves = None if labels is None else halves_of(labels)
+    if labels is None or halves is None or len(labels.own) != weight.ndim:
+        return None
+    own, other, out = labels
+    sizes = dict(zip(own, weight.shape, strict=True))
+    if any([sizes.get(label, n) != n for label, n in zip(other, x.shape, strict=True)]):  # noqa: C419
+        return None  # of length 1, for all
+    sides = sides_of(labels)
+    assert sides is not None
+    rows = [label for label in other if label not in own]
+    x_axes, y_axes = (
+        tuple([of.index(label) for label in [*rows, *features]])
+        for of, features in ((other, sides.into), (out, sides.out))
+    )
+    return halves[0], Axes(x_axes, y_axes, (len(sides.into), len(sides.out)))
