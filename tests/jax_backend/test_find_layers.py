@@ -893,6 +893,19 @@ def test_required_coverage_and_plain_parameters():
     )
 
 
+@pytest.mark.parametrize("batch", [5, 1])
+@pytest.mark.parametrize("use", [lambda p, x: p * x, lambda p, x: x - p])
+def test_reduced_rows_of_a_scale_or_a_shift_alone(use, batch):
+    p, x = normal(4), normal(batch, 3, 4, seed=1)
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(jnp.tanh(use(p, x)) @ jnp.arange(4.0)))
+
+    main = value_and_grad(loss, rows="reduce")(p, x)[2]["params"].main
+    of_examples = jax.vmap(jax.grad(loss), (None, 0))(p, x[:, None])
+    np.testing.assert_allclose(main.G[0], jnp.sum(of_examples**2, 0), rtol=1e-10)
+
+
 def test_reduced_rows():
     w, x = normal(4, 3), normal(5, 6, 4, seed=1)
 

@@ -333,6 +333,21 @@ def test_a_free_parameter_has_the_diagonal_of_its_rows_gradients(name, reduction
         assert_close(A * G[:, 0], terms * expected)
 
 
+@pytest.mark.parametrize("name", ["x + p", "x * p", "p - x", "scalar", "token", "positions", "gamma"])
+def test_reduce_sums_a_parameters_gradient_over_each_example(name):
+    operation, by_row, shapes, shape, rows = FREE[name]
+    x = numbers(*shape)
+    model = double(lambda: Free(operation, shapes, x))
+    per_row = [p.detach().expand(*rows, *p.shape).clone().requires_grad_() for p in model.own]
+    loss_of(model.after(by_row(x, *per_row)), "sum").backward()
+    factors = held(stepped(model, x, reduction="sum", weight_sharing="reduce"))
+    for i, p in enumerate(per_row):
+        A, G = factors[f"own.{i}"]
+        inner = tuple(range(1, len(rows)))
+        of_examples = p.grad.sum(inner) if inner else p.grad
+        assert_close(A * G[:, 0], of_examples.square().sum(0).reshape(1, -1))
+
+
 class Masked(nn.Module):
     """Matrices that are put together of parameters and buffers before they meet x."""
 

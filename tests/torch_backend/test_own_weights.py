@@ -475,6 +475,14 @@ def asked(self, x):
     return x.view(-1, self.weight.shape[1]).mm(self.weight).to(self.weight.device)
 
 
+def asked_its_length(self, x):
+    return x.reshape(-1, len(self.weight)) @ self.weight
+
+
+def asked_by_another_len(self, x, len=torch.Tensor.sum):
+    return x * len(self.weight) @ self.weight
+
+
 def of_another(self, x):
     return F.linear(x, self.weight) @ self.other
 
@@ -568,6 +576,8 @@ SAID = [
     (turned_twice, []),
     (of_a_transpose, one(turned=True)),
     (asked, one(turned=True)),
+    (asked_its_length, one(turned=True)),
+    (asked_by_another_len, []),
     (of_another, [*one("other", turned=True), *one()]),
     (of_an_inner_function, one()),
     (both_ways, []),

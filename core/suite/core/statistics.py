@@ -214,6 +214,8 @@ def elementwise_second_moment_sum(
     kind: str,
     shape: tuple[int, ...],
     ends: Array | None = None,
+    *,
+    reduce: bool = False,
 ) -> Array:
     """Of a parameter's `shape`: Σ over the rows that share an element of its gradient's square.
 
@@ -225,8 +227,16 @@ def elementwise_second_moment_sum(
             needed.
         shape: of p.
         ends: (groups,), of 'grouped': the row behind each group's last, see `linalg.grouped_products`.
+        reduce: of 'sum' and 'product': a row is all of an example. Examples are on the axis in front, or
+            the first along which p was broadcast.
     """
     xp = array_namespace(gradient)
+    if reduce and kind in ("sum", "product"):
+        rows = gradient if other is None else gradient * other
+        grown = _grown(rows, shape)
+        inner = tuple(grown if rows.shape[:1] == (1,) else grown[1:])
+        rows = xp.sum(rows, axis=inner, keepdims=True) if inner else rows
+        return _sum_to(rows * rows, shape)
     squares = gradient * gradient
     if other is None:
         return _sum_to(squares, shape)
@@ -246,10 +256,14 @@ def elementwise_second_moment_sum(
 
 def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
     """Undo a broadcast from `shape` by sums."""
-    xp = array_namespace(x)
-    extra = x.ndim - len(shape)
-    grown = [i for i in range(x.ndim) if i < extra or (shape[i - extra] == 1 and x.shape[i] != 1)]
+    xp, grown = array_namespace(x), _grown(x, shape)
     return xp.reshape(xp.sum(x, axis=tuple(grown)) if grown else x, shape)
+
+
+def _grown(x: Array, shape: tuple[int, ...]) -> list[int]:
+    """The axes along which `x` was broadcast from `shape`."""
+    extra = x.ndim - len(shape)
+    return [i for i in range(x.ndim) if i < extra or (shape[i - extra] == 1 and x.shape[i] != 1)]
 
 
 def normalize(

@@ -14,7 +14,6 @@ from suite.core import correlations, patches
 from suite.core.ekfac import second_moment_in_basis
 from suite.core.statistics import (
     cross_moment_sum,
-    elementwise_second_moment_sum,
     second_moment_sum,
 )
 from suite.jax.probes import Multiplier
@@ -233,7 +232,7 @@ def use_sums(
         return Sums(units, counts[:, None].astype(dtype), counts, None)
     if isinstance(product, Elementwise):
         # A of one entry, 1: each entry of the leaf is a layer with one input by itself.
-        diagonal = elementwise_sum(product, x, gradient)
+        diagonal = elementwise_sum(product, x, gradient, reduce)
         return Sums(jnp.full((1, 1), use.rows, dtype), diagonal.reshape(1, -1), rows, None)
     diagonal_A, diagonal_G = layer.diagonal[::-1] if use.transposed else layer.diagonal
     if isinstance(product, Lookup) and use.half == "outputs":
@@ -412,27 +411,33 @@ def _as_in_leaf(layer: Layer) -> View:
     return layer.view._replace(axes=(groups, into, out)) if layer.input_first else layer.view
 
 
-def elementwise_sum(product: Elementwise, x: Any, gradient: jax.Array) -> jax.Array:
+def elementwise_sum(product: Elementwise, x: Any, gradient: jax.Array, reduce: bool) -> jax.Array:
     """Σ of squared gradients over all that read an entry: of the leaf's (part's) shape."""
-    other = jnp.broadcast_to(x, gradient.shape).astype(gradient.dtype) if product.multiplies else None
-    squares = elementwise_second_moment_sum(gradient, other, "product", gradient.shape)
-    return _to_leaf(product, squares)
+    rows = gradient
+    if product.multiplies:
+        rows = rows * jnp.broadcast_to(x, gradient.shape).astype(gradient.dtype)
+    if not reduce:
+        return _to_leaf(product, rows * rows)
+    rows, shared = _of_examples(product, rows)
+    return _to_leaf(product, rows * rows) / shared
 
 
 def unit_sums(product: Elementwise, x: Any, gradient: jax.Array, reduce: bool) -> jax.Array:
     """(entries, 2, 2): Σ z zᵀ over all that read an entry; z are its gradient and its shift's."""
     scales = jnp.broadcast_to(x, gradient.shape).astype(gradient.dtype) * gradient
     shifts, shared = gradient, 1
-    if reduce:  # one row for each example; that it is at all its positions is divided out
-        _, inner = broadcast_rows(product)
-        shared = math.prod(gradient.shape[axis] for axis in inner)
-        scales, shifts = (
-            jnp.broadcast_to(jnp.sum(z, axis=inner, keepdims=True), gradient.shape)
-            for z in (scales, shifts)
-        )
+    if reduce:
+        (scales, shared), (shifts, _) = (_of_examples(product, z) for z in (scales, shifts))
     pairs = (scales, scales), (scales, shifts), (shifts, shifts)
     squares, cross, shifted = (_to_leaf(product, a * b).reshape(-1) / shared for a, b in pairs)
     return jnp.stack([squares, cross, cross, shifted], axis=-1).reshape(-1, 2, 2)
+
+
+def _of_examples(product: Elementwise, rows: jax.Array) -> tuple[jax.Array, int]:
+    """The sum over all positions of an example at each of them, and how many those are."""
+    _, inner = broadcast_rows(product)
+    summed = jnp.sum(rows, axis=inner, keepdims=True)
+    return jnp.broadcast_to(summed, rows.shape), math.prod(rows.shape[axis] for axis in inner)
 
 
 def broadcast_rows(product: Elementwise) -> tuple[Shape, Shape]:

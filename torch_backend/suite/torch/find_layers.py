@@ -478,7 +478,7 @@ class FoundLayers:
         for key, parameter in own.items():
             if self._is_left_out(_join(name, key), parameter) or (id(parameter), 0) in self._by_weight:
                 continue
-            spec = LayerSpec("free", diagonal=(True, False))
+            spec = LayerSpec("free", diagonal=(True, False), reduce=self._reduces(user))
             site = Site(user, user, spec)
             self._add(_join(name, key), Piece(parameter), None, "vector", site)
             self.free.setdefault(user, []).append(self.layers[-1])

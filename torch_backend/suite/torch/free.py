@@ -71,6 +71,7 @@ class Watched(NamedTuple):
     name: str = ""
     recorded: Any = None  # the clock that knows of backward passes that are recorded
     widened: bool = False  # an entry of the parameter is several of the tensor's
+    reduce: bool = False  # a row is all of an example, of sums and products entry by entry
 
 
 class FreeParameters(TorchFunctionMode):
@@ -151,7 +152,7 @@ class FreeParameters(TorchFunctionMode):
                     others = [x for x in others if x is not operand and x.requires_grad]
                     # A buffer may be data, and its rows those of a product; parameters are none.
                     met = not any([self._without_rows(x) for x in others])  # noqa: C419
-                    met = met and sum([x is operand for x in args]) == 1  # noqa: C419
+                    met = met and sum([x is operand for x in args]) == 1
                     ends, probed = ends_of_groups(function, args, kwargs), None
                     if met and (not kwargs or ends is not None):
                         probed = _probed(function, output, before, place, watched, ends, in_place)
@@ -235,23 +236,30 @@ def _probed(
         return None
     if watched.widened and kind not in ("sum", "product"):
         return None  # a factor of a matrix's rows: its gradient is a sum over them, not a row of x
-    source = None
+    how, source = _How(kind, axes, watched.reduce), None
     if isinstance(other, T) and other.requires_grad | in_place and not torch.compiler.is_compiling():
-        source = _Source(watched, kind, not in_place, axes)
+        source = _Source(watched, how, not in_place)
     slots = watched.slot, watched.ones, watched.counts
     apply = _FreeProbe.apply if torch.compiler.is_compiling() else _FreeProbeOfDuals.apply
     with without_modes():
-        probed: T = apply(output, other, *slots, kind, watched.clock, ends, in_place, source, axes)
+        probed: T = apply(output, other, *slots, how, watched.clock, ends, in_place, source)
     return probed
+
+
+class _How(NamedTuple):
+    """What `elementwise_second_moment_sum` has to know of a use."""
+
+    kind: str
+    axes: Axes | None  # where features are, if not last
+    reduce: bool
 
 
 class _Source(NamedTuple):
     """What a parameter was used in, for its uses in derivatives."""
 
     watched: Watched
-    kind: str
+    how: _How
     understood: bool  # whether what it multiplied is still what it was
-    axes: Axes | None
     turned: bool = False  # in a product in derivatives of that, with the transpose
 
     def passed(self, gradient: T, other: T, ends: T | None) -> T:
@@ -270,7 +278,7 @@ class _Source(NamedTuple):
         def probe(y: T) -> T:
             slots = watched.slot, watched.ones, watched.counts
             following = self._replace(turned=not self.turned)
-            given = gradient, *slots, self.kind, watched.clock, ends, False, following, self.axes
+            given = gradient, *slots, self.how, watched.clock, ends, False, following
             probed: T = _FreeProbeOfDuals.apply(y, *given)
             return probed
 
@@ -294,17 +302,16 @@ class _FreeProbe(torch.autograd.Function):
         slot: T,
         ones: T,
         counts: T,
-        kind: str,
+        how: _How,
         clock: Any,
         ends: T | None,
         in_place: bool,
         source: _Source | None,
-        axes: Axes | None,
     ) -> T:
         ctx.source, ctx.slot = source, ones
         ctx.save_for_backward(other, ends)
-        ctx.kind, ctx.shape, ctx.dtype, ctx.clock = kind, slot.shape, slot.dtype, clock
-        ctx.in_place, ctx.axes = in_place, axes
+        ctx.how, ctx.shape, ctx.dtype, ctx.clock = how, slot.shape, slot.dtype, clock
+        ctx.in_place = in_place
         if in_place:  # whoever changed a tensor goes on with that, not with what is returned
             ctx.mark_dirty(y)
             return y
@@ -318,21 +325,22 @@ class _FreeProbe(torch.autograd.Function):
             on = ctx.source.passed(gradient, other, ends)
             waits = waits and is_awaited(ctx.slot)
         if not ctx.needs_input_grad[2] or not waits:
-            return on, *(None,) * 10
+            return on, *(None,) * 9
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             g = gradient.to(ctx.dtype)
             other = None if other is None else other.detach().to(ctx.dtype)
             if ctx.source is not None and ctx.source.turned:
                 g, other = other, g  # of the product that it is a derivative of
-            shape = tuple(ctx.shape)
-            if ctx.axes is not None:
+            (kind, axes, reduce), shape = ctx.how, tuple(ctx.shape)
+            if axes is not None:
                 assert other is not None
-                g, other = ctx.axes.output(g), ctx.axes.input(other)
+                g, other = axes.output(g), axes.input(other)
                 sides = other.shape[-1], g.shape[-1]
-                shape = sides if ctx.kind == "right" else sides[::-1]
-            squares = elementwise_second_moment_sum(g, other, ctx.kind, shape, ends).reshape(ctx.shape)
+                shape = sides if kind == "right" else sides[::-1]
+            squares = elementwise_second_moment_sum(g, other, kind, shape, ends, reduce=reduce)
+            squares = squares.reshape(ctx.shape)
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
-        return on, None, squares, one, counts_like(one, 1, 0), *(None,) * 6
+        return on, None, squares, one, counts_like(one, 1, 0), *(None,) * 5
 
 
 class _FreeProbeOfDuals(_FreeProbe):

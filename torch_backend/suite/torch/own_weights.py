@@ -318,9 +318,15 @@ class _Reader:
     def _is_asked(self, node: ast.AST) -> bool:
         """Whether only something like a shape is wanted of it, or whether it is there."""
         parent = self.parents.get(node)
+        if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name):
+            return parent.func.id == "len" and not self._is_set(parent.func)
         if isinstance(parent, ast.Compare):
             return all(isinstance(op, ast.Is | ast.IsNot) for op in parent.ops)
         return isinstance(parent, ast.Attribute) and parent.attr in _ASKED
+
+    def _is_set(self, name: ast.Name) -> bool:
+        """Whether a built-in's name means something else in the function."""
+        return name.id in self.stored or name.id in self.function.__globals__
 
     def _variable(self, node: ast.AST) -> ast.expr | None:
         """What the variable of this name was set to, before."""

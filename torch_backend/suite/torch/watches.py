@@ -46,7 +46,9 @@ class FreeCapture(ModeAround):
         clock = capture.clock if capture.clock.sampled else None
         strays = capture.clock.strays if capture.clock.discovering else None
         slots = capture.A, capture.G, capture.counts
-        return Watched(parameter, *slots, clock, strays, capture.layer.name, capture.clock)
+        reduce = capture.layer.spec.reduce
+        name = capture.layer.name
+        return Watched(parameter, *slots, clock, strays, name, capture.clock, reduce=reduce)
 
 
 class OutputWatch:
