@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,6 +34,7 @@ from suite.torch.own_weights import OwnWeight, own_weights
 from suite.torch.recurrent import Product
 from suite.torch.rows import LayerSpec, paddings
 
+_LISTS = (nn.ParameterList, nn.ParameterDict)
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 NOT_GIVEN = "not in the optimizer: its gradient is left alone"
 _COMPUTED = "its weight is computed, by a parametrization or a hook that K-FAC does not know"
@@ -159,15 +160,21 @@ class FoundLayers:
                 self._module(name, module, own)
                 beside = {key: p for key, p in own.items() if key not in ("weight", "bias")}
                 if beside and forward_of_its_own(module):  # low-rank terms, gains
-                    self._own_parameters(name, module, beside)
+                    self._own_parameters(name, module, beside, {})
             elif isinstance(module, HIDDEN):
                 self._say(module, why_hidden(module))
             elif is_linear_by_another_name(module, own):
                 self._linear_by_another_name(name, module, own)
             elif own and isinstance(module, _CONTAINERS):
                 self._free_parameters(name, parents[raw], own)
-            elif own:
-                self._own_parameters(name, module, own)
+            elif not isinstance(module, _CONTAINERS):
+                lists = {
+                    key: {k: p for k, p in child.named_parameters(recurse=False) if "." not in k}
+                    for key, child in module.named_children()
+                    if isinstance(child, _LISTS) and not self._is_skipped(_join(raw, key), child)
+                }
+                if own or lists:
+                    self._own_parameters(name, module, own, lists)
 
     def _is_skipped(self, raw: str, module: nn.Module) -> bool:
         """Whether a pattern matches a module's name, with or without its wrappers', or its class."""
@@ -408,18 +415,37 @@ class FoundLayers:
         if not why_not(bias):
             self._bias(name, module, bias)
 
-    def _own_parameters(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
-        """Parameters that a module's own forward uses: as weights of products, or otherwise."""
-        left = {key: p for key, p in own.items() if not self._is_left_out(_join(name, key), p)}
-        held = Counter(map(id, module._parameters.values()))  # some by two names
+    def _own_parameters(
+        self,
+        name: str,
+        module: nn.Module,
+        own: dict[str, nn.Parameter],
+        lists: Mapping[str, Mapping[str, nn.Parameter]],
+    ) -> None:
+        """Parameters that a module's own forward uses: as weights of products, or otherwise.
+
+        Args:
+            lists: its lists and dicts of parameters.
+        """
+        entries = {_join(key, k): p for key, some in lists.items() for k, p in some.items()}
+        left = {
+            key: p for key, p in (own | entries).items() if not self._is_left_out(_join(name, key), p)
+        }
+        held = Counter(id(p) for p in (*module._parameters.values(), *entries.values()))  # by two names
         matrices = {
             key
             for key, p in left.items()
             if p.ndim > 1 and held[id(p)] == 1 and not self.tensor_axes[id(p)]
         }
-        weights = own_weights(module, left) if matrices else []
+        weights: list[OwnWeight] = []
+        if matrices:
+            first = {key: next(iter(some.values())) for key, some in lists.items() if some}
+            read = own_weights(module, left, first)
+            weights = [one for found in read for one in _of_each(found, lists)]
         biases = Counter(found.bias for found in weights)
         for found in weights:
+            if found.name not in left:
+                continue
             weight, bias = left[found.name], left.get(found.bias)
             if found.name not in matrices or weight.ndim != found.ndim or len(weight) % found.groups:
                 continue
@@ -435,7 +461,7 @@ class FoundLayers:
                 bias = None
             self._own_weight(name, module, found, weight, bias)
             left = {key: p for key, p in left.items() if p is not weight and p is not bias}
-        self._free_parameters(name, module, left)
+        self._free_parameters(name, module, {key: p for key, p in left.items() if key in own})
 
     def _own_weight(
         self,
@@ -475,8 +501,11 @@ class FoundLayers:
 
     def _free_parameters(self, name: str, user: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """Parameters that a module's own forward uses: seen through `free.FreeParameters`."""
+        biases = {id(layer.bias.parameter) for layer in self.layers if layer.bias is not None}
         for key, parameter in own.items():
             if self._is_left_out(_join(name, key), parameter) or (id(parameter), 0) in self._by_weight:
+                continue
+            if id(parameter) in biases:  # a layer has it
                 continue
             spec = LayerSpec("free", diagonal=(True, False), reduce=self._reduces(user))
             site = Site(user, user, spec)
@@ -673,6 +702,15 @@ class FoundLayers:
         if large:
             words.append(f"a side above max_factor_size={self._max_factor_size} is diagonal")
         return "; ".join(words)
+
+
+def _of_each(found: OwnWeight, lists: Mapping[str, Mapping[str, nn.Parameter]]) -> Iterator[OwnWeight]:
+    """Of a list of parameters each, with its own bias."""
+    if found.name not in lists:
+        yield found
+    for key in lists.get(found.name, ()):
+        bias = _join(found.bias, key) if found.bias in lists else ""
+        yield found._replace(name=_join(found.name, key), bias=bias)
 
 
 def _pattern(text: str) -> re.Pattern[str]:

@@ -376,8 +376,7 @@ class _Watching(TorchFunctionMode):
         self.began = 0 if torch.compiler.is_compiling() else graph_clock()
         for place, (capture, index) in enumerate(around.uses):
             site = capture.layer.sites[index]
-            module: Any = site.module
-            weight = getattr(module, site.weight_name)
+            weight = site.held(site.weight_name)
             turned = capture.layer.layout == "transposed"
             self.known.append(_Known(weight, place, "transpose" if turned else "weight", weight.shape))
             makes = around.makes_weights(place)
@@ -388,7 +387,7 @@ class _Watching(TorchFunctionMode):
                 if before is not None:
                     self.before[place] = before
             if site.spec.bias:
-                bias = getattr(module, site.bias_name)
+                bias = site.held(site.bias_name)
                 self.known.append(_Known(bias, place, "bias", bias.shape))
         self.saving = packs_with()
 

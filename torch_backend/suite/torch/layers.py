@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -65,6 +65,13 @@ class Site:
     functional: bool = False  # the module's own forward hands the weight to a function: functional.py
     weight_name: str = "weight"  # of the module's parameters, as functions get them
     bias_name: str = "bias"
+
+    def held(self, name: str) -> Any:
+        """What the module has by a name now: while fully_shard's forward runs, a whole parameter."""
+        found: Any = self.module
+        for part in name.split("."):  # lists of parameters are modules, too
+            found = getattr(found, part)
+        return found
 
 
 @dataclass(frozen=True, eq=False)

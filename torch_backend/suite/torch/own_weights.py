@@ -47,8 +47,8 @@ _ASKED = {"shape", "dtype", "device", "ndim", "requires_grad", "size", "dim", "i
 class OwnWeight(NamedTuple):
     """A parameter that its module's forward multiplies inputs with, and does nothing else with."""
 
-    name: str
-    bias: str  # the parameter that the same calls take; '': none
+    name: str  # or that of a list or dict of parameters, all of which are such
+    bias: str  # the parameter that the same calls take, of a list at the same place; '': none
     axes: int  # of positions; 0: a linear layer's
     groups: int
     turned: bool  # it lies (in, out)
@@ -66,6 +66,7 @@ class _Weight(NamedTuple):
     scaled: bool
     indexed: bool  # one or some of the parameter's matrices
     nodes: tuple[ast.AST, ...]  # the parameter's, and those of variables that hold it
+    place: str = ""  # in a list of parameters
 
 
 class _Product(NamedTuple):
@@ -78,11 +79,25 @@ class _Product(NamedTuple):
     joined: bool = False  # whether all matrices of a stack get the same inputs
     matrix: tuple[int, int] | None = None  # of an einsum's: `OwnWeight.ndim` and `leading`
 
+    def of_lists(self, lists: Container[str]) -> _Product:
+        """With the names of these lists for those of their parameters."""
+        weight, bias = self.weight, self.bias
+        if bias is not None:
+            bias = bias._replace(name=_list_of(bias.name, lists))
+        return self._replace(weight=weight._replace(name=_list_of(weight.name, lists)), bias=bias)
 
-def own_weights(module: nn.Module, own: Container[str]) -> list[OwnWeight]:
-    """Those of a module's parameters, of the names `own`, that are weights of its products."""
+
+def own_weights(
+    module: nn.Module, own: Container[str], lists: Mapping[str, nn.Parameter] | None = None
+) -> list[OwnWeight]:
+    """Those of a module's parameters, of the names `own`, that are weights of its products.
+
+    Args:
+        own: of those in a list or a dict of parameters 'name.key'.
+        lists: of each list or dict, by its name, one of its parameters.
+    """
     try:
-        return _read(module, own)
+        return _read(module, own, lists or {})
     except Exception:  # whatever a source holds: without it its parameters are free ones
         return []
 
@@ -91,7 +106,7 @@ class _NotUnderstoodError(Exception):
     """What a module runs cannot be told."""
 
 
-def _read(module: nn.Module, own: Container[str]) -> list[OwnWeight]:
+def _read(module: nn.Module, own: Container[str], lists: Mapping[str, nn.Parameter]) -> list[OwnWeight]:
     if "forward" in vars(module) or type(module).__getattr__ is not nn.Module.__getattr__:
         return []
     products: list[_Product] = []
@@ -104,22 +119,38 @@ def _read(module: nn.Module, own: Container[str]) -> list[OwnWeight]:
         place, function = found
         if type(module).__mro__[place].__module__.startswith("torch.nn."):
             continue
-        reader = _Reader(module, own, function, _tree(function.__code__))
+        reader = _Reader(module, own, lists, function, _tree(function.__code__))
         products += reader.products
         refused |= reader.other_uses()
         methods += [called for called in reader.calls(place) if called not in methods]
+    # Where one does not know which of a list's parameters are used, it is all of them.
+    whole = {*lists} & {*refused, *(p.weight.name for p in products)}
+    products = [product.of_lists(whole) for product in products]
+    refused |= {_list_of(name, whole) for name in refused}
     return [
         weight
         for name in dict.fromkeys(product.weight.name for product in products)
         if name not in refused
         for weight in _agreed(
-            module.get_parameter(name), [p for p in products if p.weight.name == name], refused
+            lists[name] if name in lists else module.get_parameter(name),
+            [p for p in products if p.weight.name == name],
+            refused,
+            lists,
         )
     ]
 
 
+def _list_of(name: str, lists: Container[str]) -> str:
+    """The name of the list that a parameter is in, if it is in one of these."""
+    around = name.partition(".")[0]
+    return around if around in lists else name
+
+
 def _agreed(
-    parameter: torch.Tensor, products: list[_Product], refused: Container[str]
+    parameter: torch.Tensor,
+    products: list[_Product],
+    refused: Container[str],
+    lists: Container[str],
 ) -> Iterator[OwnWeight]:
     """The layer that products with one parameter are calls of, if they are those of one."""
     uses: set[tuple[int, int, bool, bool, int, int]] = set()
@@ -138,12 +169,21 @@ def _agreed(
         if not stacked and (weight.indexed or function in _OF_STACKS_ALONE):
             return
         uses.add((axes, groups, weight.turned != turned, joined, 2 + axes + stacked, 1))
-    biases = {"" if p.bias is None or p.bias.scaled or p.bias.turned else p.bias.name for p in products}
+    biases = {_name_of_bias(product, lists) for product in products}
     bias = biases.pop() if len(biases) == 1 else ""
     bias = "" if bias in refused or stacked else bias
     for axes, groups, turned, joined, ndim, leading in uses if len(uses) == 1 else ():
         name = products[0].weight.name
         yield OwnWeight(name, bias, axes, groups, turned, stacked, joined, ndim, leading)
+
+
+def _name_of_bias(product: _Product, lists: Container[str]) -> str:
+    weight, bias = product.weight, product.bias
+    if bias is None or bias.scaled or bias.turned:
+        return ""
+    of_lists = (weight.name in lists, bias.name in lists)
+    alike = of_lists == (False, False) or (all(of_lists) and weight.place == bias.place)
+    return bias.name if alike else ""
 
 
 def _definition(cls: type, start: int, name: str) -> tuple[int, FunctionType] | None:
@@ -193,9 +233,14 @@ class _Reader:
     """Of one function what it does with a module's parameters."""
 
     def __init__(
-        self, module: nn.Module, own: Container[str], function: Any, tree: ast.FunctionDef
+        self,
+        module: nn.Module,
+        own: Container[str],
+        lists: Mapping[str, nn.Parameter],
+        function: Any,
+        tree: ast.FunctionDef,
     ) -> None:
-        self.module, self.own, self.function = module, own, function
+        self.module, self.own, self.lists, self.function = module, own, lists, function
         self.me = (tree.args.posonlyargs + tree.args.args)[0].arg
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         self.singles = {name for name, tensor in tensors if tensor.numel() == 1}
@@ -215,6 +260,12 @@ class _Reader:
             for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
             if isinstance(target, ast.Name) and self.stored[target.id] == 1
         }
+        self.loops: dict[str, dict[ast.AST, _Weight]] = {}  # by variable, and by what it is bound in
+        for node in self.nodes:
+            if isinstance(node, ast.For | ast.comprehension):
+                scope = node if isinstance(node, ast.For) else self.parents[node]
+                for name, found in self._loop(node.target, node.iter):
+                    self.loops.setdefault(name, {})[scope] = found
         self.weights: dict[ast.AST, _Weight | None] = {}  # of expressions that were looked at
         self.numbers: dict[ast.AST, float | None] = {}
         self.products = list(self._products())
@@ -247,10 +298,40 @@ class _Reader:
             )
             if not names or node in known or not isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
                 continue
-            weight = self._weight(node)
-            if weight is not None and not self._is_asked(node):
-                found.add(weight.name)
+            used = node
+            if self._list(node) and self._weight(self.parents[node]) is not None:
+                used = self.parents[node]
+            weight = self._weight(used)
+            name = self._list(used) if weight is None else weight.name
+            if name and not self._is_asked(used):
+                found.add(name)
+            if weight is None and isinstance(used, ast.Name):  # perhaps behind its loop
+                scopes = self.loops.get(used.id, {}).items()
+                found.update(lost.name for scope, lost in scopes if isinstance(scope, ast.For))
         return found
+
+    def _list(self, node: ast.AST) -> str:
+        """Which of the module's lists of parameters it is; '': none."""
+        is_ours = isinstance(node, ast.Attribute) and self._is_me(node.value)
+        return node.attr if is_ours and node.attr in self.lists else ""  # type: ignore[attr-defined]
+
+    def _loop(self, target: ast.expr, given: ast.expr) -> Iterator[tuple[str, _Weight]]:
+        """What variables of a loop over lists of parameters hold."""
+        pairs = [(target, given)]
+        named = {k.arg for k in given.keywords} if isinstance(given, ast.Call) else set()
+        if isinstance(given, ast.Call) and isinstance(given.func, ast.Name) and named <= {"strict"}:
+            targets = target.elts if isinstance(target, ast.Tuple) else []
+            known = given.func.id in ("zip", "enumerate") and not self._is_set(given.func)
+            if known and given.func.id == "enumerate" and len(targets) == 2 and len(given.args) == 1:
+                yield from self._loop(targets[1], given.args[0])
+            pairs = []
+            if known and given.func.id == "zip" and len(targets) == len(given.args):
+                pairs = list(zip(targets, given.args, strict=True))
+        place = f"{target.lineno}:{target.col_offset}"
+        for variable, iterated in pairs:
+            name = self._list(iterated)
+            if name and isinstance(variable, ast.Name):
+                yield variable.id, _Weight(name, False, False, False, (iterated,), place)
 
     def _products(self) -> Iterator[_Product]:
         for node in self.nodes:
@@ -346,6 +427,11 @@ class _Reader:
         if value is not None:
             found = self._weight(value)
             return None if found is None else found._replace(nodes=(*found.nodes, node))
+        if isinstance(node, ast.Name):
+            found = self._in_loop(node)
+            return None if found is None else found._replace(nodes=(*found.nodes, node))
+        if isinstance(node, ast.Subscript | ast.Attribute) and self._list(node.value):
+            return self._in_list(node)
         if isinstance(node, ast.Attribute):
             if self._is_me(node.value):
                 return (
@@ -358,7 +444,8 @@ class _Reader:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             found, name = self._weight(node.func.value), node.func.attr
             if found is not None and name == "transpose":
-                ndim = self.module.get_parameter(found.name).ndim
+                given = self.lists.get(found.name)
+                ndim = (self.module.get_parameter(found.name) if given is None else given).ndim
                 last = [{-1, -2}, {ndim - 1, ndim - 2}, *([{0, 1}] if found.indexed else [])]
                 return _turned(found) if {*map(self._number, node.args)} in last else None
             if name == "t":
@@ -372,6 +459,35 @@ class _Reader:
                 if found is not None and not found.turned and self._number(other) is not None:
                     return found._replace(scaled=True)
         return None
+
+    def _in_loop(self, node: ast.Name) -> _Weight | None:
+        """What a variable of the loop holds that an expression is in, if nothing else sets it there."""
+        scopes = self.loops.get(node.id, {})
+        inner: ast.AST | None = node
+        while inner is not None and inner not in scopes:
+            inner = self.parents.get(inner)
+        if inner is None:
+            return None
+        names = [n for n in ast.walk(inner) if isinstance(n, ast.Name) and n.id == node.id]
+        sets = [n for n in names if not isinstance(n.ctx, ast.Load)]
+        return scopes[inner] if len(sets) == 1 else None
+
+    def _in_list(self, node: ast.Subscript | ast.Attribute) -> _Weight | None:
+        """A parameter that is taken out of a list or a dict."""
+        name = self._list(node.value)
+        if isinstance(node, ast.Attribute):
+            place, key = node.attr, node.attr
+        else:
+            place = ast.dump(node.slice)
+            known = isinstance(node.slice, ast.Constant)
+            key = str(node.slice.value) if known else ""  # type: ignore[attr-defined]
+            if isinstance(node.slice, ast.Slice):
+                return None
+        if f"{name}.{key}" in self.own:
+            name = f"{name}.{key}"
+        elif isinstance(node, ast.Attribute):
+            return None
+        return _Weight(name, False, False, False, (node.value,), place)
 
     def _number(self, node: ast.AST) -> float | None:
         """An expression's value, if it is a number; of one in a tensor, 1."""

@@ -71,16 +71,15 @@ class StackCapture(ModeAround):
         self.owner = weakref.ref(module)
 
     def make_mode(self) -> _Watching | None:
-        first, module = self.captures[0], self.owner()
-        if module is None or not first.wanted(first.layer.sites[0]):
+        first = self.captures[0]
+        if self.owner() is None or not first.wanted(first.layer.sites[0]):
             return None
         watched = []
         for capture in self.captures:
             if not torch.compiler.is_compiling() and not in_backward():
                 capture.forget_what_was_discarded()
-            # While fully_shard's forward runs, the module has the whole parameter in place of its shard.
-            stack = getattr(module, capture.layer.sites[0].weight_name)
-            layer = capture.layer
+            layer, site = capture.layer, capture.layer.sites[0]
+            stack = site.held(site.weight_name)
             products = None if capture.bases is None else capture.products
             slots = capture.A, capture.G, capture.counts, products, capture.bases or (None, None)
             joined = layer.blocks < len(stack)
