@@ -1080,9 +1080,9 @@ def test_terms_of_a_head_with_a_bias_in_some_of_its_calls():
 # ---- derivatives by the inputs -------------------------------------------------------------------
 
 
-def mlp_of_a_point(p, x):
+def mlp_of_a_point(p, x, activation=jnp.tanh):
     for w, b in p[:-1]:
-        x = jnp.tanh(x @ w + b)
+        x = activation(x @ w + b)
     return (x @ p[-1][0] + p[-1][1])[0]
 
 
@@ -1101,12 +1101,17 @@ LAPLACIANS = {
 }
 
 
+# Whose derivatives have their value or not, of one operation or of several, or with a rule of their own.
+ACTIVATIONS = [jnp.tanh, jnp.sin, jnp.square, jax.nn.silu, jax.nn.gelu, jax.nn.softplus]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", LAPLACIANS)
-def test_the_terms_of_a_loss_of_derivatives_are_its_points(kind):
+def test_the_terms_of_a_loss_of_derivatives_are_its_points(kind, activation):
     p, x, y = points_and_mlp()
 
     def at(f, p, x):
-        return jax.vmap(lambda x: f(lambda z: mlp_of_a_point(p, z), x))(x)
+        return jax.vmap(lambda x: f(lambda z: mlp_of_a_point(p, z, activation), x))(x)
 
     def residual(p, x):
         return jnp.mean(at(LAPLACIANS[kind], p, x) ** 2)

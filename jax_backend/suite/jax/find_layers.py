@@ -170,6 +170,9 @@ class _Finder:
         self.scalings: dict[int, _Scaling] = {}
         self.early: dict[int, tuple[Site, tuple[Step, ...]]] = {}  # a leaf times rows, re-indexed
         self.aside: dict[int, Site] = {}  # products that the loss does not depend on
+        self.near: set[int] = (
+            set()
+        )  # entry by entry of what it does depend on: sin z, where it has cos z
         self.late: dict[Any, Site] = {}  # by place: of which site it is what it may be moved to
         self.roots = [root for root in roots if root is not None]
         self.nodes = [n for n in program.nodes if any(out in self.live for out in n.outputs)]
@@ -192,6 +195,8 @@ class _Finder:
                 if live:
                     self.sum_lookups(node)
                     self.scale_later(node)
+                elif self.is_entrywise(node, self.live | self.near):
+                    self.near.update(node.outputs)
             elif live:
                 self.meet(node, known)
             else:
@@ -290,8 +295,16 @@ class _Finder:
             self.uses.beside += [self.aside[v] for v in node.inputs if v is not None and v in self.aside]
         elif len(met) == 1 and isinstance(op, (operations.DotGeneral, operations.Convolve)):
             site = self.product(node, met[0])
-            if site is not None and site.input in self.live:
+            if site is not None and (site.input in self.live or site.input in self.near):
                 self.aside[out] = site
+
+    def is_entrywise(self, node: jaxprs.Node, among: set[int]) -> bool:
+        """Whether each entry of what it computes may be of one of each of some values alone."""
+        if isinstance(node.operation, (operations.DotGeneral, operations.Convolve)):
+            return False
+        given = [v for v in node.inputs if v is not None]
+        shapes = {self.shape(v) for v in (*given, *node.outputs) if self.shape(v)}
+        return bool(given) and len(shapes) == 1 and all(v in among for v in given)
 
     def made_of(self, site: Site) -> Any:
         """A product's weight, and the data that its input is made of.
