@@ -790,6 +790,35 @@ def test_the_terms_of_a_last_layer_that_is_not_covered(how, parts):
         assert kfac.counted_terms == 12
 
 
+class Tuned(nn.Module):
+    """A scale of its own, or prompts, before layers that are frozen."""
+
+    def __init__(self, prompts: bool) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(1, 2, 4) if prompts else torch.ones(4))
+        self.prompts = prompts
+        self.frozen = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.own.expand(len(x), -1, -1), x], 1) if self.prompts else x * self.own
+        return self.frozen(x)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("prompts", [True, False])
+def test_the_terms_where_only_parameters_of_no_layer_train(prompts, parts):
+    model = Tuned(prompts)
+    kfac = KFAC(model, torch.optim.SGD([model.own], lr=0.1))
+    for _ in range(2):
+        model(torch.randn(5, 7, 4)).sum().backward()  # thrown away
+        kfac.zero_grad()
+        for x in torch.randn(12, 7, 4).chunk(parts):
+            (model(x).logsumexp(-1).mean() / parts).backward()
+        kfac.step()
+        assert kfac.counted_terms == 12 * (9 if prompts else 7)
+        kfac.zero_grad()
+
+
 class Prototypes(nn.Module):
     """Logits by rows of a table that are looked up for all examples."""
 

@@ -188,8 +188,10 @@ class Agreements:
             for layer, t in zip(self.layers, taken, strict=True)
             if t is not None and layer.spec.kind != "free"
         }
-        if not known:  # nothing but free parameters: `agree` makes it one term
-            return torch.zeros_like(rows[0])
+        if not known:
+            # Nothing but free parameters: positions of the layer that came last, which is not covered,
+            # perhaps frozen. Without one `agree` makes it one term.
+            return torch.full_like(rows[0], clock.last_positions if clock.last is None else 0.0)
         if clock.last in known:
             positions, transposed = known[clock.last]
             if clock.last_transposed and transposed is not None:
