@@ -189,6 +189,40 @@ def scanned() -> Network:
     return Network(weights, x, y, layers, apply, to_jax, from_jax)
 
 
+class _Decoder(nn.Module):
+    """Back with the transpose of the weight, by functions; heads with axes of their own in between."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.empty(width))
+        self.heads = nn.Parameter(torch.empty(hidden, 2, 3))
+        self.out = nn.Parameter(torch.empty(2, 3, hidden))
+        self.encoder = nn.Linear(width, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.encoder(x))
+        h = torch.tanh(torch.einsum("nd,dhk->nhk", h, self.heads))
+        h = torch.einsum("...hk,hkd->...d", h, self.out)
+        return torch.nn.functional.linear(h, self.encoder.weight.t(), self.shift)
+
+
+def decoder() -> Network:
+    rng = np.random.default_rng(9)
+    width, hidden = 7, 5
+    shapes = ((width,), (hidden, 2, 3), (2, 3, hidden), (hidden, width), (hidden,))
+    weights = [0.5 * rng.normal(size=s) if len(s) > 1 else 0.1 * rng.normal(size=s) for s in shapes]
+
+    def apply(p, x):
+        h = jnp.tanh(x @ p[3].T + p[4])
+        h = jnp.tanh(jnp.einsum("nd,dhk->nhk", h, p[1]))
+        h = jnp.einsum("nhk,hkd->nd", h, p[2])
+        return h @ p[3] + p[0]
+
+    x = rng.normal(size=(32, width))
+    y = (x @ rng.normal(size=(width, width))).argmax(1)  # random labels end in chaos
+    return Network(weights, x, y, lambda: [_Decoder(width, hidden)], apply)
+
+
 class _Stack(nn.Module):
     """A matrix for each expert, all of which see every example."""
 

@@ -277,8 +277,8 @@ class Own(nn.Module):
         self.matrix = nn.Parameter(numbers(4, 4, seed=3))
 
     def forward(self, x):
-        x = torch.tanh(x) * self.scale
-        return F.linear(x, self.matrix) if self.kind == "linear" else x @ self.matrix
+        x, matrix = torch.tanh(x) * self.scale, self.get_parameter("matrix")  # as no source tells
+        return F.linear(x, matrix) if self.kind == "linear" else x @ matrix
 
 
 class Moved(nn.Module):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from suite.torch import KFAC
 from torch_backend.rows_by_loops import both_reductions, held, loss_of, with_one
+from torch_backend.test_derivatives import Times, expected_factors
 
 
 class LinearWithCast(nn.Linear):
@@ -721,7 +722,7 @@ MISSED = {
     "half of it, and a product of that": lambda x, W, b: (
         F.linear(x, H := W / 2, b) + torch.einsum("bi,oi->bo", x.tanh(), H)
     ),
-    "one cast, twice": lambda x, W, b: F.linear(x, C := W.clone(), b) + x @ C,
+    "one cast, twice": lambda x, W, b: F.linear(x, C := W.clone(), b) + x @ C.square(),
 }
 OTHERS = {
     "x W": lambda x, W, b: x @ W + b,
@@ -1265,3 +1266,64 @@ def test_a_weight_in_a_function_that_returns_several_tensors_is_a_missed_use(fun
     model(torch.randn(8, 3)).square().mean().backward()
     with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*: 'mix'. Call"):
         kfac.step()
+
+
+class Tied(nn.Module):
+    """An autoencoder whose decoder has the transpose of the encoder's weight."""
+
+    def __init__(self, decode, bias):
+        super().__init__()
+        self.encoder, self.decode = nn.Linear(4, 3, bias=bias), decode
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return self.decode(torch.tanh(self.encoder(x)), self.encoder.weight) + self.shift
+
+
+class TiedOfItsOwn(Tied):
+    """The same with a matrix of its own."""
+
+    def __init__(self, decode, bias):
+        super().__init__(decode, bias)
+        self.w = self.encoder.weight
+        self.b = self.encoder.bias
+        del self.encoder
+
+    def forward(self, x):
+        h = torch.tanh(F.linear(x, self.w, self.b))
+        return F.linear(h, self.w.t()) + self.shift
+
+
+DECODERS = {
+    "linear": lambda h, w: F.linear(h, w.t()),
+    "product": lambda h, w: h @ w,
+    "left product": lambda h, w: (w.T @ h.T).T,
+    "einsum": lambda h, w: torch.einsum("oi,...o->...i", w, h),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("decoder", [*DECODERS, "own"])
+def test_a_decoder_with_the_encoders_transpose(decoder, bias, parts):
+    kind = TiedOfItsOwn if decoder == "own" else Tied
+    torch.manual_seed(0)
+    model = kind(DECODERS.get(decoder), bias).double()
+    weight = model.w if decoder == "own" else model.encoder.weight
+    b = model.b if decoder == "own" else model.encoder.bias
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.0), kl_clip=None)
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)).double()
+    for part in x.chunk(parts):
+        ((model(part) - part).square().sum(-1).mean() / parts).backward()
+    kfac.step()
+    assert kfac.counted_terms == 12
+    uses = []
+    h = Times.apply(x, weight, uses)
+    h = torch.tanh(h if b is None else h + b)
+    y = Times.apply(h, weight, uses, True, False) + model.shift
+    (y - x).square().sum(-1).mean().backward()
+    A, G = expected_factors(uses, 12, bias)
+    found = held(kfac)["w" if decoder == "own" else "encoder"]
+    torch.testing.assert_close(found[0][0], A, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found[1][0], G, rtol=1e-9, atol=1e-12)

@@ -511,7 +511,7 @@ def by_einsum(self, x):
     return torch.einsum("...i,oi->...o", x, self.weight) @ self.other
 
 
-def by_einsums_that_disagree(self, x):
+def by_einsums_both_ways(self, x):
     return torch.einsum("ni,oi->no", x, self.weight) + torch.einsum("ni,io->no", x, self.weight)
 
 
@@ -580,13 +580,13 @@ SAID = [
     (asked_by_another_len, []),
     (of_another, [*one("other", turned=True), *one()]),
     (of_an_inner_function, one()),
-    (both_ways, []),
+    (both_ways, one()),
     (masked, []),
     (shifted, []),
     (product_of_two, []),
     (from_the_left, one()),
     (by_einsum, [*one("other", turned=True), *one()]),
-    (by_einsums_that_disagree, []),
+    (by_einsums_both_ways, one()),
     (by_einsum_of_sums, []),
     (by_einsum_of_a_multiple, []),
     (penalized, []),

@@ -207,26 +207,36 @@ class _Assembly:
         """weight leaf -> bias leaf, where nothing but uses of the weight has the bias, nor another one.
 
         Uses without it, as those in derivatives of a layer are, have a 0 in its place. The block's
-        orientation becomes that of the uses with it.
+        orientation becomes that of the uses with it. Where uses as W have one and those as Wᵀ another,
+        as in a tied autoencoder, it is that of the uses that run first.
         """
         weights = {bias: {use.site.leaf for use in uses} for bias, uses in self.uses.biases.items()}
         found: dict[int, int] = {}
         for bias, bias_uses in self.uses.biases.items():
             weight = next(iter(weights[bias]))
             block = blocks.get(weight, [])
-            others = any(weight in own for other, own in weights.items() if other != bias)
-            if len(weights[bias]) != 1 or len(block) != 1 or others or self.excluded(bias, []):
+            if len(weights[bias]) != 1 or len(block) != 1 or self.excluded(bias, []):
                 continue
+            turned_at = {s.use.place: transposed for s, transposed in block[0]}
             places = {use.site.use.place for use in bias_uses}
-            after = {transposed for s, transposed in block[0] if s.use.place in places}
+            after = {turned_at[place] for place in places if place in turned_at}
+            first = min(use.site.use.path for use in bias_uses)
+            rivals = [
+                use.site.use
+                for other, uses in self.uses.biases.items()
+                for use in uses
+                if other != bias and use.site.leaf == weight
+            ]
+            if any(turned_at.get(use.place) in {None, *after} or use.path < first for use in rivals):
+                continue
             everywhere = places <= {s.use.place for s, _ in block[0]}
             elsewhere = any(site.leaf == bias for site in self.uses.sites)
             lookup = any(isinstance(s.use.product, Lookup) for s, _ in block[0])
             if everywhere and len(after) == 1 and not elsewhere and not lookup:
                 found[weight] = bias
                 if after == {True}:
-                    turned = [(s, not transposed) for s, transposed in block[0]]
-                    block[0] = sorted(turned, key=lambda member: member[1])
+                    members = [(s, not transposed) for s, transposed in block[0]]
+                    block[0] = sorted(members, key=lambda member: member[1])
         return found
 
     def units(self, sites: dict[int, list[Site]]) -> dict[int, int]:
@@ -396,6 +406,9 @@ def _terms(
     counted = [s for s in sites if s.use.place in mine and not mine[s.use.place].transposed]
     if owner.get(very_last.use.place) is not layer:
         own = [s for s in products if s.leaf == very_last.leaf and s.view == very_last.view]
+    elif very_last.use.place in mine:  # of a tied autoencoder the decoder's, which has the transpose
+        turned = {place for place, use in mine.items() if use.transposed}
+        own = [s for s in own if (s.use.place in turned) == (very_last.use.place in turned)]
     # Of a tied table the head's rows, not the lookups'; and a bias is added to what a layer computes,
     # not to the derivatives of that.
     own = [s for s in own if not isinstance(s.use.product, Lookup)] or own

@@ -34,6 +34,7 @@ from suite.torch.hooks import Hook, in_backward, is_batched, on_transformed, wit
 from suite.torch.layers import Layer, Site
 from suite.torch.prepared import prepared
 from suite.torch.rows import (
+    Axes,
     Bases,
     LayerSpec,
     Sums,
@@ -357,6 +358,28 @@ class LayerCapture:
             return y
         return self._probed(replace(site, spec=spec), x, y, (), {}, made=made)
 
+    def observe_transpose(self, index: int, x: Any, y: Any, axes: Axes | None) -> Any:
+        """`observe_function` of a function that got the weight's transpose: y = x W, as in decoders.
+
+        Args:
+            axes: of the product, x -> y.
+        """
+        if self.clock.discovering:
+            self.calls += 1
+        site, x = self.layer.sites[index], dense(x)
+        if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
+            return y
+        again = in_backward()
+        if not again:
+            self.forget_what_was_discarded()
+        self.turn()
+        positions = output_positions(site.spec._replace(axes=axes), y)
+        self.clock.ran(self.layer, True, positions, again, False)
+        own_axes = None if axes is None else axes.turned()
+        source = Source(self, replace(site, spec=site.spec._replace(axes=own_axes)), True)
+        counts = self.transposed[2]
+        return self._probed_derivative(source, Call(), x, y, None, None, True, counts)
+
     def _probed(
         self,
         site: Site,
@@ -467,8 +490,13 @@ class LayerCapture:
         at: torch.Tensor | None,
         scale: torch.Tensor | None,
         turned: bool,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Probe `y`, what a product in derivatives of a call made of `x`."""
+        """Probe `y`, what a product in derivatives of a call made of `x`.
+
+        Args:
+            positions: the slot for the call's positions, if not its own.
+        """
         site, is_norm = source.site, source.site.spec.kind == "norm"
         slots: tuple[torch.Tensor, ...] = (self.A, self.G, self.counts)
         own = self.transposed if site.transposed else slots
@@ -482,7 +510,7 @@ class LayerCapture:
         probed: torch.Tensor = DerivativeProbe.apply(
             y,
             *slots,
-            own[2],
+            own[2] if positions is None else positions,
             None if bases is None else self.products,
             source,
             call,

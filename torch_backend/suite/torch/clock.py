@@ -97,6 +97,10 @@ class CaptureClock:
         self.positions[key] = self.positions.get(key, 0) + positions
         return self.positions[key]
 
+    def has_run(self, layer: Layer) -> bool:
+        """Whether a layer was called in this step, with its weight as it is."""
+        return not self.taken and layer.name in self.positions
+
     def token(self, x: torch.Tensor) -> int:
         """A number that is the same for the same tensor with the same content."""
         known = self._tokens.get(id(x))

@@ -281,6 +281,21 @@ class FunctionCapture(ModeAround):
                 return capture.observe_function(index, given["input"], output, spec, made)
         return output
 
+    def meet_transpose(self, places: list[int], x: Any, output: Any, axes: Axes | None) -> Any:
+        """The output of a product with a weight's transpose, with a probe behind it.
+
+        Args:
+            axes: of the product, of `x` and `output`.
+        """
+        for place in places:
+            capture, index = self.uses[place]
+            spec = capture.layer.sites[index].spec
+            # A bias that follows this product is none of the layer's inputs.
+            if spec.kind == "dense" and (not spec.bias or capture.clock.has_run(capture.layer)):
+                self.found.add(place)
+                return capture.observe_transpose(index, x, output, axes)
+        return output
+
     def counted(self, place: int) -> tuple[int, int, int] | None:
         """Uses of a weight so far, calls, and calls of what was made of it; None: nobody counts."""
         capture, _ = self.uses[place]
@@ -454,6 +469,11 @@ class _Watching(TorchFunctionMode):
         for place in places:
             if self.around.awaits_bias(place, given):
                 self.products.append(_Product(output, place, given["input"], axes))
+        if not places and function in (F.linear, *_PRODUCTS) and not torch.compiler.is_compiling():
+            opposite = self._places(given.get("weight"), "weight" if turned else "transpose")
+            if opposite and {"alpha", "beta"}.isdisjoint(given):
+                self._note_call(output, given["input"])
+                return self.around.meet_transpose(opposite, given["input"], output, axes)
         if not places:
             return self._meet_made(function, given, output)
         self._note_call(output, given["input"])
@@ -474,6 +494,11 @@ class _Watching(TorchFunctionMode):
             for p in self._places(weight, "transpose" if turned else "weight")
             if self.around.fits(p, weight.shape, turned, axes)
         ]
+        if not places and weight.ndim == 2 and not torch.compiler.is_compiling():
+            opposite = self._places(weight, "weight" if turned else "transpose")
+            if opposite:
+                self._note_call(output, x)
+            return self.around.meet_transpose(opposite, x, output, axes)
         given = {"input": x, "bias": None}
         for p in places:
             if self.around.awaits_bias(p, given):
@@ -488,7 +513,8 @@ class _Watching(TorchFunctionMode):
         if function not in _PRODUCTS or function in ADDED or kwargs or len(args) != 2:
             return False
         weight, x = args
-        return isinstance(x, torch.Tensor) and bool(self._places(weight, "weight"))
+        ours = self._places(weight, "weight") or self._places(weight, "transpose")
+        return isinstance(x, torch.Tensor) and bool(ours)
 
     def _note_call(self, output: torch.Tensor, x: Any) -> None:
         if self.before:

@@ -153,7 +153,7 @@ def _agreed(
     lists: Container[str],
 ) -> Iterator[OwnWeight]:
     """The layer that products with one parameter are calls of, if they are those of one."""
-    uses: set[tuple[int, int, bool, bool, int, int]] = set()
+    uses: dict[tuple[int, int, bool, bool, int, int], None] = {}
     stacked = parameter.ndim == 3 and all(p.axes == 0 and p.matrix is None for p in products)
     for function, axes, turned, weight, _, groups, joined, matrix in products:
         if not isinstance(groups, int) or groups < 1 or (axes and weight.turned):
@@ -161,18 +161,21 @@ def _agreed(
         if matrix is not None:
             if weight.scaled or weight.indexed or (weight.turned and matrix[0] > 2):
                 return
-            uses.add((axes, groups, weight.turned != turned, joined, *matrix))
+            uses[axes, groups, weight.turned != turned, joined, *matrix] = None
             continue
         whole = function in _OF_STACKS_ALONE or (function in _OF_STACKS and not weight.indexed)
         if stacked and (weight.scaled or function is torch.addmm or not (weight.indexed or whole)):
             return
         if not stacked and (weight.indexed or function in _OF_STACKS_ALONE):
             return
-        uses.add((axes, groups, weight.turned != turned, joined, 2 + axes + stacked, 1))
-    biases = {_name_of_bias(product, lists) for product in products}
-    bias = biases.pop() if len(biases) == 1 else ""
-    bias = "" if bias in refused or stacked else bias
-    for axes, groups, turned, joined, ndim, leading in uses if len(uses) == 1 else ():
+        uses[axes, groups, weight.turned != turned, joined, 2 + axes + stacked, 1] = None
+    # A matrix may be used as its transpose, too. Then it lies (out, in).
+    one_matrix = parameter.ndim == 2 and all(axes == 0 for axes, *_ in uses)
+    for axes, groups, turned, joined, ndim, leading in sorted(uses)[: len(uses) == 1 or one_matrix]:
+        alike = [p for p in products if (p.weight.turned != p.turned) == turned]
+        biases = {_name_of_bias(product, lists) for product in alike}
+        bias = biases.pop() if len(biases) == 1 else ""
+        bias = "" if bias in refused or stacked else bias
         name = products[0].weight.name
         yield OwnWeight(name, bias, axes, groups, turned, stacked, joined, ndim, leading)
 

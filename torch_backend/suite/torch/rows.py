@@ -28,6 +28,10 @@ class Axes(NamedTuple):
     y: tuple[int, ...]
     features: tuple[int, int]  # on how many axes of each
 
+    def turned(self) -> Axes:
+        """Of a product with the transpose."""
+        return Axes(self.y, self.x, self.features[::-1])
+
     def input(self, x: torch.Tensor) -> torch.Tensor:
         """(*rows, features)."""
         return x.permute(self.x).flatten(-self.features[0])
