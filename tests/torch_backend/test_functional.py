@@ -1327,3 +1327,46 @@ def test_a_decoder_with_the_encoders_transpose(decoder, bias, parts):
     found = held(kfac)["w" if decoder == "own" else "encoder"]
     torch.testing.assert_close(found[0][0], A, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found[1][0], G, rtol=1e-9, atol=1e-12)
+
+
+class TiedHead(nn.Module):
+    """Logits by the rows of the table that words are looked up in."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.table, self.how = nn.Embedding(7, 4), how
+        self.body = nn.Linear(4, 4)
+        if how == "module":
+            self.head = nn.Linear(4, 7, bias=False)
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        h = torch.tanh(self.body(self.table(ids)))
+        if self.how == "module":
+            return self.head(h)
+        if self.how == "linear":
+            return F.linear(h, self.table.weight)
+        if self.how == "product":
+            return h @ self.table.weight.T
+        return torch.einsum("vd,ntd->ntv", self.table.weight, h)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("how", ["linear", "product", "einsum"])
+def test_a_head_with_a_tables_rows(how, parts):
+    ids = torch.randint(0, 7, (6, 5), generator=torch.Generator().manual_seed(0))
+    found = []
+    for kind in ("module", how):
+        torch.manual_seed(0)
+        model = TiedHead(kind).double()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.0), kl_clip=None)
+        for part in ids.chunk(parts):
+            (model(part).logsumexp(-1).mean() / parts).backward()
+        kfac.step()
+        assert kfac.counted_terms == 30
+        A, G = held(kfac)["table"]
+        sides = (A[0], G[0]) if A.ndim == 3 else (G[0], A[0])  # of features, of rows
+        found.append((sides[0][..., None] * sides[1], model.table.weight.grad, model.body.weight.grad))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-13)

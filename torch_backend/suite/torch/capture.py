@@ -34,7 +34,6 @@ from suite.torch.hooks import Hook, in_backward, is_batched, on_transformed, wit
 from suite.torch.layers import Layer, Site
 from suite.torch.prepared import prepared
 from suite.torch.rows import (
-    Axes,
     Bases,
     LayerSpec,
     Sums,
@@ -358,11 +357,11 @@ class LayerCapture:
             return y
         return self._probed(replace(site, spec=spec), x, y, (), {}, made=made)
 
-    def observe_transpose(self, index: int, x: Any, y: Any, axes: Axes | None) -> Any:
+    def observe_transpose(self, index: int, x: Any, y: Any, spec: LayerSpec) -> Any:
         """`observe_function` of a function that got the weight's transpose: y = x W, as in decoders.
 
         Args:
-            axes: of the product, x -> y.
+            spec: the layer's, of 'dense', but for the axes, which are those of the product.
         """
         if self.clock.discovering:
             self.calls += 1
@@ -373,10 +372,9 @@ class LayerCapture:
         if not again:
             self.forget_what_was_discarded()
         self.turn()
-        positions = output_positions(site.spec._replace(axes=axes), y)
-        self.clock.ran(self.layer, True, positions, again, False)
-        own_axes = None if axes is None else axes.turned()
-        source = Source(self, replace(site, spec=site.spec._replace(axes=own_axes)), True)
+        self.clock.ran(self.layer, True, output_positions(spec, y), again, False)
+        axes = None if spec.axes is None else spec.axes.turned()
+        source = Source(self, replace(site, spec=spec._replace(axes=axes)), True)
         counts = self.transposed[2]
         return self._probed_derivative(source, Call(), x, y, None, None, True, counts)
 

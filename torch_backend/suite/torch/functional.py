@@ -247,6 +247,16 @@ class FunctionCapture(ModeAround):
         d_in -= capture.layer.sites[index].spec.bias
         return (d_in, d_out) == ((first, rest) if turned else (rest, first))
 
+    def is_inside(self, place: int) -> bool:
+        """Whether a layer's own module runs, whose hook, or mode, sees what it does."""
+        running = self.uses[place][0].running
+        return bool(running) and not (self.own[place] and running[-1] == self.number)
+
+    def is_table(self, place: int) -> bool:
+        """Whether it is an embedding's."""
+        capture, index = self.uses[place]
+        return capture.layer.sites[index].spec.kind == "embedding"
+
     def has_bias(self, place: int) -> bool:
         """Whether a layer's bias is a coordinate of its input."""
         capture, index = self.uses[place]
@@ -271,9 +281,8 @@ class FunctionCapture(ModeAround):
         for place in places:
             capture, index = self.uses[place]
             site = capture.layer.sites[index]
-            inside = capture.running[-1] if capture.running else None
-            if inside is not None and not (self.own[place] and inside == self.number):
-                return output  # by its own module, whose hook, or mode, sees it
+            if self.is_inside(place):
+                return output
             spec = None if given["input"].is_nested else call_of(function, given, site)
             if spec is not None:
                 self.found.add(place)
@@ -289,11 +298,16 @@ class FunctionCapture(ModeAround):
         """
         for place in places:
             capture, index = self.uses[place]
-            spec = capture.layer.sites[index].spec
+            layer, site = capture.layer, capture.layer.sites[index]
+            if self.is_inside(place) or site.transposed:
+                return output
+            spec = site.spec
+            if spec.kind == "embedding":  # a head with the table's rows
+                spec = LayerSpec("dense", diagonal=layer.diagonal, max_rows=spec.max_rows)
             # A bias that follows this product is none of the layer's inputs.
-            if spec.kind == "dense" and (not spec.bias or capture.clock.has_run(capture.layer)):
+            if spec.kind == "dense" and (not spec.bias or capture.clock.has_run(layer)):
                 self.found.add(place)
-                return capture.observe_transpose(index, x, output, axes)
+                return capture.observe_transpose(index, x, output, spec._replace(axes=axes))
         return output
 
     def counted(self, place: int) -> tuple[int, int, int] | None:
@@ -469,8 +483,9 @@ class _Watching(TorchFunctionMode):
         for place in places:
             if self.around.awaits_bias(place, given):
                 self.products.append(_Product(output, place, given["input"], axes))
-        if not places and function in (F.linear, *_PRODUCTS) and not torch.compiler.is_compiling():
-            opposite = self._places(given.get("weight"), "weight" if turned else "transpose")
+        if function in (F.linear, *_PRODUCTS) and not torch.compiler.is_compiling():
+            tables = any([self.around.is_table(place) for place in places])  # noqa: C419
+            opposite = self._opposite(given.get("weight"), turned) if tables or not places else []
             if opposite and {"alpha", "beta"}.isdisjoint(given):
                 self._note_call(output, given["input"])
                 return self.around.meet_transpose(opposite, given["input"], output, axes)
@@ -495,7 +510,7 @@ class _Watching(TorchFunctionMode):
             if self.around.fits(p, weight.shape, turned, axes)
         ]
         if not places and weight.ndim == 2 and not torch.compiler.is_compiling():
-            opposite = self._places(weight, "weight" if turned else "transpose")
+            opposite = self._opposite(weight, turned)
             if opposite:
                 self._note_call(output, x)
             return self.around.meet_transpose(opposite, x, output, axes)
@@ -607,6 +622,17 @@ class _Watching(TorchFunctionMode):
         return isinstance(x, torch.Tensor) and any(
             [known.tensor is x or known.tensor is x._base for known in self.known]  # noqa: C419
         )
+
+    def _opposite(self, weight: Any, turned: bool) -> list[int]:
+        """The layers whose transpose a product has. For a table that is one with a row an output.
+
+        Args:
+            turned: whether the product takes the weight as (in, out).
+        """
+        roles = ("transpose", "weight") if turned else ("weight", "transpose")
+        tables, others = (self._places(weight, role) for role in roles)
+        found = [p for p in tables if self.around.is_table(p)]
+        return found or [p for p in others if not self.around.is_table(p)]
 
     def _places(self, tensor: Any, role: str) -> list[int]:
         return [known.place for known in self._found(tensor, role)]
