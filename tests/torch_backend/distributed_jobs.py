@@ -34,7 +34,8 @@ class Settings:
     dtype: torch.dtype = torch.float64
     kfac: dict[str, Any] = field(default_factory=dict)
     micro: int = 1  # batches a step
-    middle: str = ""  # 'gated': layers that share inputs; 'experts': a matrix for some of the examples
+    middle: str = ""  # 'gated': layers that share inputs; 'experts': a matrix for some of the examples;
+    # 'functions': weights that functions get
     held_back: bool = False  # whether fully_shard reduces gradients with the last of them only
     ddp: dict[str, Any] = field(default_factory=dict)
     fsdp: dict[str, Any] = field(default_factory=dict)
@@ -99,10 +100,30 @@ class Experts(nn.Module):
         return out
 
 
+class Functions(nn.Module):
+    """Weights of its own that have axes for heads, are in lists, or are used as their transpose."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        scale = 1 / width**0.5
+        self.heads = nn.Parameter(scale * torch.randn(width, 2, 3))
+        self.out = nn.Parameter(scale * torch.randn(2, 3, width))
+        self.listed = nn.ParameterList(scale * torch.randn(width, width) for _ in range(2))
+        self.biases = nn.ParameterList(0.1 * torch.randn(width) for _ in range(2))
+        self.inner, self.gain = nn.Linear(width, 7), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = torch.tanh(torch.einsum("...d,dhk->...hk", x, self.heads))
+        x = torch.tanh(torch.einsum("nhk,hkd->nd", heads, self.out)) * self.gain
+        for weight, bias in zip(self.listed, self.biases, strict=True):
+            x = torch.tanh(F.linear(x, weight, bias))
+        return F.linear(torch.tanh(self.inner(x)), self.inner.weight.t())
+
+
 def network(dtype: torch.dtype = torch.float64, middle: str = "") -> nn.Module:
     """Convolution, linear and normalization layers whose sides no world divides."""
     torch.manual_seed(0)
-    kinds = {"gated": Gated, "experts": Experts}
+    kinds = {"gated": Gated, "experts": Experts, "functions": Functions}
     return nn.Sequential(
         nn.Conv2d(1, 3, 3, padding=1),
         nn.Tanh(),

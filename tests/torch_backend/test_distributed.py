@@ -252,6 +252,11 @@ VARIANTS: dict[str, tuple[int, Settings]] = {
     "derivatives, shared inputs": (2, Settings(loss="slopes", middle="gated", micro=2)),
     "experts": (3, Settings(middle="experts", micro=2, kfac={"gradient_worker_fraction": "MEM_OPT"})),
     "experts, fsdp": (2, Settings("fsdp", middle="experts", kfac={"compute_method": "inverse"})),
+    "functions": (3, Settings(middle="functions", micro=2)),
+    "functions, fsdp": (
+        2,
+        Settings("fsdp", middle="functions", kfac={"gradient_worker_fraction": "MEM_OPT"}),
+    ),
     "a rank without data": (
         3,
         Settings("none", loss="global", shares=(13, 11, 0), kfac={"loss_reduction": "global_mean"}),

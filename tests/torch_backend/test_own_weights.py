@@ -515,6 +515,10 @@ def by_einsums_both_ways(self, x):
     return torch.einsum("ni,oi->no", x, self.weight) + torch.einsum("ni,io->no", x, self.weight)
 
 
+def both_ways_once_scaled(self, x):
+    return F.linear(x, 2 * self.weight) @ self.weight
+
+
 def by_einsum_of_sums(self, x):
     return torch.einsum("ni,oi->o", x, self.weight) + torch.einsum("ni,oo->no", x, self.other)
 
@@ -587,6 +591,7 @@ SAID = [
     (from_the_left, one()),
     (by_einsum, [*one("other", turned=True), *one()]),
     (by_einsums_both_ways, one()),
+    (both_ways_once_scaled, []),
     (by_einsum_of_sums, []),
     (by_einsum_of_a_multiple, []),
     (penalized, []),

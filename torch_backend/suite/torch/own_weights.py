@@ -170,7 +170,7 @@ def _agreed(
             return
         uses[axes, groups, weight.turned != turned, joined, 2 + axes + stacked, 1] = None
     # A matrix may be used as its transpose, too. Then it lies (out, in).
-    one_matrix = parameter.ndim == 2 and all(axes == 0 for axes, *_ in uses)
+    one_matrix = parameter.ndim == 2 and not any(p.axes or p.weight.scaled for p in products)
     for axes, groups, turned, joined, ndim, leading in sorted(uses)[: len(uses) == 1 or one_matrix]:
         alike = [p for p in products if (p.weight.turned != p.turned) == turned]
         biases = {_name_of_bias(product, lists) for product in alike}
