@@ -1370,3 +1370,16 @@ def test_a_head_with_a_tables_rows(how, parts):
         found.append((sides[0][..., None] * sides[1], model.table.weight.grad, model.body.weight.grad))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("how", ["linear", "product", "einsum"])
+def test_a_compiled_model_says_that_it_misses_the_head(how):
+    torch._dynamo.reset()
+    model = TiedHead(how).double()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run = torch.compile(model, backend="aot_eager")
+    run(torch.arange(6).reshape(2, 3)).logsumexp(-1).mean().backward()
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'table'"):
+        kfac.step()

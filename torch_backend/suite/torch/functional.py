@@ -301,6 +301,9 @@ class FunctionCapture(ModeAround):
             layer, site = capture.layer, capture.layer.sites[index]
             if self.is_inside(place) or site.transposed:
                 return output
+            if torch.compiler.is_compiling():
+                self.stray(place)
+                return output
             spec = site.spec
             if spec.kind == "embedding":  # a head with the table's rows
                 spec = LayerSpec("dense", diagonal=layer.diagonal, max_rows=spec.max_rows)
@@ -483,10 +486,10 @@ class _Watching(TorchFunctionMode):
         for place in places:
             if self.around.awaits_bias(place, given):
                 self.products.append(_Product(output, place, given["input"], axes))
-        if function in (F.linear, *_PRODUCTS) and not torch.compiler.is_compiling():
+        if function in (F.linear, *_PRODUCTS):
             tables = any([self.around.is_table(place) for place in places])  # noqa: C419
             opposite = self._opposite(given.get("weight"), turned) if tables or not places else []
-            if opposite and {"alpha", "beta"}.isdisjoint(given):
+            if opposite and "alpha" not in given and "beta" not in given:
                 self._note_call(output, given["input"])
                 return self.around.meet_transpose(opposite, given["input"], output, axes)
         if not places:
@@ -509,7 +512,7 @@ class _Watching(TorchFunctionMode):
             for p in self._places(weight, "transpose" if turned else "weight")
             if self.around.fits(p, weight.shape, turned, axes)
         ]
-        if not places and weight.ndim == 2 and not torch.compiler.is_compiling():
+        if not places and weight.ndim == 2:
             opposite = self._opposite(weight, turned)
             if opposite:
                 self._note_call(output, x)
