@@ -790,6 +790,19 @@ def test_the_terms_of_a_last_layer_that_is_not_covered(how, parts):
         assert kfac.counted_terms == 12
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_terms_of_a_model_that_is_checkpointed_as_a_whole(reentrant):
+    model = network()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for seed in range(2):
+        x, y = batch(seed)
+        logits = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+        nn.functional.cross_entropy(logits, y).backward()
+        kfac.step()
+        kfac.zero_grad()
+        assert kfac.counted_terms == len(x)
+
+
 class Tuned(nn.Module):
     """A scale of its own, or prompts, before layers that are frozen."""
 

@@ -202,7 +202,7 @@ class Agreements:
             return positions if transposed is None else transposed
         name = next(reversed(known))
         seen = clock.positions.get(name)
-        if clock.last is not None or not seen:
+        if clock.last is not None or not seen or not clock.last_positions:
             return known[name][0]
         # A layer that is not covered came last: its positions in units of those of one that is.
         return known[name][0] * (clock.last_positions / seen)
