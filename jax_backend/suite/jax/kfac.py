@@ -343,7 +343,7 @@ def kfac(
 
 def of_the_rest(fallback: Any, mask: Callable[[Any], Any]) -> optax.GradientTransformationExtraArgs:
     """`fallback`, or nothing if it is None, for the leaves that `mask` says."""
-    if not (fallback is None or isinstance(fallback, optax.GradientTransformation)):
+    if fallback is not None and not (hasattr(fallback, "init") and hasattr(fallback, "update")):
         raise TypeError(f"fallback must be an optax transformation or None, got {fallback!r}")
     other = optax.identity() if fallback is None else fallback
     return optax.with_extra_args_support(optax.masked(other, mask))

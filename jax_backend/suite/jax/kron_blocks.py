@@ -196,7 +196,7 @@ def _scanned(scanned_layers: Any, tree: Any, leaves: int) -> list[bool]:
         return [False] * leaves
     scanned, given = jax.tree.flatten(scanned_layers)
     for flag in scanned:
-        check_flag("scanned_layers", flag)
+        check_flag("scanned_layers", bool(flag) if isinstance(flag, np.bool_) else flag)
     expected = jax.tree.structure(tree)
     if given == expected:  # type: ignore[operator]
         return scanned

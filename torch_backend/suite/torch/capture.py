@@ -574,7 +574,10 @@ class LayerCapture:
             self.first_call, self.recomputed = self.clock.calls, again
         if again == self.recomputed:
             self.clock.calls += 1
-            self.inputs.append(self.clock.token(x))
+            # What is read along other axes is another input.
+            axes, as_it_is = spec.axes, (*range(x.ndim),)
+            is_moved = axes is not None and (axes.x != as_it_is or axes.features[0] > 1)
+            self.inputs.append(self.clock.token(x.detach() if is_moved else x))
 
     def _has_input_of(self, x: torch.Tensor) -> bool:
         """Whether this call's input is one that the layer whose A this layer shares has summed."""

@@ -351,7 +351,9 @@ class _Reader:
             if (weight is None) == (left is None):  # one of two parameters has no rows
                 continue
             if weight is None:
-                if left is not None and function in _METHODS.values():  # the left factor is (out, in)
+                if (
+                    left is not None and not left.scaled and function in _METHODS.values()
+                ):  # the left factor is (out, in)
                     yield _Product(function, 0, False, left)
                 continue
             groups = self._number(given["groups"]) if "groups" in given else 1

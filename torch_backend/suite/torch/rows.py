@@ -113,6 +113,7 @@ def sums(
     if spec.axes is not None:
         assert x is not None
         x, gradient = spec.axes.input(x), spec.axes.output(gradient)
+        spec = spec._replace(axes=None)
     if spec.kind == "bias":
         rows = _channel_rows(gradient, spec)
         one = gradient.new_full((1, 1, 1), rows.shape[1])
