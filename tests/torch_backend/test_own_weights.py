@@ -915,3 +915,41 @@ def test_a_layer_of_ones_own_without_a_shape_is_an_error():
 
     with pytest.raises(ValueError, match="layer '0' is lazy"):
         KFAC(nn.Sequential(Lazy(), nn.Linear(4, 2)))
+
+
+class AlongBothAxes(nn.Module):
+    """Two matrices that read one square input, along its rows and along its columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(numbers(4, 4, seed=i)) for i in (1, 2))
+
+    def forward(self, x):
+        return torch.tanh(self.a @ x) + torch.tanh(x @ self.b)
+
+
+def test_inputs_along_other_axes_are_not_shared():
+    x = numbers(6, 4, 4)
+    found = held(stepped(double(lambda: Pooled(AlongBothAxes(), 4)), x, reduction="sum"))
+    rows = {"body.a": x.mT.reshape(-1, 4), "body.b": x.reshape(-1, 4)}
+    for name, a in rows.items():
+        assert_close(found[name][0][0], a.T @ a / len(a))
+
+
+class LeftFactor(AlongBothAxes):
+    def forward(self, x):
+        return torch.tanh(self.a @ x).mT
+
+
+class RightFactor(AlongBothAxes):
+    def forward(self, x):
+        return torch.tanh(F.linear(x.mT, self.a))
+
+
+def test_random_rows_of_a_product_whose_features_are_not_last():
+    x, found = numbers(6, 4, 50), []
+    for kind in (LeftFactor, RightFactor):
+        model = double(lambda kind=kind: Pooled(kind(), 4))
+        found.append(held(stepped(model, x, reduction="sum", max_rows=60))["body.a"])
+    for left, right in zip(*found, strict=True):
+        assert_close(left, right)
