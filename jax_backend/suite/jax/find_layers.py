@@ -170,9 +170,7 @@ class _Finder:
         self.scalings: dict[int, _Scaling] = {}
         self.early: dict[int, tuple[Site, tuple[Step, ...]]] = {}  # a leaf times rows, re-indexed
         self.aside: dict[int, Site] = {}  # products that the loss does not depend on
-        self.near: set[int] = (
-            set()
-        )  # entry by entry of what it does depend on: sin z, where it has cos z
+        self.near: set[int] = set()  # made entry by entry of what it depends on: sin z, beside cos z
         self.late: dict[Any, Site] = {}  # by place: of which site it is what it may be moved to
         self.roots = [root for root in roots if root is not None]
         self.nodes = [n for n in program.nodes if any(out in self.live for out in n.outputs)]

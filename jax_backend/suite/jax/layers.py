@@ -416,9 +416,7 @@ def elementwise_sum(product: Elementwise, x: Any, gradient: jax.Array, reduce: b
     rows = gradient
     if product.multiplies:
         rows = rows * jnp.broadcast_to(x, gradient.shape).astype(gradient.dtype)
-    if not reduce:
-        return _to_leaf(product, rows * rows)
-    rows, shared = _of_examples(product, rows)
+    rows, shared = _of_examples(product, rows) if reduce else (rows, 1)
     return _to_leaf(product, rows * rows) / shared
 
 

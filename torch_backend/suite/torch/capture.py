@@ -575,8 +575,7 @@ class LayerCapture:
         if again == self.recomputed:
             self.clock.calls += 1
             # What is read along other axes is another input.
-            axes, as_it_is = spec.axes, (*range(x.ndim),)
-            is_moved = axes is not None and (axes.x != as_it_is or axes.features[0] > 1)
+            is_moved = spec.axes is not None and spec.axes.moves_input()
             self.inputs.append(self.clock.token(x.detach() if is_moved else x))
 
     def _has_input_of(self, x: torch.Tensor) -> bool:

@@ -87,16 +87,29 @@ def halves_of(labels: Labels) -> tuple[bool, int] | None:
     return None
 
 
-def expanded(labels: Labels, ndim: int) -> Labels | None:
-    """With a label for each axis of an ellipsis, where the other operand has `ndim` axes."""
-    own, other, out = labels
-    count = ndim - len(other) + 1
-    if _ELLIPSIS not in other:
-        return labels if len(other) == ndim and _ELLIPSIS not in out else None
-    if _ELLIPSIS not in out or count < 0:
+def labels_of_call(equation: Any, place: int, weight: torch.Tensor, x: Any) -> Labels | None:
+    """`labels_of` for two operands, with one for each axis of an ellipsis.
+
+    Args:
+        place: of the weight; `x` is the other operand.
+
+    Returns:
+        None also where an axis of length 1 stands for all.
+    """
+    labels = labels_of(equation, place) if isinstance(equation, str) else None
+    if labels is None or not isinstance(x, torch.Tensor) or len(labels.own) != weight.ndim:
         return None
-    axes = "".join(chr(ord("0") + i) for i in range(count))
-    return Labels(own, other.replace(_ELLIPSIS, axes), out.replace(_ELLIPSIS, axes))
+    own, other, out = labels
+    count = x.ndim - len(other) + 1
+    if (_ELLIPSIS in other) != (_ELLIPSIS in out) or count < 0:
+        return None
+    axes = "".join([chr(ord("0") + i) for i in range(count)])
+    labels = Labels(own, other.replace(_ELLIPSIS, axes), out.replace(_ELLIPSIS, axes))
+    sizes = dict(zip(own, weight.shape, strict=True))
+    if len(labels.other) != x.ndim:
+        return None
+    alike = [sizes.get(label, n) == n for label, n in zip(labels.other, x.shape, strict=True)]
+    return labels if all(alike) else None
 
 
 def operands_of(args: Any) -> tuple[Any, Sequence[Any]]:
@@ -110,23 +123,14 @@ def operands_of(args: Any) -> tuple[Any, Sequence[Any]]:
 def axes_of(equation: Any, place: int, weight: torch.Tensor, x: Any) -> tuple[bool, Axes] | None:
     """How a product with a matrix is one of rows: whether its inputs come first, and the axes.
 
-    Args:
-        place: of the weight, among two operands.
-        x: the other operand.
+    Args: as of `labels_of_call`.
     """
-    if not isinstance(equation, str) or not isinstance(x, torch.Tensor):
-        return None
-    found = labels_of(equation, place)
-    labels = None if found is None else expanded(found, x.ndim)
+    labels = labels_of_call(equation, place, weight, x)
+    sides = None if labels is None else sides_of(labels)
     halves = None if labels is None else halves_of(labels)
-    if labels is None or halves is None or len(labels.own) != weight.ndim:
+    if labels is None or sides is None or halves is None:
         return None
     own, other, out = labels
-    sizes = dict(zip(own, weight.shape, strict=True))
-    if any([sizes.get(label, n) != n for label, n in zip(other, x.shape, strict=True)]):  # noqa: C419
-        return None  # of length 1, for all
-    sides = sides_of(labels)
-    assert sides is not None
     rows = [label for label in other if label not in own]
     x_axes, y_axes = (
         tuple([of.index(label) for label in [*rows, *features]])

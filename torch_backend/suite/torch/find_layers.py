@@ -444,10 +444,10 @@ class FoundLayers:
             weights = [one for found in read for one in _of_each(found, lists)]
         biases = Counter(found.bias for found in weights)
         for found in weights:
-            if found.name not in left:
+            if found.name not in matrices:
                 continue
             weight, bias = left[found.name], left.get(found.bias)
-            if found.name not in matrices or weight.ndim != found.ndim or len(weight) % found.groups:
+            if weight.ndim != found.ndim or len(weight) % found.groups:
                 continue
             if weight.ndim > 2 and not found.axes and len(self._owners[id(weight)]) > 1:
                 continue

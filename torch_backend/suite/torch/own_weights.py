@@ -153,7 +153,7 @@ def _agreed(
     lists: Container[str],
 ) -> Iterator[OwnWeight]:
     """The layer that products with one parameter are calls of, if they are those of one."""
-    uses: dict[tuple[int, int, bool, bool, int, int], None] = {}
+    uses: set[tuple[int, int, bool, bool, int, int]] = set()
     stacked = parameter.ndim == 3 and all(p.axes == 0 and p.matrix is None for p in products)
     for function, axes, turned, weight, _, groups, joined, matrix in products:
         if not isinstance(groups, int) or groups < 1 or (axes and weight.turned):
@@ -161,14 +161,14 @@ def _agreed(
         if matrix is not None:
             if weight.scaled or weight.indexed or (weight.turned and matrix[0] > 2):
                 return
-            uses[axes, groups, weight.turned != turned, joined, *matrix] = None
+            uses.add((axes, groups, weight.turned != turned, joined, *matrix))
             continue
         whole = function in _OF_STACKS_ALONE or (function in _OF_STACKS and not weight.indexed)
         if stacked and (weight.scaled or function is torch.addmm or not (weight.indexed or whole)):
             return
         if not stacked and (weight.indexed or function in _OF_STACKS_ALONE):
             return
-        uses[axes, groups, weight.turned != turned, joined, 2 + axes + stacked, 1] = None
+        uses.add((axes, groups, weight.turned != turned, joined, 2 + axes + stacked, 1))
     # A matrix may be used as its transpose, too. Then it lies (out, in).
     one_matrix = parameter.ndim == 2 and not any(p.axes or p.weight.scaled for p in products)
     for axes, groups, turned, joined, ndim, leading in sorted(uses)[: len(uses) == 1 or one_matrix]:

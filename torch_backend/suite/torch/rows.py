@@ -32,6 +32,14 @@ class Axes(NamedTuple):
         """Of a product with the transpose."""
         return Axes(self.y, self.x, self.features[::-1])
 
+    def moves_input(self) -> bool:
+        """Whether the input is not (*rows, features) as it is."""
+        return self.features[0] > 1 or self.x != (*range(len(self.x)),)
+
+    def row_count(self, x: torch.Tensor) -> int:
+        """How many rows an input has."""
+        return x.numel() // math.prod([x.shape[axis] for axis in self.x[-self.features[0] :]])
+
     def input(self, x: torch.Tensor) -> torch.Tensor:
         """(*rows, features)."""
         return x.permute(self.x).flatten(-self.features[0])
@@ -222,7 +230,7 @@ def output_positions(spec: LayerSpec, y: torch.Tensor) -> int:
     """How many positions a layer's output has: examples, tokens, pixels."""
     axis = spec.channel_axis
     if spec.axes is not None:
-        return y.numel() // math.prod([y.shape[axis] for axis in spec.axes.y[-spec.axes.features[1] :]])
+        return spec.axes.turned().row_count(y)
     if spec.kind in ("convolution", "transposed"):
         axis = -1 - len(spec.kernel)
     elif spec.norm in ("layer", "rms"):
@@ -317,7 +325,7 @@ def row_count(spec: LayerSpec, x: torch.Tensor) -> int:
     if spec.reduce or not spec.max_rows:
         return 0
     if spec.axes is not None:
-        return x.numel() // math.prod([x.shape[axis] for axis in spec.axes.x[-spec.axes.features[0] :]])
+        return spec.axes.row_count(x)
     if spec.kind == "dense":
         return x.numel() // x.shape[-1]
     x = _batched(x, spec)

@@ -25,7 +25,7 @@ from suite.core.statistics import grouped_second_moment_sum, second_moment_sum
 from suite.torch.capture import LayerCapture, dense
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Noted, is_awaited, is_recorded
-from suite.torch.einsum import expanded, labels_of, operands_of, sides_of
+from suite.torch.einsum import labels_of_call, operands_of, sides_of
 from suite.torch.free import BASE, CASTS, MATRIX, T, ends_of_groups, turns
 from suite.torch.hooks import ModeAround, in_backward, in_traced_graph, packs_with, without_modes
 from suite.torch.rows import Bases, counts_like
@@ -186,13 +186,13 @@ def _rows(function: Any, args: Any, kwargs: Any, watched: _Watched) -> _Rows | N
 def _rows_of_einsum(args: Any, watched: _Watched) -> _Rows | None:
     """Of a product of two operands."""
     equation, operands = operands_of(args)
-    if not isinstance(equation, str) or len(operands) != 2 or watched.tensor.ndim != 3:
+    if len(operands) != 2 or watched.tensor.ndim != 3 or operands[0] is operands[1]:
         return None
     place = int(operands[1] is watched.tensor)
-    x, found = operands[1 - place], labels_of(equation, place)
-    labels = None if found is None or x is watched.tensor else expanded(found, x.ndim)
+    x = operands[1 - place]
+    labels = labels_of_call(equation, place, watched.tensor, x)
     sides = None if labels is None else sides_of(labels)
-    if labels is None or sides is None or len(labels.own) != 3:
+    if labels is None or sides is None:
         return None
     own, other, out = labels
     matrix, first, second = own[0], own[1], own[2]
@@ -201,9 +201,7 @@ def _rows_of_einsum(args: Any, watched: _Watched) -> _Rows | None:
     if sides.into != d_in or sides.groups not in known:
         return None
     rows = [label for label in other if label not in own]
-    count, sizes = len(watched.tensor), dict(zip(own, watched.tensor.shape, strict=True))
-    if any([sizes.get(label, n) != n for label, n in zip(other, x.shape, strict=True)]):  # noqa: C419
-        return None  # of length 1, for all
+    count = len(watched.tensor)
 
     def of_input(x: T) -> T:
         if watched.joined:
