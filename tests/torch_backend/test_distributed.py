@@ -531,17 +531,19 @@ def test_groups_of_our_own_wait_as_long_as_the_given_one(crew):
     assert crew.run(group_timeouts, 4) == [{STALLED}] * 4
 
 
+@pytest.mark.parametrize("period", [1, 2])
 @pytest.mark.parametrize("scaling", ["fisher", "kfac_pytorch"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_all_ranks_say_which_layers_have_no_statistics(crew, strategy, scaling):
+def test_all_ranks_say_which_layers_have_no_inverses(crew, strategy, scaling, period):
     settings = {"gradient_worker_fraction": strategy, "factor_scaling": scaling}
+    settings |= {"inv_update_steps": period}
     names = [f"{layer}.{p}" for layer in ("first", "seldom", "last") for p in ("weight", "bias")]
     trained = dict.fromkeys(names, "kfac")
     at_first = trained | {"seldom.weight": "waiting", "seldom.bias": "waiting"}
     if scaling == "kfac_pytorch":  # starts from the identity
         at_first = trained
     for found in crew.run(treatments, 2, settings):
-        assert found == [at_first] * 2 + [trained] * 4
+        assert found == [at_first] * (1 + period) + [trained] * (5 - period)
 
 
 def test_a_copy_shares_the_group(crew):

@@ -59,7 +59,7 @@ class FactorRefresh(FactorStore):
             self._refresh_some(damping, turn)
             return
         warm = [self._may_start_warm(number, stack) for number, stack in enumerate(self.factors)]
-        self.refreshed = True
+        self.refreshed, self.inverted = True, set(self.seen)
         self._cache.clear()
         dampings = self._dampings(damping, self._groups())
         attempts: dict[int, Attempt] = {}
@@ -87,6 +87,7 @@ class FactorRefresh(FactorStore):
         if not groups:
             return
         due = {i for _, members in groups for i in members}
+        self.inverted |= due & self.seen
         keys = [key for key in self.all_keys() if key[0] in due]
         dampings = self._dampings(damping, groups)
         self._settle(

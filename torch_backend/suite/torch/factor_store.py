@@ -71,6 +71,7 @@ class FactorStore:
         self.received: dict[Key, tuple[Any, torch.Tensor]] = {}  # (inverses, ready) of others' factors
         self.products: list[Pair] = []  # (second moments, their weight), one for each bucket
         self.seen: set[int] = set()  # layers that some rank has statistics of
+        self.inverted: set[int] = set()  # those of them that the last inverses are of
         self.retries = 0  # factorizations that a second or third try saved
         self._cache: dict[tuple[int, str], Any] = {}  # what follows from the stacks, until they change
         self._plan({})
@@ -224,7 +225,7 @@ class FactorStore:
             return False
         if self.ranks.rank not in self._users((index, "G")):
             started = self.factor_scaling == "kfac_pytorch"  # from the identity
-            return self.refreshed and (started or index in self.seen)
+            return self.refreshed and (started or index in self.inverted)
         key = (index, "layer is ready")
         if key not in self._cache:
             A, G = (self._inverse_of(index, side)[1] for side in ("A", "G"))
@@ -372,7 +373,7 @@ class FactorStore:
             self._require_fit(i, layers[name])
         at = {name: i for i, name in enumerate(names)}
         before = self.snapshot()
-        self.seen = set()
+        self.seen, self.inverted = set(), set()
         own, wanted = self.input_of, {at[a]: at[b] for a, b in sharing.items()}
         self._plan(wanted)
         if not held:
@@ -395,8 +396,11 @@ class FactorStore:
             )
         self._restore(layers)
         self.refreshed = refreshed
-        weights = [layers[name].get("G_weight") for name in names]  # None: of another rank's share
-        self.seen = {i for i, w in enumerate(weights) if w is None or bool(w.any())}
+        self.seen, self.inverted = (
+            # None: of another rank's share
+            {i for i, name in enumerate(names) if (x := layers[name].get(key)) is None or bool(x.any())}
+            for key in ("G_weight", "G_ready")
+        )
         if self.input_of != wanted:
             self.share(wanted)
 
@@ -407,7 +411,7 @@ class FactorStore:
 
     def snapshot(self) -> tuple[Any, ...]:
         """All state, for `rewind`."""
-        flags = self.allocated, self.refreshed, self.updated, set(self.seen)
+        flags = self.allocated, self.refreshed, self.updated, set(self.seen), set(self.inverted)
         return self.input_of, flags, list(self.factors), list(self.products), dict(self.received)
 
     def rewind(self, snapshot: tuple[Any, ...]) -> None:
@@ -417,7 +421,7 @@ class FactorStore:
         if flags[0]:
             self.allocate()
             self.factors, self.products, self.received = factors, products, received
-        _, self.refreshed, self.updated, self.seen = flags
+        _, self.refreshed, self.updated, self.seen, self.inverted = flags
 
     def _require_fit(self, index: int, record: Mapping[str, torch.Tensor]) -> None:
         expected = self._expected(index)

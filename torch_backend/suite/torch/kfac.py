@@ -753,7 +753,7 @@ class KFAC(torch.optim.Optimizer):
             pre_hook(self)
         numbers = {k: v for k, v in self._hyperparameters.items() if not callable(v)}
         kfac = {
-            "version": 2,
+            "version": 3,
             "compute_method": self._engine.rule.compute_method,
             "steps": self._steps,
             "skipped_steps": self.skipped_steps,
@@ -803,8 +803,8 @@ class KFAC(torch.optim.Optimizer):
                 said += ": kfac-pytorch's factors do not fit these, which begin anew"
             raise ValueError(said)
         kfac = state_dict["kfac"]
-        if kfac["version"] != 2:
-            raise ValueError(f"state_dict version must be 2, got {kfac['version']!r}")
+        if kfac["version"] != 3:
+            raise ValueError(f"state_dict version must be 3, got {kfac['version']!r}")
         if kfac["compute_method"] != self._engine.rule.compute_method:
             raise ValueError(
                 f"compute_method of the state_dict must be {self._engine.rule.compute_method!r}, "
