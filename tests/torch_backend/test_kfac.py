@@ -760,7 +760,7 @@ def test_labels_that_are_ignored_are_no_terms(kind, parts):
 
 
 class Repeated(nn.Module):
-    """A layer that runs once for all examples and once for each half, or within a checkpoint."""
+    """A layer that runs once for all examples and once for each half, within a checkpoint, or once."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -771,6 +771,8 @@ class Repeated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * 2
+        if self.how == "not at all":
+            return self.head(self.step(x))
         if self.how == "in halves":
             return self.head(torch.cat([self.step(half) for half in self.step(x).chunk(2)]))
         x.requires_grad_()
@@ -786,6 +788,44 @@ def test_the_terms_of_a_last_layer_that_is_not_covered(how, parts):
         kfac.zero_grad()
         for x in torch.randn(12, 4, generator=torch.Generator().manual_seed(seed)).chunk(parts):
             (model(x).logsumexp(-1).mean() / parts).backward()
+        kfac.step()
+        assert kfac.counted_terms == 12
+
+
+def target_pass(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model(torch.cat([x, x])).detach()
+    return model(x)
+
+
+def target_pass_after(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = model(x)
+    model(torch.cat([x, x])).detach()
+    return y
+
+
+def head_for_another_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.tanh(model.inner(x))
+    y = model.head(hidden)
+    model.head(2 * hidden.detach()).detach()
+    return y
+
+
+def thrown_away(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if all(p.grad is None for p in model.parameters()):  # not between micro-batches
+        model(torch.cat([x, x])).sum().backward()
+        model.zero_grad()
+    return model(x)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("forward", [target_pass, target_pass_after, head_for_another_loss, thrown_away])
+def test_passes_that_no_gradient_comes_through_are_no_terms_of_an_uncovered_last_layer(forward, parts):
+    model = Repeated("not at all")
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), skip_layers=["head"])
+    for seed in range(2):
+        kfac.zero_grad()
+        for x in torch.randn(12, 4, generator=torch.Generator().manual_seed(seed)).chunk(parts):
+            (forward(model, x).logsumexp(-1).mean() / parts).backward()
         kfac.step()
         assert kfac.counted_terms == 12
 

@@ -188,24 +188,18 @@ class Agreements:
             for layer, t in zip(self.layers, taken, strict=True)
             if t is not None and layer.spec.kind != "free"
         }
-        if not known:
-            # Nothing but free parameters: positions of the layer that came last, which is not covered,
-            # perhaps frozen. Without one `agree` makes it one term.
-            return torch.full_like(rows[0], clock.last_positions if clock.last is None else 0.0)
         if clock.last in known:
             positions, transposed = known[clock.last]
             if clock.last_transposed and transposed is not None:
                 return transposed
             return positions
-        if clock.looked_up in known and not (clock.last is None and clock.last_positions):
+        if clock.last_positions is not None:  # of a layer that is not covered, perhaps frozen
+            return clock.last_positions.to(rows[0])
+        if clock.looked_up in known:
             positions, transposed = known[clock.looked_up]  # there are no products but lookups
             return positions if transposed is None else transposed
-        name = next(reversed(known))
-        seen = clock.positions.get(name)
-        if clock.last is not None or not seen or not clock.last_positions:
-            return known[name][0]
-        # A layer that is not covered came last: its positions in units of those of one that is.
-        return known[name][0] * (clock.last_positions / seen)
+        # No layer saw anything that would tell: `agree` makes 0 one term.
+        return known[next(reversed(known))][0] if known else torch.zeros_like(rows[0])
 
 
 def check_terms(terms: Any, **bounds: float) -> None:

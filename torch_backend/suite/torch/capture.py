@@ -38,7 +38,6 @@ from suite.torch.rows import (
     LayerSpec,
     Sums,
     example_count,
-    output_positions,
     row_count,
     sums,
 )
@@ -128,16 +127,25 @@ class _Probe(torch.autograd.Function):
         return found
 
 
-class _Reached(torch.autograd.Function):
-    """Has a pass that ends at the slots go through an output, without a sum."""
+class Reached(torch.autograd.Function):
+    """Has a backward pass that ends at a slot go through an output, which counts its positions."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, slot: torch.Tensor, positions: int) -> torch.Tensor:
+        ctx.positions, ctx.like = positions, slot.detach()
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
+        return gradient, torch.full_like(ctx.like, ctx.positions), None
+
+
+class ReachedOfDuals(Reached):
+    """With a derivative forward, of which torch.compile wants none."""
+
+    @staticmethod
+    def jvp(ctx: Any, y: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return y.view_as(y)
 
 
 class _ProbeOfDuals(_Probe):
@@ -333,7 +341,7 @@ class LayerCapture:
             return y
         if not y.numel():  # an expert without tokens has seen nothing
             # Passes of our own must still go through what fully_shard has to gather on all ranks.
-            return _Reached.apply(y, self.counts) if self.clock.sampled and self.held_back else y
+            return Reached.apply(y, self.counts, 0) if self.clock.sampled and self.held_back else y
         if is_sharded(y):  # of a tensor-parallel layer: what is here is a block
             probed = self._probed(site, local(x), local(y), args, kwargs, whole=False)
             return like(y, probed)
@@ -372,7 +380,7 @@ class LayerCapture:
         if not again:
             self.forget_what_was_discarded()
         self.turn()
-        self.clock.ran(self.layer, True, output_positions(spec, y), again, False)
+        self.clock.ran(self.layer, True, again, False)
         axes = None if spec.axes is None else spec.axes.turned()
         source = Source(self, replace(site, spec=spec._replace(axes=axes)), True)
         counts = self.transposed[2]
@@ -557,9 +565,8 @@ class LayerCapture:
 
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
         spec = site.spec
-        positions = output_positions(spec, y)
         looks_up = spec.kind in ("embedding", "bag")
-        self.clock.ran(self.layer, site.transposed, positions, again, looks_up)
+        self.clock.ran(self.layer, site.transposed, again, looks_up)
         if spec.kernel and y.ndim > 2:
             self.shape_of_places = math.prod(y.shape[-len(spec.kernel) :])
         if torch.compiler.is_compiling():
@@ -618,6 +625,7 @@ class LayerCapture:
         sums = [self._sum(slot) for slot in (self.G, *self.transposed[1:2])]
         if any(x is not None for x in sums) and self.layer.weight.parameter.grad is None:
             self.clear()
+            self.clock.forget_positions()
 
     def clear(self) -> None:
         self.sampled.clear()

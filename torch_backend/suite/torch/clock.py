@@ -24,12 +24,13 @@ class CaptureClock:
         self.sampling = False  # ... one of which is running
         self.count = torch.zeros((), dtype=torch.int32)  # steps, for the noise that chooses rows
         self.last: str | None = None  # None: a layer that is not covered
-        self.last_positions = 0  # in its calls of this step, of a layer that is not covered
+        self.last_slot: torch.Tensor | None = None  # whose positions are the gradient of this
+        self.last_positions: torch.Tensor | None = None  # what that was when it was last taken
         self.last_transposed = False  # whether that used its weight as the transpose
         self.looked_up: str | None = None  # the last table, whose rows may be there for all examples
-        self.positions: dict[Any, int] = {}  # in this step's calls, of those that may be compared
+        self.uncovered: list[torch.Tensor] = []  # the slots of all layers that are not covered
+        self.called: dict[str, bool] = {}  # the layers that ran in this step, by name
         self.taken = False  # whether these are of the last step, until a layer runs
-        self._computed: set[Any] = set()  # those of them that did not only run for a checkpoint
         self.discovering = True  # which layers read the same inputs
         self.strangers: set[str] = set()  # layers that turned out not to
         self.strays: set[str] = set()  # free parameters with a use that is not understood
@@ -67,39 +68,32 @@ class CaptureClock:
             self._examples = key, self.chosen(self.stream, count, total, device)
         return self._examples[1]
 
-    def ran(self, layer: Layer, transposed: bool, positions: int, again: bool, looks_up: bool) -> None:
+    def ran(self, layer: Layer, transposed: bool, again: bool, looks_up: bool) -> None:
         """A covered layer produced an output, possibly one that was made before."""
+        if self.taken and not torch.compiler.is_compiling():  # what is read there is compiled in
+            self.called.clear()
+            self.taken = False
         if not transposed:
-            self.counted(layer.name, positions, again)
+            self.called[layer.name] = True
         if not again and looks_up:
             self.looked_up = layer.name
         elif not again and layer.is_product:
-            self.last, self.last_positions = layer.name, positions
-            self.last_transposed = transposed
-
-    def counted(self, key: Any, positions: int, again: bool = False) -> int:
-        """The positions of this step's calls, with those of this one; of its last in a compiled model.
-
-        Args:
-            again: whether a checkpoint computes it for the backward pass.
-        """
-        if torch.compiler.is_compiling():  # what is read there is compiled in
-            self.positions[key] = positions
-            return positions
-        if self.taken:
-            self.positions.clear()
-            self._computed.clear()
-            self.taken = False
-        if not again:
-            self._computed.add(key)
-        elif key in self._computed:
-            return self.positions[key]
-        self.positions[key] = self.positions.get(key, 0) + positions
-        return self.positions[key]
+            self.last, self.last_transposed = layer.name, transposed
 
     def has_run(self, layer: Layer) -> bool:
         """Whether a layer was called in this step, with its weight as it is."""
-        return not self.taken and layer.name in self.positions
+        return not self.taken and layer.name in self.called
+
+    def take_positions(self) -> None:
+        """Note those of the layer that ran last, if it is not covered; all are counted anew then."""
+        slot = self.last_slot if self.last is None else None
+        self.last_positions = None if slot is None else slot.grad
+        self.forget_positions()
+
+    def forget_positions(self) -> None:
+        """Count those of layers that are not covered anew."""
+        for slot in self.uncovered:
+            slot.grad = None
 
     def token(self, x: torch.Tensor) -> int:
         """A number that is the same for the same tensor with the same content."""

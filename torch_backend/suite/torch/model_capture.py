@@ -167,6 +167,7 @@ class ModelCapture:
         It is asked only where there are statistics: a GradScaler's answer has to come from the device.
         """
         self.clock.taken = True
+        self.clock.take_positions()
         nothing = all(slot.grad is None for slot in self._slots)
         turned = [slot for capture in self.by_layer for slot in capture.transposed[1:2]]
         nothing = nothing and all(slot.grad is None for slot in turned)  # which derivatives may add

@@ -254,8 +254,7 @@ def _probed(output: T, rows: _Rows, watched: _Watched) -> T:
     if rows.x.requires_grad and not torch.compiler.is_compiling():
         recorded = watched.capture
     layer = watched.capture.layer
-    positions = output.numel() // layer.sizes[1]
-    watched.capture.clock.ran(layer, False, positions, in_backward(), False)
+    watched.capture.clock.ran(layer, False, in_backward(), False)
     given = rows, watched.diagonal, watched.clock, rows.ends, *watched.bases, recorded
     with without_modes():
         probed: T = apply(output, dense(rows.x), *slots, *given)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from suite.torch.capture import LayerCapture
+from suite.torch.capture import LayerCapture, Reached, ReachedOfDuals
 from suite.torch.clock import CaptureClock
 from suite.torch.free import FreeParameters, Watched
-from suite.torch.hooks import Hook, ModeAround, in_backward
+from suite.torch.hooks import Hook, ModeAround, in_backward, without_modes
 
 
 class FreeCapture(ModeAround):
@@ -64,15 +64,23 @@ class OutputWatch:
         """`is_covered`: whether it turned out to be, though that was not certain."""
         self.channels, self.clock, self.is_covered = channels, clock, is_covered
         self.owner = weakref.ref(module)
+        device = next((parameter.device for parameter in module.parameters()), None)
+        self.slot = torch.zeros((), device=device, requires_grad=True)
+        clock.uncovered.append(self.slot)
         hook = Hook(self, module)
-        self.handles = [module.register_forward_hook(hook, with_kwargs=True)]
+        self.handles = [module.register_forward_hook(hook, with_kwargs=True, prepend=True)]
 
-    def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
+    def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> Any:
         module, clock = self.owner(), self.clock
-        if module is None or not isinstance(output, torch.Tensor) or in_backward():
-            return
-        if self.is_covered():
-            return
-        if clock.wanted and module.training and output.requires_grad:
-            positions = output.numel() // max(self.channels, 1)
-            clock.last, clock.last_positions = None, clock.counted(id(self), positions)
+        if module is None or not isinstance(output, torch.Tensor) or not output.requires_grad:
+            return output
+        if self.is_covered() or not clock.wanted or not module.training:
+            return output
+        if not in_backward():
+            clock.last, clock.last_slot = None, self.slot
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return output
+        positions = output.numel() // max(self.channels, 1)
+        probe = Reached if torch.compiler.is_compiling() else ReachedOfDuals
+        with without_modes():
+            return probe.apply(output, self.slot, positions)
