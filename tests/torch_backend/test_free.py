@@ -610,3 +610,19 @@ def test_a_gain_of_a_matrix_is_reported(kind):
     ):
         kfac.step()
     assert kfac.routing()["1.gain"].treatment == "waiting"
+
+
+def test_the_third_operand_of_an_einsum_is_a_use_that_is_missed():
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(numbers(4))
+
+        def forward(self, x):
+            return torch.einsum("bi,bi,i->bi", x, x, self.gain) + self.gain
+
+    model = nn.Sequential(nn.Linear(2, 4), Weighted(), nn.Linear(4, 2)).double()
+    kfac = KFAC(model)
+    model(numbers(6, 2)).square().sum().backward()
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'1.gain'"):
+        kfac.step()

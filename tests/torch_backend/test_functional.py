@@ -60,6 +60,16 @@ class ByHalves(nn.Linear):
         return F.linear(input, self.weight / 2, self.bias)
 
 
+class ByHalfEinsum(nn.Linear):
+    def forward(self, input):
+        return torch.einsum("oi,...i->...o", self.weight / 2, input)
+
+
+class ByHalfEinsumOfTheTranspose(nn.Linear):
+    def forward(self, input):
+        return torch.einsum("...i,io->...o", input, (0.5 * self.weight).t())
+
+
 class HalfConv(nn.Conv2d):
     def forward(self, input):
         return self._conv_forward(input, (0.5 * self.weight.clone()).to(input.dtype), self.bias)
@@ -322,6 +332,18 @@ CASES = {
     "half": (lambda: ByHalves(4, 3), lambda: Multiplied(nn.Linear(4, 3), 0.5), 3, sequences),
     "half without bias": (
         lambda: ByHalves(4, 3, bias=False),
+        lambda: Multiplied(nn.Linear(4, 3, bias=False), 0.5),
+        3,
+        numbers,
+    ),
+    "half by einsum": (
+        lambda: ByHalfEinsum(4, 3, bias=False),
+        lambda: Multiplied(nn.Linear(4, 3, bias=False), 0.5),
+        3,
+        sequences,
+    ),
+    "half by einsum of the transpose": (
+        lambda: ByHalfEinsumOfTheTranspose(4, 3, bias=False),
         lambda: Multiplied(nn.Linear(4, 3, bias=False), 0.5),
         3,
         numbers,

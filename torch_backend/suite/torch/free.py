@@ -118,7 +118,7 @@ class FreeParameters(TorchFunctionMode):
         in_place = any(output is operand for operand in args[:1])
         if in_place and function in VIEWS | CASTS:
             return output  # nothing to view or to cast
-        uses = [(place, x, self._known(x)) for place, x in enumerate(args[:3])]
+        uses = [(place, x, self._known(x)) for place, x in enumerate(args)]
         if in_place:  # what it was is no more
             self.watched = [x for x in self.watched if x.tensor is not output]
         for place, operand, known in uses:

@@ -498,7 +498,7 @@ class _Watching(TorchFunctionMode):
         return self.around.meet(places, function, given, output, None, axes)
 
     def _meet_einsum(self, equation: Any, operands: Sequence[Any], output: torch.Tensor) -> Any:
-        weights = [self._is_weight(operand) for operand in operands]
+        weights = [self._is_weight(operand) or self._is_made(operand) for operand in operands]
         if sum(weights) != 1 or len(weights) != 2:
             return output
         place = weights.index(True)
@@ -516,11 +516,13 @@ class _Watching(TorchFunctionMode):
             opposite = self._opposite(weight, turned)
             if opposite:
                 self._note_call(output, x)
-            return self.around.meet_transpose(opposite, x, output, axes)
+                return self.around.meet_transpose(opposite, x, output, axes)
         given = {"input": x, "bias": None}
         for p in places:
             if self.around.awaits_bias(p, given):
                 self.products.append(_Product(output, p, x, axes))
+        if not places and axes.are_last():
+            return self._meet_made(torch.matmul if turned else F.linear, given | {"weight": weight}, output)
         if not places:
             return output
         self._note_call(output, x)
@@ -589,6 +591,10 @@ class _Watching(TorchFunctionMode):
             if scale is not None:
                 found.append(made.after(scale, output))
         self.made += found
+
+    def _is_made(self, x: Any) -> bool:
+        """Whether it is made of a layer's weight, or a transpose of that."""
+        return any([x is own.tensor or _is_transpose(x, own.tensor) for own in self.made])  # noqa: C419
 
     def _meet_made(self, function: Any, given: Mapping[str, Any], output: Any) -> Any:
         weight = given.get("weight")

@@ -36,6 +36,10 @@ class Axes(NamedTuple):
         """Whether the input is not (*rows, features) as it is."""
         return self.features[0] > 1 or self.x != (*range(len(self.x)),)
 
+    def are_last(self) -> bool:
+        """Whether neither the input nor the output is moved."""
+        return not self.moves_input() and self.features[1] == 1 and self.y == (*range(len(self.y)),)
+
     def row_count(self, x: torch.Tensor) -> int:
         """How many rows an input has."""
         return x.numel() // math.prod([x.shape[axis] for axis in self.x[-self.features[0] :]])
