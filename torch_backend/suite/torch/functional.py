@@ -522,7 +522,8 @@ class _Watching(TorchFunctionMode):
             if self.around.awaits_bias(p, given):
                 self.products.append(_Product(output, p, x, axes))
         if not places and axes.are_last():
-            return self._meet_made(torch.matmul if turned else F.linear, given | {"weight": weight}, output)
+            function: Any = torch.matmul if turned else F.linear
+            return self._meet_made(function, given | {"weight": weight}, output)
         if not places:
             return output
         self._note_call(output, x)
