@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from suite.core.routing import Route, Routing, describe_factors
 from suite.torch.attention import Attention
 from suite.torch.dtensors import sharded_modules, split_dim, tensor_axes
 from suite.torch.kinds import (
@@ -29,6 +28,7 @@ from suite.torch.kinds import (
     why_not,
     why_not_embedding,
 )
+from suite.torch.layer_routes import routes
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer, Layout, Piece, Site
 from suite.torch.own_weights import OwnWeight, own_weights
 from suite.torch.recurrent import Product
@@ -36,7 +36,6 @@ from suite.torch.rows import LayerSpec, paddings
 
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
-NOT_GIVEN = "not in the optimizer: its gradient is left alone"
 _COMPUTED = "its weight is computed, by a parametrization or a hook that K-FAC does not know"
 _WRAPPERS = re.compile(
     r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)"
@@ -107,8 +106,15 @@ class FoundLayers:
             for parameter in module.parameters(recurse=False):
                 self._owners.setdefault(id(parameter), []).append(full)
         self._walk(model)
-        self.routing = self._routes(model, moved)
-        self.routing_of_all = self._routes(model, None)  # as if the optimizer moved every parameter
+        self.layers = [
+            layer
+            for layer in self.layers
+            if self._reasons.get(id(layer.weight.parameter)) is None or layer.weight.stop is not None
+        ]
+        found = model, self.layers, self._reasons, self.name_of
+        self.routing = routes(*found, moved, max_factor_size)
+        # As if the optimizer moved every parameter.
+        self.routing_of_all = routes(*found, None, max_factor_size)
 
     def name_of(self, full: str) -> str:
         """The name in reports and checkpoints of a module or parameter with this name in the model."""
@@ -631,7 +637,7 @@ class FoundLayers:
             (dense, *others),
         )
 
-    # ---- the report ----------------------------------------------------------------------------
+    # ---- why not -------------------------------------------------------------------------------
 
     def _say(self, module: nn.Module, reason: str, *, recurse: bool = False) -> None:
         for parameter in module.parameters(recurse=recurse):
@@ -647,61 +653,6 @@ class FoundLayers:
         ]
         for parameter in own if bias is None else [*own, bias]:
             self._reasons.setdefault(id(parameter), _COMPUTED)
-
-    def _routes(self, model: nn.Module, moved: Container[int] | None) -> Routing:
-        used: dict[int, list[Layer]] = {}
-        self.layers = [
-            layer
-            for layer in self.layers
-            if self._reasons.get(id(layer.weight.parameter)) is None or layer.weight.stop is not None
-        ]
-        for layer in self.layers:
-            for parameter in layer.parameters():
-                used.setdefault(id(parameter), []).append(layer)
-        routes = []
-        for full, parameter in model.named_parameters():
-            name, shape = self.name_of(full), tuple(parameter.shape)
-            layers = used.get(id(parameter))
-            outside = moved is not None and id(parameter) not in moved
-            if outside and parameter.requires_grad:
-                routes.append(Route(name, shape, "plain", "", NOT_GIVEN))
-            elif layers:
-                routes.append(Route(name, shape, "kfac", _factors(layers), self._why(layers)))
-            elif not parameter.requires_grad:
-                routes.append(Route(name, shape, "frozen", "", "requires_grad is False"))
-            else:
-                alone = "its layer's weight is preconditioned without it"
-                if not parameter.is_floating_point():
-                    alone = f"{str(parameter.dtype).removeprefix('torch.')} parameters are not covered"
-                reason = self._reasons.get(id(parameter), alone)
-                routes.append(Route(name, shape, "plain", "", reason))
-        return Routing(tuple(routes))
-
-    def _why(self, layers: list[Layer]) -> str:
-        layer = layers[0]
-        site = layer.sites[0]
-        kind = "free parameter" if site.spec.kind == "free" else type(site.owner).__name__
-        words = [kind]
-        if layer.layout == "unit":
-            words.append("a 2x2 block for each unit")
-        elif layer.layout == "vector":
-            words.append("diagonal")
-        if len(layer.sites) > 1:
-            words.append(f"one block for {len(layer.sites)} uses")
-        if layer.tensor_split:
-            words.append(layer.tensor_split)
-        if site.spec.reduce:
-            words.append("one row an example (reduce)")
-        if site.spec.kind == "stack":
-            words.append("a block for each matrix of the stack" if layer.blocks > 1 else "one block")
-        elif site.functional:
-            words.append("by the function that its own forward calls")
-        if site.scaling:
-            words.append(site.scaling.replace("_", " "))
-        large = max(layer.sizes) > self._max_factor_size and layer.layout in ("matrix", "transposed")
-        if large:
-            words.append(f"a side above max_factor_size={self._max_factor_size} is diagonal")
-        return "; ".join(words)
 
 
 def _of_each(found: OwnWeight, lists: Mapping[str, Mapping[str, nn.Parameter]]) -> Iterator[OwnWeight]:
@@ -722,17 +673,3 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def _join(*names: str) -> str:
     return ".".join(name for name in names if name)
-
-
-def _factors(layers: list[Layer]) -> str:
-    described = []
-    for layer in layers:
-        text = describe_factors(layer.sizes, layer.diagonal)
-        if layer.layout in ("vector", "bias"):
-            text = describe_factors((max(layer.sizes),), (any(layer.diagonal),))
-        elif layer.layout == "unit":
-            text = "2x2"
-        described.append(f"{layer.blocks} x ({text})" if layer.blocks > 1 else text)
-    if len(described) > 1 and len(set(described)) == 1:
-        return f"{len(described)} x ({described[0]})"
-    return "; ".join(described)

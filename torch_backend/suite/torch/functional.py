@@ -3,10 +3,10 @@
 A subclass of a layer with a forward of its own (timm's norms, scaled embeddings), a layer that is no
 subclass of torch's (`own_weights.py`), or a module that hands a child's weight to a function
 (`F.linear(x, self.qkv.weight)`), has no call that a module's hook could read. While such a module runs,
-a torch function mode watches for the functions below with one of these weights, and treats each call as
-one of the layer. So is `x @ self.weight.T`, or `self.weight @ x.mT`, or `torch.einsum` of a product, and
-of a layer with a bias the sum of a product and that. What a layer's own forward makes of its weight by
-multiplying, shifting and standardizing rows may take its place: its rows are so many times longer. The
+a torch function mode watches for the functions of `calls.py` with one of these weights, and treats each
+call as one of the layer. So is `x @ self.weight.T`, or `self.weight @ x.mT`, or `torch.einsum` of a
+product, and of a layer with a bias the sum of a product and that. What a layer's own forward makes of
+its weight by multiplying, shifting and standardizing rows may take its place (`made_weights.py`). The
 mode also watches for sums of what an embedding looked up once for all examples with what they have each
 (`tokens + self.positions(torch.arange(n))`).
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from suite.torch.calls import (
+    ARGUMENTS,
+    PRODUCTS,
+    behind,
+    call_of,
+    is_transpose,
+    keeps_order,
+    rows_of,
+)
 from suite.torch.capture import LayerCapture, LookedUp
 from suite.torch.einsum import axes_of, operands_of
 from suite.torch.free import (
@@ -30,52 +39,20 @@ from suite.torch.free import (
     ADDITIONS,
     CASTS,
     COPIES,
-    NEGATIONS,
     QUOTIENTS,
     SUMS,
     TIMES,
     VIEWS,
     T,
-    is_subtracted,
     turns,
 )
 from suite.torch.hooks import Enter, Hook, ModeAround, graph_clock, in_traced_graph, packs_with
 from suite.torch.layers import Layer, Site
-from suite.torch.rows import Axes, LayerSpec, paddings
+from suite.torch.made_weights import Made, node_of, reached_from, scale_of, tensors_in
+from suite.torch.rows import Axes, LayerSpec
 
-_CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
-# Which take a layer's weight transposed, (in, out).
-_PRODUCTS = (torch.matmul, torch.mm, T.matmul, T.mm, T.__matmul__, *ADDED)
-CONVOLVE = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_RESHAPE = {T.reshape, torch.reshape, T.view, T.flatten, torch.flatten, T.unflatten, torch.unflatten}
-_RESHAPE |= {T.squeeze, torch.squeeze, T.unsqueeze, torch.unsqueeze}
-_LIKE = {T.view_as, T.reshape_as, T.expand_as}
-# By function: the names of its arguments, by which it may be called.
-_ARGUMENTS: dict[Any, tuple[str, ...]] = {
-    F.linear: ("input", "weight", "bias"),
-    **dict.fromkeys(_PRODUCTS, ("input", "weight")),
-    **dict.fromkeys(ADDED, ("bias", "input", "weight")),
-    torch.conv1d: CONVOLVE,
-    torch.conv2d: CONVOLVE,
-    torch.conv3d: CONVOLVE,
-    F.embedding: ("input", "weight", "padding_idx"),
-    T.__getitem__: ("weight", "input"),
-    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
-    F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
-    F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
-    F.batch_norm: (
-        "input",
-        "running_mean",
-        "running_var",
-        "weight",
-        "bias",
-        "training",
-        "momentum",
-        "eps",
-    ),
-}
 _MOVES = VIEWS | COPIES | TIMES | QUOTIENTS
-_NORMS = {F.layer_norm: "layer", F.rms_norm: "rms", F.group_norm: "group", F.batch_norm: "batch"}
+_CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
 
 
 def has_functions(layer: Layer, site: Site) -> bool:
@@ -106,57 +83,6 @@ def callers(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
     walk(model, None)
     return found
-
-
-def call_of(function: Any, given: Mapping[str, Any], site: Site) -> LayerSpec | None:
-    """What a call of a function with a layer's weight is as one of the layer; None: not one.
-
-    Args:
-        given: the arguments by name.
-    """
-    spec, bias = site.spec, given.get("bias")
-    if spec.bias and bias is None:
-        return None  # what has a coordinate of A is not there
-    if "alpha" in given or "beta" in given:
-        return None
-    if function is F.linear or function in _PRODUCTS:
-        return spec if spec.kind == "dense" else None
-    if function in (F.embedding, T.__getitem__):
-        padding = given.get("padding_idx")
-        found = spec._replace(padding_index=-1 if padding is None else padding % spec.norm_size)
-        return found if spec.kind == "embedding" else None
-    if function in _NORMS:
-        return _norm(_NORMS[function], given, spec)
-    if spec.kind != "convolution" or given.get("groups", 1) != spec.groups:
-        return None
-    axes = len(spec.kernel)
-    dilation = _each(given.get("dilation", 1), axes)
-    return spec._replace(
-        stride=_each(given.get("stride", 1), axes),
-        padding=paddings(_each(given.get("padding", 0), axes), spec.kernel, dilation),
-        dilation=dilation,
-        padding_mode="zeros",
-    )
-
-
-def _norm(norm: str, given: Mapping[str, Any], spec: LayerSpec) -> LayerSpec | None:
-    if spec.norm != norm or (norm == "batch" and not given.get("training", False)):
-        return None
-    size = spec.norm_size
-    if norm in ("layer", "rms"):
-        size = len(given["normalized_shape"])
-    elif norm == "group":
-        size = given["num_groups"]
-    return spec._replace(norm_size=size, eps=given.get("eps", None if norm == "rms" else 1e-5))
-
-
-def _each(value: Any, axes: int) -> Any:
-    """What functions take for all axes, for each; words as they are."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int):
-        return (value,) * axes
-    return tuple(value) * axes if len(value) == 1 else tuple(value)
 
 
 class RunningLayer:
@@ -380,20 +306,6 @@ class _Product(NamedTuple):
         return self._replace(tensor=output, axes=axes._replace(y=y))
 
 
-class _Made(NamedTuple):
-    """What a layer's forward makes of its weight, the weight to begin with."""
-
-    tensor: torch.Tensor
-    place: int
-    weight: torch.Tensor
-    scale: torch.Tensor  # () or (rows,): what its rows were multiplied with
-    turned: bool  # (in, out); then what its rows are multiplied with is one number
-
-    def after(self, scale: Any, output: torch.Tensor) -> _Made:
-        """What an operation that multiplies its rows with `scale` makes of it."""
-        return self._replace(tensor=output, scale=self.scale * scale)
-
-
 class _Watching(TorchFunctionMode):
     def __init__(self, around: FunctionCapture) -> None:
         super().__init__()
@@ -401,7 +313,7 @@ class _Watching(TorchFunctionMode):
         # Of modules, and not of layers: while fully_shard's forward runs, they have whole parameters.
         self.known: list[_Known] = []
         self.products: list[_Product] = []
-        self.made: list[_Made] = []
+        self.made: list[Made] = []
         self.moved: list[tuple[torch.Tensor, LookedUp]] = []  # kept alive, for who adds it
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
         self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
@@ -414,7 +326,7 @@ class _Watching(TorchFunctionMode):
             makes = around.makes_weights(place)
             if makes:
                 one = torch.ones((), dtype=capture.dtype, device=weight.device)
-                self.made.append(_Made(weight, place, weight, one, turned))
+                self.made.append(Made(weight, place, weight, one, turned))
                 before = around.counted(place)
                 if before is not None:
                     self.before[place] = before
@@ -444,7 +356,7 @@ class _Watching(TorchFunctionMode):
         if self.made:
             with torch.no_grad():
                 self._follow_made(function, args, kwargs, output)
-        if args and _keeps_order(function, args):
+        if args and keeps_order(function, args):
             self._view(args[0], output)
         if self.products and turns(function, args, kwargs):
             found = [p for p in self.products if p.tensor is args[0]]
@@ -463,20 +375,20 @@ class _Watching(TorchFunctionMode):
             return self.around.meet_sum(args, output, [one for _, one in self.moved])
         if function is torch.einsum:
             return self._meet_einsum(*operands_of(args), output)
-        names = _ARGUMENTS.get(function)
+        names = ARGUMENTS.get(function)
         if names is None:
             return output
         given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
         left, axes = self._is_left(function, args, kwargs), None
         if left:
             given = {"input": args[1], "weight": args[0]}
-            axes = _behind(args[1].ndim)
+            axes = behind(args[1].ndim)
         if self._is_weight(given.get("input")):  # the product of two weights is no layer's
             return output
-        turned = function in _PRODUCTS and not left
+        turned = function in PRODUCTS and not left
         places = self._places(given.get("weight"), "transpose" if turned else "weight")
         if function is T.__getitem__:
-            given["input"] = _rows_of(*args) if places else None
+            given["input"] = rows_of(*args) if places else None
             if given["input"] is None:
                 return output
         bias = given.get("bias")
@@ -486,7 +398,7 @@ class _Watching(TorchFunctionMode):
         for place in places:
             if self.around.awaits_bias(place, given):
                 self.products.append(_Product(output, place, given["input"], axes))
-        if function in (F.linear, *_PRODUCTS):
+        if function in (F.linear, *PRODUCTS):
             tables = any([self.around.is_table(place) for place in places])  # noqa: C419
             opposite = self._opposite(given.get("weight"), turned) if tables or not places else []
             if opposite and "alpha" not in given and "beta" not in given:
@@ -531,7 +443,7 @@ class _Watching(TorchFunctionMode):
 
     def _is_left(self, function: Any, args: Any, kwargs: Any) -> bool:
         """Whether a layer's weight is the left factor of a product, and the right one has rows."""
-        if function not in _PRODUCTS or function in ADDED or kwargs or len(args) != 2:
+        if function not in PRODUCTS or function in ADDED or kwargs or len(args) != 2:
             return False
         weight, x = args
         ours = self._places(weight, "weight") or self._places(weight, "transpose")
@@ -546,13 +458,16 @@ class _Watching(TorchFunctionMode):
         if not self.before:
             return
         with torch._C.DisableTorchFunction():  # other modes are to see none of this
-            weights = {_node(made.weight): made.place for made in self.made}
-            ours = weights.keys() | {_node(made.tensor) for made in self.made}
+            weights = {node_of(made.weight): made.place for made in self.made}
+            ours = weights.keys() | {node_of(made.tensor) for made in self.made}
             modules = {capture.layer.sites[index].module for capture, index in self.around.uses}
-            held = [x for module in modules for x in _tensors(vars(module), set())]
-            kept = [_node(x) for x in held if x.requires_grad]
-            starts = [*map(_node, _tensors(output, set())), *(node for node in kept if node not in ours)]
-            reached = _reached(starts, weights, self.calls, self.began)
+            held = [x for module in modules for x in tensors_in(vars(module), set())]
+            kept = [node_of(x) for x in held if x.requires_grad]
+            starts = [
+                *map(node_of, tensors_in(output, set())),
+                *(node for node in kept if node not in ours),
+            ]
+            reached = reached_from(starts, weights, self.calls, self.began)
         missed = {place for node, place in weights.items() if node in reached}
         for place, before in self.before.items():
             self.around.settle(place, before, place in missed)
@@ -578,7 +493,7 @@ class _Watching(TorchFunctionMode):
         self.made = [made for made in self.made if made.tensor is not x]
         for made in before[-1:]:
             with torch.no_grad():
-                scale = _scale(function, args, kwargs, 0, made)
+                scale = scale_of(function, args, kwargs, 0, made)
             if scale is not None:
                 self.made.append(made.after(scale, x))
 
@@ -588,21 +503,21 @@ class _Watching(TorchFunctionMode):
             at = [i for i, x in enumerate(args) if x is made.tensor]
             if not at:
                 continue
-            scale = _scale(function, args, kwargs, at[0], made)
+            scale = scale_of(function, args, kwargs, at[0], made)
             if scale is not None:
                 found.append(made.after(scale, output))
         self.made += found
 
     def _is_made(self, x: Any) -> bool:
         """Whether it is made of a layer's weight, or a transpose of that."""
-        return any([x is own.tensor or _is_transpose(x, own.tensor) for own in self.made])  # noqa: C419
+        return any([x is own.tensor or is_transpose(x, own.tensor) for own in self.made])  # noqa: C419
 
     def _meet_made(self, function: Any, given: Mapping[str, Any], output: Any) -> Any:
         weight = given.get("weight")
         for made in self.made:
             alike = made.tensor is weight
-            if made.turned != (function in _PRODUCTS):
-                alike = _is_transpose(weight, made.tensor)
+            if made.turned != (function in PRODUCTS):
+                alike = is_transpose(weight, made.tensor)
             if alike and made.tensor.shape == made.weight.shape:
                 beside = self._places(given.get("bias"), "bias")
                 if self.around.has_bias(made.place) and made.place not in beside:
@@ -654,7 +569,7 @@ class _Watching(TorchFunctionMode):
             known if known.tensor is tensor else known._replace(role=role, shape=known.shape[::-1])
             for known in self.known
             if (known.tensor is tensor and known.acts_as(role))
-            or (known.role == turned and _is_transpose(tensor, known.tensor))
+            or (known.role == turned and is_transpose(tensor, known.tensor))
         ]
 
     def _view(self, tensor: Any, output: torch.Tensor) -> None:
@@ -678,135 +593,5 @@ class _Watching(TorchFunctionMode):
         self._view(tensor, output)
 
 
-def _behind(ndim: int) -> Axes | None:
-    """Of products with a weight as the left factor: features are before the last axis."""
-    if ndim < 2:
-        return None
-    axes = (*range(ndim - 2), ndim - 1, ndim - 2)
-    return Axes(axes, axes, (1, 1))
-
-
-def _keeps_order(function: Any, args: Any) -> bool:
-    """Whether it returns all of its argument's numbers, in their order."""
-    if function is T.__getitem__:
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        whole = [i is None or i is ... or (isinstance(i, slice) and i == slice(None)) for i in index]
-        return all(whole)
-    return function in _RESHAPE
-
-
 def _rearranged(function: Any, rest: Any, kwargs: Any, x: torch.Tensor) -> Any:
     return function(x, *rest, **kwargs)
-
-
-def _scale(function: Any, args: Any, kwargs: Any, at: int, made: _Made) -> Any:
-    """What an operation multiplies the rows of its operand `at` with; None: it is no such operation."""
-    found = _scale_of_rows(function, args, kwargs, at, made)
-    by_row = isinstance(found, torch.Tensor) and found.ndim > 0
-    return None if by_row and made.turned else found
-
-
-def _scale_of_rows(function: Any, args: Any, kwargs: Any, at: int, made: _Made) -> Any:
-    x, rows = made.tensor, made.weight.shape[0]
-    axis = 0 if x.shape[0] == rows else 1
-    if x.shape[: axis + 1] != (*(1,) * axis, rows) or x.numel() != made.weight.numel():
-        return None
-    if function in _RESHAPE or (function in _LIKE and at == 0 and not kwargs):
-        return 1.0
-    if function is F.batch_norm and at == 0 and axis == 1:
-        given = dict(zip(_ARGUMENTS[function], args, strict=False)) | kwargs
-        if not given.get("training", False):
-            return None
-        gain = 1.0 if given.get("weight") is None else given["weight"]
-        return gain * (x.flatten(2).var((0, 2), unbiased=False) + given.get("eps", 1e-5)).rsqrt()
-    if function in NEGATIONS:
-        return -1.0
-    if len(args) != 2 or kwargs or args[0] is args[1]:
-        return None
-    other = args[1 - at]
-    constant = isinstance(other, torch.Tensor) and not other.requires_grad
-    sign = -1.0 if function in SUMS and is_subtracted(function, at) else 1.0
-    if function in SUMS and constant and torch.broadcast_shapes(other.shape, x.shape) == x.shape:
-        return sign  # as in w + (w.round() - w).detach()
-    other = _of_rows(other, x, axis)
-    if other is None:
-        return None
-    if function in SUMS:
-        return sign
-    if function in TIMES:
-        return other
-    return 1 / other if function in QUOTIENTS and at == 0 else None
-
-
-def _of_rows(other: Any, x: torch.Tensor, axis: int) -> Any:
-    """A number, or one for each row of `x`; None: it differs within rows."""
-    if isinstance(other, int | float):
-        return other
-    if not isinstance(other, torch.Tensor):
-        return None
-    if other.numel() == 1:
-        return other.reshape(())
-    if other.layout is not torch.strided:
-        return None
-    sides = zip(range(other.ndim), other.shape, other.stride(), strict=True)
-    if other.ndim != x.ndim or other.shape[axis] != x.shape[axis]:
-        return None
-    if any([i != axis and n > 1 and stride != 0 for i, n, stride in sides]):  # noqa: C419
-        return None
-    return other.movedim(axis, 0).flatten(1)[:, 0]
-
-
-def _tensors(given: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """All that are in what a module is given, holds or returns, but for what was `seen` before."""
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, Mapping | list | tuple) and id(given) not in seen:
-        seen.add(id(given))
-        for one in given.values() if isinstance(given, Mapping) else given:
-            yield from _tensors(one, seen)
-
-
-def _node(x: torch.Tensor) -> Any:
-    """A tensor's node of autograd's graph; None: it has none."""
-    if x.grad_fn is not None or not x.requires_grad:
-        return x.grad_fn
-    return torch.autograd.graph.get_gradient_edge(x).node
-
-
-def _reached(
-    starts: Sequence[Any], ends: Container[Any], calls: Mapping[Any, Any], began: int
-) -> set[Any]:
-    """Nodes of autograd's graph behind `starts`, up to `ends` and to what was there before it `began`.
-
-    Past `calls` it goes on to their inputs only.
-    """
-    found: set[Any] = set()
-    waiting = list(starts)
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in found:
-            continue
-        found.add(node)
-        if node in ends or node._sequence_nr() < began:
-            continue
-        if node in calls:
-            waiting += [_node(x) for x in _tensors(calls[node], set())]
-        else:
-            waiting += [before for before, _ in node.next_functions]
-    return found
-
-
-def _rows_of(table: torch.Tensor, index: Any) -> torch.Tensor | None:
-    """The numbers of the rows that an index takes; None: it takes something else."""
-    if isinstance(index, slice) and table.ndim == 2:
-        return torch.arange(len(table), device=table.device)[index]
-    if isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32):
-        return index % len(table)  # -1 is the last
-    return None
-
-
-def _is_transpose(x: Any, weight: torch.Tensor) -> bool:
-    """Whether it is a weight's transposed view."""
-    # By its base, for torch.compile does not show `weight.T` to modes.
-    alike = isinstance(x, torch.Tensor) and x.shape == weight.shape[::-1] and x._base is weight
-    return alike and weight.ndim == 2 and x.stride() == weight.stride()[::-1]

@@ -14,7 +14,8 @@ from suite.torch.checks import warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import local
 from suite.torch.factors import LayerFactors
-from suite.torch.find_layers import NOT_GIVEN, FoundLayers
+from suite.torch.find_layers import FoundLayers
+from suite.torch.layer_routes import NOT_GIVEN
 from suite.torch.layers import Layer
 from suite.torch.model_capture import ModelCapture, Taken
 

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from suite.torch.calls import CONVOLVE
 from suite.torch.einsum import halves_of, labels_of, sides_of, with_letters
-from suite.torch.functional import CONVOLVE
 
 # By function: how many axes of positions its weight has, its arguments, and whether the weight lies
 # (in, out). The bias of addmm comes first, and has a block of its own.

@@ -1,0 +1,129 @@
+"""What a layer's forward makes of its weight, and whether calls of the layer alone lead to the weight.
+
+Rows that are multiplied, shifted or standardized are so many times longer, and may take the weight's
+place. What gradients reach by other ways has no part in the layer's statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from suite.torch.calls import ARGUMENTS, RESHAPE
+from suite.torch.free import NEGATIONS, QUOTIENTS, SUMS, TIMES, T, is_subtracted
+
+_LIKE = {T.view_as, T.reshape_as, T.expand_as}
+
+
+class Made(NamedTuple):
+    """What a layer's forward makes of its weight, the weight to begin with."""
+
+    tensor: torch.Tensor
+    place: int
+    weight: torch.Tensor
+    scale: torch.Tensor  # () or (rows,): what its rows were multiplied with
+    turned: bool  # (in, out); then what its rows are multiplied with is one number
+
+    def after(self, scale: Any, output: torch.Tensor) -> Made:
+        """What an operation that multiplies its rows with `scale` makes of it."""
+        return self._replace(tensor=output, scale=self.scale * scale)
+
+
+def scale_of(function: Any, args: Any, kwargs: Any, at: int, made: Made) -> Any:
+    """What an operation multiplies the rows of its operand `at` with; None: it is no such operation."""
+    found = _scale_of_rows(function, args, kwargs, at, made)
+    by_row = isinstance(found, torch.Tensor) and found.ndim > 0
+    return None if by_row and made.turned else found
+
+
+def _scale_of_rows(function: Any, args: Any, kwargs: Any, at: int, made: Made) -> Any:
+    x, rows = made.tensor, made.weight.shape[0]
+    axis = 0 if x.shape[0] == rows else 1
+    if x.shape[: axis + 1] != (*(1,) * axis, rows) or x.numel() != made.weight.numel():
+        return None
+    if function in RESHAPE or (function in _LIKE and at == 0 and not kwargs):
+        return 1.0
+    if function is F.batch_norm and at == 0 and axis == 1:
+        given = dict(zip(ARGUMENTS[function], args, strict=False)) | kwargs
+        if not given.get("training", False):
+            return None
+        gain = 1.0 if given.get("weight") is None else given["weight"]
+        return gain * (x.flatten(2).var((0, 2), unbiased=False) + given.get("eps", 1e-5)).rsqrt()
+    if function in NEGATIONS:
+        return -1.0
+    if len(args) != 2 or kwargs or args[0] is args[1]:
+        return None
+    other = args[1 - at]
+    constant = isinstance(other, torch.Tensor) and not other.requires_grad
+    sign = -1.0 if function in SUMS and is_subtracted(function, at) else 1.0
+    if function in SUMS and constant and torch.broadcast_shapes(other.shape, x.shape) == x.shape:
+        return sign  # as in w + (w.round() - w).detach()
+    other = _of_rows(other, x, axis)
+    if other is None:
+        return None
+    if function in SUMS:
+        return sign
+    if function in TIMES:
+        return other
+    return 1 / other if function in QUOTIENTS and at == 0 else None
+
+
+def _of_rows(other: Any, x: torch.Tensor, axis: int) -> Any:
+    """A number, or one for each row of `x`; None: it differs within rows."""
+    if isinstance(other, int | float):
+        return other
+    if not isinstance(other, torch.Tensor):
+        return None
+    if other.numel() == 1:
+        return other.reshape(())
+    if other.layout is not torch.strided:
+        return None
+    sides = zip(range(other.ndim), other.shape, other.stride(), strict=True)
+    if other.ndim != x.ndim or other.shape[axis] != x.shape[axis]:
+        return None
+    if any([i != axis and n > 1 and stride != 0 for i, n, stride in sides]):  # noqa: C419
+        return None
+    return other.movedim(axis, 0).flatten(1)[:, 0]
+
+
+def tensors_in(given: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """All that are in what a module is given, holds or returns, but for what was `seen` before."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, Mapping | list | tuple) and id(given) not in seen:
+        seen.add(id(given))
+        for one in given.values() if isinstance(given, Mapping) else given:
+            yield from tensors_in(one, seen)
+
+
+def node_of(x: torch.Tensor) -> Any:
+    """A tensor's node of autograd's graph; None: it has none."""
+    if x.grad_fn is not None or not x.requires_grad:
+        return x.grad_fn
+    return torch.autograd.graph.get_gradient_edge(x).node
+
+
+def reached_from(
+    starts: Sequence[Any], ends: Container[Any], calls: Mapping[Any, Any], began: int
+) -> set[Any]:
+    """Nodes of autograd's graph behind `starts`, up to `ends` and to what was there before it `began`.
+
+    Past `calls` it goes on to their inputs only.
+    """
+    found: set[Any] = set()
+    waiting = list(starts)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found:
+            continue
+        found.add(node)
+        if node in ends or node._sequence_nr() < began:
+            continue
+        if node in calls:
+            waiting += [node_of(x) for x in tensors_in(calls[node], set())]
+        else:
+            waiting += [before for before, _ in node.next_functions]
+    return found
