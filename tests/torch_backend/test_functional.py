@@ -471,6 +471,63 @@ def test_it_is_seen_under_checkpointing_and_compiled(case, backend):
         assert_same([[p.detach() for p in compiled.parameters()]], expected[number : number + 1])
 
 
+class Residual(nn.Module):
+    """Layers, a scale of its own, and a child's weight that a function gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        y = F.gelu(self.inner(self.norm(x)))
+        return x + self.gain * F.linear(y, self.outer.weight, self.outer.bias)
+
+
+class Residuals(nn.Module):
+    """The same twice, and parameters of every kind around."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions, self.heads = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.randn(2, 4, 4))
+        self.first, self.last = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Residual(), Residual()])
+
+    def forward(self, x):
+        x = torch.tanh(F.linear(x + self.positions, self.first))
+        x = x + torch.einsum("btd,hde->bthe", x, self.heads).sum(2)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.last.weight, self.last.bias)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.8", reason="torch.compile misses modes of modules inside")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_blocks_that_are_compiled_by_themselves(wrapped, backend):
+    torch._dynamo.reset()
+    x = inputs(sequences)
+    expected, _ = trained(built(Residuals, 4), x)
+    model = built(Residuals, 4)
+    for i, block in enumerate(model.body.blocks):
+        if wrapped:
+            model.body.blocks[i] = torch.compile(block, backend=backend)
+        else:
+            block.compile(backend=backend)
+    found, kfac = trained(model, x)
+    assert_same(found, expected)
+    assert all(route.treatment == "kfac" for route in kfac.routing())
+    counted = torch._dynamo.utils.counters["stats"]
+    compiled = counted["unique_graphs"]
+    for _ in range(2):
+        kfac.zero_grad()
+        model(x).square().mean().backward()
+        kfac.step()
+    assert 0 < compiled == counted["unique_graphs"]
+
+
 @both_reductions
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("parts", [1, 3])

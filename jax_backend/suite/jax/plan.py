@@ -14,8 +14,8 @@ import numpy as np
 from suite.core.routing import Route, Routing, describe_factors
 from suite.jax import jaxprs
 from suite.jax.dtypes import at_least_float32
-from suite.jax.find_layers import Site, Uses
 from suite.jax.layers import Elementwise, Layer, LayerSums, Lookup, empty_sums, unit_rows
+from suite.jax.uses import Site, Uses
 from suite.jax.views import Signature, overlap, signature
 
 Require = Literal["all", "most"] | None

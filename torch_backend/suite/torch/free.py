@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from suite.core.statistics import elementwise_second_moment_sum
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
 from suite.torch.einsum import axes_of, operands_of
-from suite.torch.hooks import in_traced_graph, is_batched, packs_with, without_modes
+from suite.torch.hooks import Mode, in_traced_graph, is_batched, packs_with, without_modes
 from suite.torch.rows import Axes, counts_like
 
 T: Any = torch.Tensor
@@ -74,7 +73,7 @@ class Watched(NamedTuple):
     reduce: bool = False  # a row is all of an example, of sums and products entry by entry
 
 
-class FreeParameters(TorchFunctionMode):
+class FreeParameters(Mode):
     """Puts a probe behind every use of the watched parameters that is understood."""
 
     def __init__(self, watched: list[Watched], constants: list[T]) -> None:
@@ -85,6 +84,8 @@ class FreeParameters(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_elsewhere():
+            return function(*args, **kwargs)
         if in_traced_graph() or function is BASE:
             return function(*args, **kwargs)
         if packs_with() is not self.saving:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from suite.torch.calls import (
     ARGUMENTS,
@@ -46,7 +45,7 @@ from suite.torch.free import (
     T,
     turns,
 )
-from suite.torch.hooks import Enter, Hook, ModeAround, graph_clock, in_traced_graph, packs_with
+from suite.torch.hooks import Enter, Hook, Mode, ModeAround, graph_clock, in_traced_graph, packs_with
 from suite.torch.layers import Layer, Site
 from suite.torch.made_weights import Made, node_of, reached_from, scale_of, tensors_in
 from suite.torch.rows import Axes, LayerSpec
@@ -306,7 +305,7 @@ class _Product(NamedTuple):
         return self._replace(tensor=output, axes=axes._replace(y=y))
 
 
-class _Watching(TorchFunctionMode):
+class _Watching(Mode):
     def __init__(self, around: FunctionCapture) -> None:
         super().__init__()
         self.around = around
@@ -337,6 +336,8 @@ class _Watching(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_elsewhere():
+            return function(*args, **kwargs)
         version = self._version_of(args)
         output = function(*args, **kwargs)
         if version != self._version_of(args):

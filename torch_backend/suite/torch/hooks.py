@@ -51,6 +51,18 @@ class InertHook:
         return None
 
 
+class Mode(TorchFunctionMode):
+    """Watches the functions that run in a forward, which torch.compile may trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_traced = torch.compiler.is_compiling()
+
+    def is_elsewhere(self) -> bool:
+        """Whether what runs is compiled by itself, inside of a forward that is not."""
+        return torch.compiler.is_compiling() and not self.is_traced
+
+
 class ModeAround:
     """A torch function mode around every forward of a module, entered if `make_mode` returns one."""
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from suite.core.ekfac import grouped_second_moment_in_basis, second_moment_in_basis
 from suite.core.statistics import grouped_second_moment_sum, second_moment_sum
@@ -27,7 +26,7 @@ from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Noted, is_awaited, is_recorded
 from suite.torch.einsum import labels_of_call, operands_of, sides_of
 from suite.torch.free import BASE, CASTS, MATRIX, T, ends_of_groups, turns
-from suite.torch.hooks import ModeAround, in_backward, in_traced_graph, packs_with, without_modes
+from suite.torch.hooks import Mode, ModeAround, in_backward, in_traced_graph, packs_with, without_modes
 from suite.torch.rows import Bases, counts_like
 
 _TURN_MATRIX = {T.T.__get__, T.t, torch.t}
@@ -88,13 +87,15 @@ class StackCapture(ModeAround):
         return _Watching(watched)
 
 
-class _Watching(TorchFunctionMode):
+class _Watching(Mode):
     def __init__(self, watched: list[_Watched]) -> None:
         super().__init__()
         self.watched, self.saving = watched, packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_elsewhere():
+            return function(*args, **kwargs)
         output = function(*args, **kwargs)
         if in_traced_graph() or function is BASE:
             return output

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from suite.torch.capture import LayerCapture
 from suite.torch.free import CASTS
 from suite.torch.functional import RunningLayer
-from suite.torch.hooks import ModeAround
+from suite.torch.hooks import Mode, ModeAround, in_traced_graph
 
 # Kinds whose module passes its weight to one function in every call.
 _COUNTED = ("dense", "convolution", "transposed", "embedding", "bag")
@@ -67,7 +66,7 @@ class UseCounter(ModeAround):
         self.handles = []
 
 
-class _Counting(TorchFunctionMode):
+class _Counting(Mode):
     def __init__(self, watched: dict[int, LayerCapture]) -> None:
         super().__init__()
         self.watched = watched  # by the weight's id
@@ -75,7 +74,11 @@ class _Counting(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_elsewhere():
+            return function(*args, **kwargs)
         output = function(*args, **kwargs)
+        if in_traced_graph():
+            return output
         if function is torch.autograd.grad:  # takes weights for names of what it differentiates by
             return output
         several = output if isinstance(output, list | tuple) else (output,)

@@ -1,0 +1,96 @@
+"""What is found in a loss's program: views of parameter leaves, and what they are used for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from suite.jax import jaxprs
+from suite.jax.layers import Use
+from suite.jax.probes import Multiplier
+from suite.jax.views import Shape, Step, View, lift
+
+
+class Origin(NamedTuple):
+    """The fact: this value is a view of a leaf.
+
+    `outer` makes of the leaf a stack that scans take apart along its leading axes, `stack`; `inner` is
+    what follows inside of them.
+    """
+
+    leaf: int
+    outer: tuple[Step, ...]
+    stack: Shape
+    scans: tuple[jaxprs.Path, ...]
+    part: Shape  # of what the innermost of these scans takes; the leaf's, without one
+    inner: tuple[Step, ...]
+    multipliers: tuple[Multiplier, ...] = ()
+    shifted: bool = False  # something without a derivative was added
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it may as well be an activation that a leaf has a part in, as latent codes are."""
+        return self.shifted or bool(self.multipliers)
+
+    @property
+    def widened(self) -> bool:
+        return any(kind == "broadcast" for kind, _ in self.inner)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """From the leaf to the whole stack."""
+        return (*self.outer, *(lift(step, self.stack) for step in self.inner))
+
+    def moved(self, step: Step | None) -> Origin:
+        return self if step is None else self._replace(inner=(*self.inner, step))
+
+    def times(self, multiplier: Multiplier) -> Origin:
+        return self._replace(multipliers=(*self.multipliers, multiplier))
+
+
+class Site(NamedTuple):
+    """One use of a leaf, before uses are joined to layers."""
+
+    leaf: int
+    use: Use
+    view: View  # for elementwise uses: the leaf itself, or its stack of parts
+    block: tuple[int, int]  # (d_out, d_in without bias)
+    one_hot: bool  # whether inputs are one-hot
+    input: int | None  # the value that is the input
+    value: int  # the value that is the output
+    loops: jaxprs.Loops
+
+    @property
+    def executions(self) -> int:
+        """How often it runs for each block, if its branches are taken."""
+        lengths = (1 if n is None else n for _, n in self.loops)
+        return math.prod(lengths) // max(math.prod(self.use.lengths), 1)
+
+    def excludes(self, other: Site) -> bool:
+        """Whether it is in another branch of the same `cond`."""
+        own, others = ({p[:-1]: p for p, n in site.loops if n is None} for site in (self, other))
+        return any(others.get(cond, path) != path for cond, path in own.items())
+
+
+class BiasUse(NamedTuple):
+    """A leaf added to the output of a product, one number for each block and feature."""
+
+    site: Site  # the product's
+    instead: Site  # the sum as a use by itself
+
+
+@dataclass
+class Uses:
+    """How a program uses its parameter leaves."""
+
+    sites: list[Site] = field(default_factory=list)  # in the program's order
+    biases: dict[int, list[BiasUse]] = field(default_factory=dict)
+    others: dict[int, list[str]] = field(default_factory=dict)  # primitives that rule a leaf out
+    by_hand: dict[int, list[Site]] = field(default_factory=dict)  # a user's probes
+    beside: list[Site] = field(default_factory=list)  # values of which the loss has derivatives only
+    made_of: dict[Any, Any] = field(default_factory=dict)  # by place, if there are: see `made_of`
+
+    def rule_out(self, origin: Origin | None, why: str) -> None:
+        if origin is not None:
+            self.others.setdefault(origin.leaf, []).append(why)
