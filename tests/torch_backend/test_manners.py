@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.overrides import _get_current_function_mode_stack as mode_stack
 from torch.utils.checkpoint import checkpoint
 
@@ -857,6 +858,27 @@ def test_looking_at_the_state_is_no_step(steps):
     model(torch.randn(5, 4, dtype=torch.float64)).square().mean().backward()
     kfac.step()
     assert kfac.steps == steps + 1
+
+
+@pytest.mark.parametrize("how", ["moved", "pruned"])
+def test_a_parameter_with_another_name_is_reported_as_what_it_is(how):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    kfac = KFAC(model, kl_clip=None)
+    if how == "moved":
+        model.first = model[0]
+        model[0] = nn.Identity()
+        step = nn.Sequential(model.first, *model[1:3])
+        name = "first.weight"
+    else:
+        prune.l1_unstructured(model[0], "weight", 0.5)
+        step, name = model, "0.weight_orig"
+    step(torch.randn(5, 4, dtype=torch.float64)).square().mean().backward()
+    before = dict(model.named_parameters())[name].grad.clone()
+    kfac.step()
+    routing = kfac.routing()
+    assert routing[name].treatment == "kfac"
+    assert {route.parameter for route in routing} == dict(model.named_parameters()).keys()
+    assert not torch.equal(dict(model.named_parameters())[name].grad, before)
 
 
 def test_terms_of_micro_batches_add_up_where_the_last_layer_was_frozen_meanwhile():

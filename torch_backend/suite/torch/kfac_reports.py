@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -213,27 +214,29 @@ class Reports:
                 why.append(f"the own forward of this {kind} calls no function that K-FAC knows with it")
             for number in own:
                 notes.setdefault(number, []).extend(why)
-        names = {self._name_of(n): p for n, p in self.model.named_parameters()}
+        route_of = {id(self._known[r.parameter]): r for r in self._routing if r.parameter in self._known}
         routes = []
-        for name, now in names.items():
-            if self._known.get(name) is not now:
+        for full, parameter in self.model.named_parameters():
+            name = self._name_of(full)
+            known = route_of.get(id(parameter))
+            if known is None:
                 reason = "not the model's when K-FAC was attached: attach again to cover it"
-                routes.append(Route(name, tuple(now.shape), "plain", "", reason))
-        for route in self._routing:
-            parameter = names.get(route.parameter)
-            if parameter is not self._known.get(route.parameter):
-                continue  # it was exchanged, or is gone
+                routes.append(Route(name, tuple(parameter.shape), "plain", "", reason))
+                continue
+            route = replace(known, parameter=name)
             said = list(notes.get(id(parameter), []))
-            if parameter is not None and parameter.requires_grad and not moves(parameter):
-                route = Route(route.parameter, route.shape, "plain", "", NOT_GIVEN)
-            if route.treatment == "frozen" and parameter is not None and parameter.requires_grad:
+            if parameter.requires_grad and not moves(parameter):
+                route = Route(name, route.shape, "plain", "", NOT_GIVEN)
+            if route.treatment == "frozen" and parameter.requires_grad:
                 reason = "was frozen when K-FAC was attached: attach again to cover it"
-                route = Route(route.parameter, route.shape, "plain", "", reason)
+                route = Route(name, route.shape, "plain", "", reason)
             if route.treatment == "kfac" and said:
                 reason = "; ".join([route.reason, *dict.fromkeys(said)])
                 treatment = "kfac" if id(parameter) in ready else "waiting"
-                route = Route(route.parameter, route.shape, treatment, route.factors, reason)
+                route = Route(name, route.shape, treatment, route.factors, reason)
             routes.append(route)
+        # Of the optimizer's parameters that are none of the model's.
+        routes += [route for route in self._routing if route.parameter not in self._known]
         return Routing(tuple(routes))
 
     def metrics(self, factors: LayerFactors) -> dict[str, dict[str, Any]]:
