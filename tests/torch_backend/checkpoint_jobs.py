@@ -115,6 +115,32 @@ def load_into_nothing(settings: Settings, path: str) -> str:
     return "loaded"
 
 
+def load_what_one_rank_cannot(wrong: str) -> tuple[str, int]:
+    """What each rank says, and how many steps it is at after all."""
+    _, rank = world_and_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    kfac = KFAC(model)
+    model(torch.ones(4, 3)).sum().backward()
+    kfac.step()
+    record = dict(kfac.state_dict()["kfac"]) | {"steps": 5}
+    if rank == 1:
+        layers = dict(record["layers"])
+        if wrong == "layers":
+            layers["2"] = layers.pop("1")
+        elif wrong == "shapes":
+            layers["1"] = {**layers["1"], "A": layers["0"]["A"]}
+        else:
+            record["version"] = 1
+        record["layers"] = layers
+    said = ""
+    try:
+        kfac.load_state_dict({"kfac": record})
+    except ValueError as error:
+        said = str(error)
+    return said, kfac.steps
+
+
 def die_while_saving(settings: Settings, folder: str, delay: float) -> None:
     """Saves again and again, each time to a new folder, and is killed at some instant."""
     from distributed import save_atomically

@@ -17,6 +17,7 @@ from torch_backend.checkpoint_jobs import (
     load_file_and_go_on,
     load_into_nothing,
     load_own_share,
+    load_what_one_rank_cannot,
     save,
     save_on_one,
     state_of_one_layer,
@@ -135,6 +136,16 @@ def test_a_template_without_room_is_an_error(crew, tmp_path):
     (said,) = crew.run(load_into_nothing, 1, settings, str(tmp_path))
     assert "state_dict must have the factors that rank 0 keeps, got none" in said
     assert "give it state_dict(gather=False)" in said
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"), [("layers", "missing ['1']"), ("shapes", "must have shape"), ("version", "got 1")]
+)
+def test_a_state_that_one_rank_cannot_take_is_taken_by_none(crew, wrong, why):
+    (first, steps), (second, others) = crew.run(load_what_one_rank_cannot, 2, wrong)
+    assert "of another rank does not fit" in first
+    assert why in second
+    assert steps == others == 1
 
 
 @pytest.mark.parametrize("delay", [0.6, 0.9, 1.3])

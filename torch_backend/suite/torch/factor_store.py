@@ -362,15 +362,10 @@ class FactorStore:
             held: whether it has factors, on whatever rank.
             refreshed: whether there were inverses.
         """
+        problem = self.misfit(layers)
+        if problem is not None:
+            raise ValueError(problem)
         names = [layer.name for layer in self.layers]
-        missing, unknown = set(names) - layers.keys(), layers.keys() - set(names)
-        if missing or unknown:
-            raise ValueError(
-                f"state_dict does not fit this model: layers missing {sorted(missing)}, "
-                f"layers unknown {sorted(unknown)}"
-            )
-        for i, name in enumerate(names):
-            self._require_fit(i, layers[name])
         at = {name: i for i, name in enumerate(names)}
         before = self.snapshot()
         self.seen, self.inverted = set(), set()
@@ -423,15 +418,25 @@ class FactorStore:
             self.factors, self.products, self.received = factors, products, received
         _, self.refreshed, self.updated, self.seen, self.inverted = flags
 
-    def _require_fit(self, index: int, record: Mapping[str, torch.Tensor]) -> None:
-        expected = self._expected(index)
-        for key, tensor in record.items():
-            shape = expected[key][0] if key in expected else None
-            if tuple(tensor.shape) != shape:
-                raise ValueError(
-                    f"state of layer {self.layers[index].name!r} must have shape {shape} for {key}, "
-                    f"got {tuple(tensor.shape)}"
-                )
+    def misfit(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> str | None:
+        """Why tensors of a `state_dict()` are none of these layers; None: they fit."""
+        names = [layer.name for layer in self.layers]
+        missing, unknown = set(names) - layers.keys(), layers.keys() - set(names)
+        if missing or unknown:
+            return (
+                f"state_dict does not fit this model: layers missing {sorted(missing)}, "
+                f"layers unknown {sorted(unknown)}"
+            )
+        for i, name in enumerate(names):
+            expected = self._expected(i)
+            for key, tensor in layers[name].items():
+                shape = expected[key][0] if key in expected else None
+                if tuple(tensor.shape) != shape:
+                    return (
+                        f"state of layer {name!r} must have shape {shape} for {key}, "
+                        f"got {tuple(tensor.shape)}"
+                    )
+        return None
 
     def _restore(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         for number, bucket in enumerate(self.factor_buckets):

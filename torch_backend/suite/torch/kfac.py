@@ -788,8 +788,8 @@ class KFAC(torch.optim.Optimizer):
             compute_inverses: where it has factors without inverses, compute them now.
 
         Raises:
-            ValueError: layers that do not fit, by name; nothing has changed then. A checkpoint of
-                kfac-pytorch does not fit.
+            ValueError: layers that do not fit, by name; nothing has changed then, on any rank. A
+                checkpoint of kfac-pytorch does not fit.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -798,22 +798,10 @@ class KFAC(torch.optim.Optimizer):
         if groups:
             of_group = [group.pop("kfac", None) for group in groups]
             state_dict = {"kfac": of_group[0], **state_dict, "param_groups": groups}
-        if state_dict.get("kfac") is None:
-            said = f"state_dict must have a 'kfac' entry, got keys {sorted(state_dict)}"
-            if "steps" in state_dict:
-                said += ": kfac-pytorch's factors do not fit these, which begin anew"
-            raise ValueError(said)
+        problem, ranks = self._misfit(state_dict), self._engine.ranks
+        if any(ranks.gather(problem is not None, "K-FAC's agreement on a checkpoint")):
+            raise ValueError(problem or "the state_dict of another rank does not fit, as its error says")
         kfac = state_dict["kfac"]
-        if kfac["version"] != 3:
-            raise ValueError(f"state_dict version must be 3, got {kfac['version']!r}")
-        if kfac["compute_method"] != self._engine.rule.compute_method:
-            raise ValueError(
-                f"compute_method of the state_dict must be {self._engine.rule.compute_method!r}, "
-                f"got {kfac['compute_method']!r}"
-            )
-        if kfac["gathered"] and (self._base is not None) != ("param_groups" in state_dict):
-            kinds = ("with", "without") if self._base is not None else ("without", "with")
-            raise ValueError(f"state_dict must be of a KFAC {kinds[0]} an optimizer, got one {kinds[1]}")
         before = self._engine.snapshot()
         self._engine.load_state_dict(
             kfac["layers"],
@@ -837,6 +825,23 @@ class KFAC(torch.optim.Optimizer):
             self._engine.refresh(self.hyperparameter("damping"), self._steps)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _misfit(self, state_dict: dict[str, Any]) -> str | None:
+        """Why it is no state of this object; None: it is one."""
+        kfac, own = state_dict.get("kfac"), self._engine.rule.compute_method
+        if kfac is None:
+            said = f"state_dict must have a 'kfac' entry, got keys {sorted(state_dict)}"
+            if "steps" in state_dict:
+                said += ": kfac-pytorch's factors do not fit these, which begin anew"
+            return said
+        if kfac["version"] != 3:
+            return f"state_dict version must be 3, got {kfac['version']!r}"
+        if kfac["compute_method"] != own:
+            return f"compute_method of the state_dict must be {own!r}, got {kfac['compute_method']!r}"
+        if kfac["gathered"] and (self._base is not None) != ("param_groups" in state_dict):
+            kinds = ("with", "without") if self._base is not None else ("without", "with")
+            return f"state_dict must be of a KFAC {kinds[0]} an optimizer, got one {kinds[1]}"
+        return self._engine.factors.misfit(kfac["layers"])
 
     def _load_counts(self, kfac: dict[str, Any]) -> None:
         for name, value in kfac["hyperparameters"].items():
