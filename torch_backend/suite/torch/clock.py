@@ -14,6 +14,19 @@ from suite.torch.layers import Layer
 from suite.torch.rows import stratified
 
 
+class Ending:
+    """Counts the positions of a layer that is not covered, for it may be the model's last."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.slot = torch.zeros((), device=device, requires_grad=True)  # whose gradient is the count
+        self.ran = False  # in this step
+        self.was_last = self.was_passed = False  # in any step so far: whether it was, or not
+
+    def counts(self) -> bool:
+        """Whether it can be the last, as far as is known: most are in front of others, in every step."""
+        return self.was_last or not self.was_passed
+
+
 class CaptureClock:
     """Shared by all layers of a model."""
 
@@ -24,11 +37,11 @@ class CaptureClock:
         self.sampling = False  # ... one of which is running
         self.count = torch.zeros((), dtype=torch.int32)  # steps, for the noise that chooses rows
         self.last: str | None = None  # None: a layer that is not covered
-        self.last_slot: torch.Tensor | None = None  # whose positions are the gradient of this
-        self.last_positions: torch.Tensor | None = None  # what that was when it was last taken
+        self.last_ending: Ending | None = None  # what counts its positions then
+        self.last_positions: torch.Tensor | None = None  # what that had counted when it was last taken
         self.last_transposed = False  # whether that used its weight as the transpose
         self.looked_up: str | None = None  # the last table, whose rows may be there for all examples
-        self.uncovered: list[torch.Tensor] = []  # the slots of all layers that are not covered
+        self.endings: list[Ending] = []  # of all layers that are not covered
         self.called: dict[str, bool] = {}  # the layers that ran in this step, by name
         self.taken = False  # whether these are of the last step, until a layer runs
         self.discovering = True  # which layers read the same inputs
@@ -84,16 +97,25 @@ class CaptureClock:
         """Whether a layer was called in this step, with its weight as it is."""
         return not self.taken and layer.name in self.called
 
+    def ends(self, ending: Ending) -> None:
+        """A layer that is not covered produced an output, perhaps the model's."""
+        self.last, self.last_ending, ending.ran = None, ending, True
+
     def take_positions(self) -> None:
         """Note those of the layer that ran last, if it is not covered; all are counted anew then."""
-        slot = self.last_slot if self.last is None else None
-        self.last_positions = None if slot is None else slot.grad
+        last = self.last_ending if self.last is None else None
+        self.last_positions = None if last is None else last.slot.grad
+        for ending in self.endings:
+            if ending.ran:
+                ending.was_last |= ending is last
+                ending.was_passed |= ending is not last
+                ending.ran = False
         self.forget_positions()
 
     def forget_positions(self) -> None:
         """Count those of layers that are not covered anew."""
-        for slot in self.uncovered:
-            slot.grad = None
+        for ending in self.endings:
+            ending.slot.grad = None
 
     def token(self, x: torch.Tensor) -> int:
         """A number that is the same for the same tensor with the same content."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from suite.torch.capture import LayerCapture, Reached, ReachedOfDuals
-from suite.torch.clock import CaptureClock
+from suite.torch.clock import CaptureClock, Ending
 from suite.torch.free import FreeParameters, Watched
 from suite.torch.hooks import Hook, ModeAround, in_backward, without_modes
 
@@ -65,8 +65,8 @@ class OutputWatch:
         self.channels, self.clock, self.is_covered = channels, clock, is_covered
         self.owner = weakref.ref(module)
         device = next((parameter.device for parameter in module.parameters()), None)
-        self.slot = torch.zeros((), device=device, requires_grad=True)
-        clock.uncovered.append(self.slot)
+        self.ending = Ending(device)
+        clock.endings.append(self.ending)
         hook = Hook(self, module)
         self.handles = [module.register_forward_hook(hook, with_kwargs=True, prepend=True)]
 
@@ -77,10 +77,11 @@ class OutputWatch:
         if self.is_covered() or not clock.wanted or not module.training:
             return output
         if not in_backward():
-            clock.last, clock.last_slot = None, self.slot
+            clock.ends(self.ending)
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return output
-        positions = output.numel() // max(self.channels, 1)
+        if not self.ending.counts():
+            return output
         probe = Reached if torch.compiler.is_compiling() else ReachedOfDuals
         with without_modes():
-            return probe.apply(output, self.slot, positions)
+            return probe.apply(output, self.ending.slot, output.numel() // max(self.channels, 1))
