@@ -7,6 +7,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -858,6 +859,101 @@ def test_looking_at_the_state_is_no_step(steps):
     model(torch.randn(5, 4, dtype=torch.float64)).square().mean().backward()
     kfac.step()
     assert kfac.steps == steps + 1
+
+
+class Recomputing(nn.Module):
+    """Three layers, the second in a checkpoint; which of them, if any, and the model may be compiled."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if "reentrant" in self.how:
+            x = checkpoint(self.body, x, use_reentrant=self.how == "reentrant")
+        else:
+            x = self.body(x)
+        return self.head(torch.tanh(x))
+
+
+def run_of(model: nn.Module, how: str) -> Any:
+    if how == "compiled":
+        return torch.compile(model, backend="aot_eager")
+    if how == "a compiled layer":
+        model.body.compile(backend="aot_eager")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("skip", [[], ["head"]])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("how", ["", "not reentrant", "reentrant", "compiled", "a compiled layer"])
+def test_passes_that_are_thrown_away_leave_nothing(how, freeze, parts, skip):
+    """By whoever sets gradients to None, from the first step on; a bias may train without its weight."""
+    torch._dynamo.reset()
+    found = []
+    for thrown in (False, True):
+        torch.manual_seed(0)
+        model = Recomputing(how).double()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), skip_layers=skip)
+        model.first.weight.requires_grad_(not freeze)
+        run = run_of(model, how)
+        for seed in range(3):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)).double()
+            if thrown:
+                for part in (2 * x).chunk(parts):
+                    (9 * run(part).logsumexp(-1).mean()).backward()
+            model.zero_grad()
+            for part in x.chunk(parts):
+                (run(part).logsumexp(-1).mean() / parts).backward()
+            kfac.step()
+            assert kfac.counted_terms == 8
+        found.append(kfac.state_dict()["kfac"]["layers"])
+    assert found[0].keys() == found[1].keys()
+    for name, record in found[0].items():
+        for key, tensor in record.items():
+            torch.testing.assert_close(found[1][name][key], tensor, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after", "raised"])
+def test_forward_passes_that_no_loss_is_made_of_are_no_terms(when):
+    body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3))
+    model = nn.ModuleDict({"body": body, "head": nn.Linear(4, 3)})
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for seed in range(2):
+        x = torch.randn(8, 1, 9, 9, generator=torch.Generator().manual_seed(seed))
+        kfac.zero_grad()
+        if when == "before":
+            body(x)
+        loss = model["head"](body(x).mean((2, 3))).logsumexp(-1).mean()
+        if when == "between":
+            body(x)
+        elif when == "raised":
+            with pytest.raises(RuntimeError):
+                body(x[:, :, :4, :4])  # too small for the second
+        loss.backward()
+        if when == "after":
+            body(x)
+        kfac.step()
+        assert kfac.counted_terms == 8
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("fisher", ["mc", "type-2"])
+def test_a_sampled_fisher_of_a_compiled_model_is_an_error(fisher):
+    torch._dynamo.reset()
+    model = Recomputing("").double()
+    settings = {"fisher": fisher, "likelihood": "categorical"}
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    run = torch.compile(model, backend="aot_eager")
+    run(torch.randn(8, 4).double()).logsumexp(-1).mean().backward()
+    with pytest.raises(RuntimeError, match="do not compile it"):
+        kfac.step()
 
 
 @pytest.mark.parametrize("how", ["moved", "pruned"])

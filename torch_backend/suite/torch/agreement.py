@@ -188,15 +188,15 @@ class Agreements:
             for layer, t in zip(self.layers, taken, strict=True)
             if t is not None and layer.spec.kind != "free"
         }
-        if clock.last in known:
-            positions, transposed = known[clock.last]
-            if clock.last_transposed and transposed is not None:
-                return transposed
-            return positions
+        last = clock.last_run()
+        if last.layer in known:
+            positions, transposed = known[last.layer]
+            return transposed if last.transposed and transposed is not None else positions
         if clock.last_positions is not None:  # of a layer that is not covered, perhaps frozen
             return clock.last_positions.to(rows[0])
-        if clock.looked_up in known:
-            positions, transposed = known[clock.looked_up]  # there are no products but lookups
+        table = clock.compiled_looked_up or clock.looked_up.layer
+        if table in known:
+            positions, transposed = known[table]  # there are no products but lookups
             return positions if transposed is None else transposed
         # No layer saw anything that would tell: `agree` makes 0 one term.
         return known[next(reversed(known))][0] if known else torch.zeros_like(rows[0])

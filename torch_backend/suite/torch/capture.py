@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from suite.core.statistics import LayerStatistics
-from suite.torch.clock import CaptureClock
+from suite.torch.clock import CaptureClock, Run
 from suite.torch.derivatives import (
     PRODUCTS,
     Call,
@@ -68,10 +68,11 @@ class _Probe(torch.autograd.Function):
         clock: CaptureClock | _UnlessBroadcast | _OfSum | None,
         reading: _Reading | None,
         source: Source | None,
+        run: Run | None,
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
         """`rest`: slot of products, scale, chosen rows, bases of A and G, a factor of x; or nothing."""
-        ctx.clock, ctx.reading, ctx.source, ctx.call = clock, reading, source, None
+        ctx.clock, ctx.reading, ctx.source, ctx.run, ctx.call = clock, reading, source, run, None
         ctx.save_for_backward(x, *rest[1:])
         ctx.spec = spec
         ctx.dtype = G.dtype
@@ -85,14 +86,16 @@ class _Probe(torch.autograd.Function):
         scale, chosen, *vectors = rest or (None, None)
         waits = wanted[3] and (ctx.clock is None or ctx.clock.sampling)
         if source is not None and is_recorded():
-            ctx.call = ctx.call or Call()
+            ctx.call = ctx.call or Call(ctx.run)
             on = source.capture.passed(source, ctx.call, gradient, x, scale, True)
             waits = waits and is_awaited(source.capture.G)
         if not waits:
             return (on, *(None,) * (len(wanted) - 1))
+        if ctx.run is not None:
+            ctx.run.reached()
         if ctx.reading is not None:
             ctx.reading.read.append(ctx.reading.token)
-        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[9] else None
+        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[10] else None
         given = ctx, gradient, x, scale, chosen, bases, vectors[2] if vectors else None
         if _is_plain(gradient.device.type):
             A, G, counts, products = _Probe._sums(*given)
@@ -102,8 +105,8 @@ class _Probe(torch.autograd.Function):
         if ctx.call is not None and not ctx.call.is_first():
             counts = torch.stack([counts[0], torch.zeros_like(counts[0])])
         if not rest:
-            return on, None, A, G, counts, None, None, None, None
-        return on, None, A, G, counts, None, None, None, None, products, *(None,) * 5
+            return on, None, A, G, counts, *(None,) * 5
+        return on, None, A, G, counts, *(None,) * 5, products, *(None,) * 5
 
     @staticmethod
     def _sums(
@@ -131,13 +134,19 @@ class Reached(torch.autograd.Function):
     """Has a backward pass that ends at a slot go through an output, which counts its positions."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, slot: torch.Tensor, positions: int) -> torch.Tensor:
-        ctx.positions, ctx.like = positions, slot.detach()
+    def forward(
+        ctx: Any, y: torch.Tensor, slot: torch.Tensor, positions: int, run: Run | None = None
+    ) -> torch.Tensor:
+        ctx.positions, ctx.like, ctx.run = positions, slot.detach(), run
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, torch.full_like(ctx.like, ctx.positions), None
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None, None
+        if ctx.run is not None:
+            ctx.run.reached()
+        return gradient, torch.full_like(ctx.like, ctx.positions), None, None
 
 
 class ReachedOfDuals(Reached):
@@ -250,6 +259,7 @@ class LayerCapture:
         self.read: list[int] = []  # of those whose A others share, or may: that a backward pass reached
         self.first_call = 0  # its number among all layers' calls
         self.looked_up: LookedUp | None = None  # the last call, of an embedding
+        self.ran = False  # whether it was called in this step, and not only computed again
         self.running: list[int] = []  # its modules whose calls are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
         self.calls_of_made = 0  # of these, those of something made of the weight in its place
@@ -257,6 +267,9 @@ class LayerCapture:
         self.uses_to_make = 0  # of these, those to make that
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
+        self.handles: list[Any] = []
+        self.pass_handles: list[Any] = []  # of these those of `watch_passes`
+        self._began: Any = None  # what they call
         self.dtype = dtype
         self.counts_each = layer.spec.kind == "stack"  # rows, by a coordinate 1 of the inputs
         sizes = (layer.sizes[0] + self.counts_each, layer.sizes[1])
@@ -269,7 +282,6 @@ class LayerCapture:
         self.products = self._slot(layer.blocks, layer.sizes[1], layer.sizes[0])
         self.sampled: dict[int, torch.Tensor] = {}  # by slot: of passes of our own
         self.terms = 0.0  # of the losses that those are about
-        self.handles = []
         self.kept: KeptRows | None = None  # set to keep rows of the passes
         self.held_back = False  # whether fully_shard may hold gradients back until it reduces them
         if layer.spec.kind != "free":
@@ -300,6 +312,8 @@ class LayerCapture:
         """Have slots for uses as the transpose."""
         if not self.transposed:
             self.transposed = self._slots(self.layer.sizes[::-1], self.layer.diagonal[::-1])
+            if self.pass_handles:
+                self._tell_of_passes(self.transposed)
 
     def slots(self) -> list[torch.Tensor]:
         """All slots, in a fixed order."""
@@ -380,11 +394,11 @@ class LayerCapture:
         if not again:
             self.forget_what_was_discarded()
         self.turn()
-        self.clock.ran(self.layer, True, again, False)
+        run = self.clock.ran(self.layer, True, again, False)
         axes = None if spec.axes is None else spec.axes.turned()
         source = Source(self, replace(site, spec=spec._replace(axes=axes)), True)
         counts = self.transposed[2]
-        return self._probed_derivative(source, Call(), x, y, None, None, True, counts)
+        return self._probed_derivative(source, Call(run), x, y, None, None, True, counts)
 
     def _probed(
         self,
@@ -418,7 +432,7 @@ class LayerCapture:
         source = None
         if spec.kind in PRODUCTS and given.requires_grad and not torch.compiler.is_compiling():
             source = Source(self, site, factor is None and site.scaling != "magnitude" and whole)
-        self._note(site, x, y, again)
+        run = self._note(site, x, y, again)
         slots = self.transposed if site.transposed else (self.A, self.G, self.counts)
         shared = self.input_of is not None and not site.transposed and self._has_input_of(x)
         bases = None if site.transposed else self.bases
@@ -444,6 +458,7 @@ class LayerCapture:
                 clock,
                 self._reading(x),
                 source,
+                run,
                 *rest,
             )
         if isinstance(clock, _UnlessBroadcast):
@@ -563,20 +578,26 @@ class LayerCapture:
         moved: torch.Tensor = probed if axis == -1 else probed.movedim(-1, axis)
         return moved
 
-    def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
+    def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> Run | None:
         spec = site.spec
         looks_up = spec.kind in ("embedding", "bag")
-        self.clock.ran(self.layer, site.transposed, again, looks_up)
+        run = self.clock.ran(self.layer, site.transposed, again, looks_up)
         if spec.kernel and y.ndim > 2:
             self.shape_of_places = math.prod(y.shape[-len(spec.kernel) :])
         if torch.compiler.is_compiling():
-            return
-        if not again:
+            return run
+        # Of reentrant checkpoints, whose forward passes are not seen, when they compute again.
+        if not again or not self.ran:
             self.forget_what_was_discarded()
+        self.ran |= not again
         if self.leads:
             self.seen.append(weakref.ref(x))
-        if not self.clock.discovering:
-            return
+        if self.clock.discovering:
+            self._discover(spec, x, again)
+        return run
+
+    def _discover(self, spec: LayerSpec, x: torch.Tensor, again: bool) -> None:
+        """Note what a call read."""
         if not self.inputs:
             self.first_call, self.recomputed = self.clock.calls, again
         if again == self.recomputed:
@@ -620,19 +641,54 @@ class LayerCapture:
         """Setting the model's gradients to None, whoever does it, clears its statistics."""
         if self.held_back:  # then None may mean that a micro-batch's are not reduced yet
             return
-        if not self.layer.weight.parameter.requires_grad:  # it never has one
-            return
         sums = [self._sum(slot) for slot in (self.G, *self.transposed[1:2])]
-        if any(x is not None for x in sums) and self.layer.weight.parameter.grad is None:
+        if all(x is None for x in sums):
+            return
+        trained = [p for p in self.layer.parameters() if p.requires_grad]  # others never have one
+        if trained and all(p.grad is None for p in trained):
             self.clear()
             self.clock.forget_positions()
+
+    def watch_passes(self) -> None:
+        """Have every backward pass ask what was discarded before it adds to any sum.
+
+        For forward passes that torch.compile compiled, which do not ask.
+        """
+        if self.pass_handles or self.held_back:
+            return
+        own, before = weakref.ref(self), -1
+
+        def began(gradient: torch.Tensor) -> None:
+            nonlocal before
+            capture, now = own(), torch._C._current_graph_task_id()
+            if capture is None or before == now:
+                return
+            before, clock = now, capture.clock
+            if clock.wanted and not clock.pausing and not clock.sampled:
+                capture.forget_what_was_discarded()
+
+        self._began = began
+        trained = [p for p in self.layer.parameters() if p.requires_grad]
+        self._tell_of_passes([*trained, *self.slots()])
+
+    def _tell_of_passes(self, tensors: Sequence[torch.Tensor]) -> None:
+        handles = [x.register_hook(self._began) for x in tensors]
+        self.pass_handles += handles
+        self.handles += handles
+
+    def leave_passes(self) -> None:
+        """Undo `watch_passes`."""
+        for handle in self.pass_handles:
+            handle.remove()
+        self.handles = [handle for handle in self.handles if handle not in self.pass_handles]
+        self.pass_handles = []
 
     def clear(self) -> None:
         self.sampled.clear()
         self.seen.clear()
         self.read.clear()
         self.looked_up = None
-        self.left_out = False
+        self.left_out = self.ran = False
         self.terms = 0.0
         for slot in self.slots():
             slot.grad = None
@@ -643,6 +699,7 @@ class LayerCapture:
     def take_nothing(self) -> None:
         """`take` where no slot has a sum."""
         self.incomplete, self.left_out = self.left_out, False
+        self.ran = False
         self.seen.clear()
         self.terms = 0.0
 

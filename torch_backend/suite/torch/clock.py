@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from suite.core.noise import unit_noise
+from suite.torch.hooks import in_backward
 from suite.torch.layers import Layer
 from suite.torch.rows import stratified
 
@@ -19,12 +20,62 @@ class Ending:
 
     def __init__(self, device: torch.device | None) -> None:
         self.slot = torch.zeros((), device=device, requires_grad=True)  # whose gradient is the count
+        self.before: torch.Tensor | None = None  # the count when the last backward pass was over
         self.ran = False  # in this step
         self.was_last = self.was_passed = False  # in any step so far: whether it was, or not
+        own = weakref.ref(self)
+
+        def arrived(gradient: torch.Tensor) -> None:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(over)
+
+        def over() -> None:
+            ending = own()
+            if ending is not None and ending.slot.grad is not None:
+                ending.before = ending.slot.grad.clone()
+
+        self.slot.register_hook(arrived)
+
+    def begin(self) -> None:
+        """Count anew, but for the backward pass that runs, if one does."""
+        if not in_backward():
+            self.slot.grad = None
+        elif self.slot.grad is not None and self.before is not None:
+            self.slot.grad = self.slot.grad - self.before
+        self.before = None
 
     def counts(self) -> bool:
         """Whether it can be the last, as far as is known: most are in front of others, in every step."""
         return self.was_last or not self.was_passed
+
+
+class Run:
+    """A call of a layer, of which backward passes through it tell that a loss is made of it."""
+
+    __slots__ = ("clock", "ending", "layer", "looks_up", "number", "transposed")
+
+    def __init__(
+        self,
+        clock: CaptureClock,
+        number: int,
+        layer: str,
+        *,
+        transposed: bool = False,
+        looks_up: bool = False,
+        ending: Ending | None = None,
+    ) -> None:
+        self.clock, self.number = clock, number  # in the order of forward passes
+        self.layer, self.transposed, self.looks_up = layer, transposed, looks_up
+        self.ending = ending  # of a layer that is not covered, in place of its name
+
+    def reached(self) -> None:
+        """A backward pass has come to it."""
+        clock = self.clock
+        if self.looks_up:
+            if self.number > clock.looked_up.number:
+                clock.looked_up = self
+        elif self.number > clock.last.number:
+            clock.last = self
 
 
 class CaptureClock:
@@ -36,11 +87,17 @@ class CaptureClock:
         self.sampled = False  # statistics come from passes of our own (`fisher`) ...
         self.sampling = False  # ... one of which is running
         self.count = torch.zeros((), dtype=torch.int32)  # steps, for the noise that chooses rows
-        self.last: str | None = None  # None: a layer that is not covered
-        self.last_ending: Ending | None = None  # what counts its positions then
-        self.last_positions: torch.Tensor | None = None  # what that had counted when it was last taken
-        self.last_transposed = False  # whether that used its weight as the transpose
-        self.looked_up: str | None = None  # the last table, whose rows may be there for all examples
+        self.runs = 0
+        self.last = Run(self, -1, "")  # the latest product that backward passes went through
+        self.looked_up = Run(
+            self, -1, ""
+        )  # likewise of tables, whose rows may be there for all examples
+        # A call in a compiled graph, after which no other ran: a layer's name and whether it was one
+        # with the transpose, or a layer that is not covered.
+        self.compiled_last: tuple[str, bool] | Ending | None = None
+        self.compiled_looked_up: str | None = None
+        self.is_compiled = False  # whether any layer ran in such a graph so far
+        self.last_positions: torch.Tensor | None = None  # of the last step, if that is not covered
         self.endings: list[Ending] = []  # of all layers that are not covered
         self.called: dict[str, bool] = {}  # the layers that ran in this step, by name
         self.taken = False  # whether these are of the last step, until a layer runs
@@ -81,29 +138,59 @@ class CaptureClock:
             self._examples = key, self.chosen(self.stream, count, total, device)
         return self._examples[1]
 
-    def ran(self, layer: Layer, transposed: bool, again: bool, looks_up: bool) -> None:
-        """A covered layer produced an output, possibly one that was made before."""
+    def ran(self, layer: Layer, transposed: bool, again: bool, looks_up: bool) -> Run | None:
+        """A covered layer produced an output, possibly one that was made before.
+
+        Returns:
+            What the backward pass through this call is to say so to; None: nobody asks.
+        """
         if self.taken and not torch.compiler.is_compiling():  # what is read there is compiled in
             self.called.clear()
             self.taken = False
         if not transposed:
             self.called[layer.name] = True
-        if not again and looks_up:
-            self.looked_up = layer.name
-        elif not again and layer.is_product:
-            self.last, self.last_transposed = layer.name, transposed
+        if torch.compiler.is_compiling():
+            self.is_compiled = True
+            if looks_up:
+                self.compiled_looked_up = layer.name
+            elif layer.is_product:
+                self.compiled_last = layer.name, transposed
+            return None
+        if again or not (looks_up or layer.is_product):
+            return None
+        self.runs += 1
+        if looks_up:
+            self.compiled_looked_up = None
+        else:
+            self.compiled_last = None
+        return Run(self, self.runs, layer.name, transposed=transposed, looks_up=looks_up)
 
     def has_run(self, layer: Layer) -> bool:
         """Whether a layer was called in this step, with its weight as it is."""
         return not self.taken and layer.name in self.called
 
-    def ends(self, ending: Ending) -> None:
-        """A layer that is not covered produced an output, perhaps the model's."""
-        self.last, self.last_ending, ending.ran = None, ending, True
+    def ends(self, ending: Ending) -> Run | None:
+        """A layer that is not covered produced an output, perhaps the model's; see `ran`."""
+        ending.ran = True
+        if torch.compiler.is_compiling():
+            self.compiled_last = ending
+            return None
+        self.runs += 1
+        self.compiled_last = None
+        return Run(self, self.runs, "", ending=ending)
+
+    def last_run(self) -> Run:
+        """The last product of the loss."""
+        if self.compiled_last is None:
+            return self.last
+        if isinstance(self.compiled_last, Ending):
+            return Run(self, -1, "", ending=self.compiled_last)
+        name, transposed = self.compiled_last
+        return Run(self, -1, name, transposed=transposed)
 
     def take_positions(self) -> None:
         """Note those of the layer that ran last, if it is not covered; all are counted anew then."""
-        last = self.last_ending if self.last is None else None
+        last = self.last_run().ending
         self.last_positions = None if last is None else last.slot.grad
         for ending in self.endings:
             if ending.ran:
@@ -115,7 +202,7 @@ class CaptureClock:
     def forget_positions(self) -> None:
         """Count those of layers that are not covered anew."""
         for ending in self.endings:
-            ending.slot.grad = None
+            ending.begin()
 
     def token(self, x: torch.Tensor) -> int:
         """A number that is the same for the same tensor with the same content."""

@@ -23,6 +23,7 @@ from suite.torch.rows import Bases, counts_like, derivative_sums, output_positio
 
 if TYPE_CHECKING:
     from suite.torch.capture import LayerCapture
+    from suite.torch.clock import Run
     from suite.torch.layers import Site
 
 # Kinds of layers whose derivatives by their input use the weight. (Those of sums and lookups do not.)
@@ -32,7 +33,8 @@ PRODUCTS = ("dense", "convolution", "transposed", "norm")
 class Call:
     """What the probes behind a layer's call, and behind products in its derivatives, share."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run | None) -> None:
+        self.run = run
         self.counted = -1  # the last backward pass in which its positions were counted
 
     def is_first(self) -> bool:
@@ -137,6 +139,8 @@ class DerivativeProbe(torch.autograd.Function):
             waits = waits and is_awaited(ctx.slot)
         if not wanted[2] or not waits:
             return on, *(None,) * 14
+        if ctx.call.run is not None:
+            ctx.call.run.reached()
         spec, dtype = source.site.spec, ctx.slot.dtype
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             bases: Bases | None = (vectors[0], vectors[1]) if wanted[5] else None

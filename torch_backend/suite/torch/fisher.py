@@ -58,6 +58,8 @@ class FisherSampler:
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         """Wait for the gradient of this forward pass's output."""
         model = self.model()
+        if torch.compiler.is_compiling():
+            return  # such a graph has one backward pass, traced once
         wanted = self.clock.wanted and torch.is_grad_enabled()
         if model is None or not model.training or not wanted or in_backward():
             return

@@ -82,8 +82,9 @@ class KFAC(torch.optim.Optimizer):
         fisher: 'empirical': of the gradients of the loss; 'mc': of targets drawn from the model's
             predictive distribution; 'type-2': exactly that distribution's, by one backward pass for
             each output coordinate. The last two run backward passes of their own, for statistics only;
-            call the model itself then, and use the activation checkpointing without reentrance. What a
-            forward pass in training mode saved is kept until `step()`, unless it ran without gradients.
+            call the model itself then, compile nothing of it, and use the activation checkpointing
+            without reentrance. What a forward pass in training mode saved is kept until `step()`, unless
+            it ran without gradients.
         likelihood: what the outputs mean, for 'mc' and 'type-2': a `Categorical`, `Bernoulli` or
             `Gaussian`, or such a name in lower case. 'empirical' has no use for it.
         output_of: picks the tensor that `likelihood` is about from what the model returns. Its last axis

@@ -71,6 +71,7 @@ class ModelCapture:
                     self.kept[i] = capture.kept = KeptRows(capture.layer, self.clock)
                     self._attached.append(capture.kept)
         self._slots = [slot for capture in self.by_layer for slot in capture.slots()]
+        self._watch_passes(True)  # until it is known that the model is not compiled
         self._uses = UseCounter(model, self.by_layer)
         self._attached.append(self._uses)
         capture_of = {id(c.layer): c for c in self.by_layer}
@@ -161,6 +162,15 @@ class ModelCapture:
         for capture in self.by_layer:
             capture.running.clear()
 
+    def _watch_passes(self, do: bool) -> None:
+        """Whether backward passes ask for what was discarded, as no compiled forward pass does."""
+        self._watches_passes = do
+        for capture in self.by_layer:
+            if do:
+                capture.watch_passes()
+            else:
+                capture.leave_passes()
+
     def take_statistics(self, loss_scale: Callable[[], float] = lambda: 1.0) -> Taken:
         """What every layer saw since the last call; its gradients were `loss_scale()` times too large.
 
@@ -168,6 +178,8 @@ class ModelCapture:
         """
         self.clock.taken = True
         self.clock.take_positions()
+        if self._watches_passes != self.clock.is_compiled:
+            self._watch_passes(self.clock.is_compiled)
         nothing = all(slot.grad is None for slot in self._slots)
         turned = [slot for capture in self.by_layer for slot in capture.transposed[1:2]]
         nothing = nothing and all(slot.grad is None for slot in turned)  # which derivatives may add

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from suite.core.ekfac import grouped_second_moment_in_basis, second_moment_in_basis
 from suite.core.statistics import grouped_second_moment_sum, second_moment_sum
 from suite.torch.capture import LayerCapture, dense
-from suite.torch.clock import CaptureClock
+from suite.torch.clock import CaptureClock, Run
 from suite.torch.derivatives import Noted, is_awaited, is_recorded
 from suite.torch.einsum import labels_of_call, operands_of, sides_of
 from suite.torch.free import BASE, CASTS, MATRIX, T, ends_of_groups, turns
@@ -255,8 +255,8 @@ def _probed(output: T, rows: _Rows, watched: _Watched) -> T:
     if rows.x.requires_grad and not torch.compiler.is_compiling():
         recorded = watched.capture
     layer = watched.capture.layer
-    watched.capture.clock.ran(layer, False, in_backward(), False)
-    given = rows, watched.diagonal, watched.clock, rows.ends, *watched.bases, recorded
+    run = watched.capture.clock.ran(layer, False, in_backward(), False)
+    given = rows, watched.diagonal, watched.clock, rows.ends, *watched.bases, recorded, run
     with without_modes():
         probed: T = apply(output, dense(rows.x), *slots, *given)
     return probed
@@ -279,11 +279,12 @@ class _StackProbe(torch.autograd.Function):
         vectors_A: T | None,
         vectors_G: T | None,
         recorded: LayerCapture | None,
+        run: Run | None,
     ) -> T:
         """`recorded`: whose uses in derivatives are missed, if there are any."""
         ctx.save_for_backward(x, ends, vectors_A, vectors_G)
         ctx.of_input, ctx.of_output = rows.of_input, rows.of_output
-        ctx.diagonal, ctx.clock, ctx.recorded = diagonal, clock, recorded
+        ctx.diagonal, ctx.clock, ctx.recorded, ctx.run = diagonal, clock, recorded, run
         ctx.dtype = G.dtype
         ctx.shapes = A.shape, G.shape, None if products is None else products.shape
         return y.detach()  # an alias, see capture._Probe
@@ -298,7 +299,9 @@ class _StackProbe(torch.autograd.Function):
             on = Noted.apply(gradient, capture.G, missed)
             waits = waits and is_awaited(capture.G)
         if not ctx.needs_input_grad[3] or not waits:
-            return on, *(None,) * 12
+            return on, *(None,) * 13
+        if ctx.run is not None:
+            ctx.run.reached()
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             inputs = ctx.of_input(x.detach().to(ctx.dtype))
             outputs = ctx.of_output(gradient.to(ctx.dtype))
@@ -321,7 +324,7 @@ class _StackProbe(torch.autograd.Function):
                 x if x is None else x.reshape(shape) for x, shape in zip(found, ctx.shapes, strict=True)
             ]
             counts = counts_like(outputs, outputs.shape[-2], math.prod(outputs.shape[:-1]))
-        return on, None, *sums[:2], counts, sums[2], *(None,) * 7
+        return on, None, *sums[:2], counts, sums[2], *(None,) * 8
 
 
 class _StackProbeOfDuals(_StackProbe):

@@ -76,12 +76,11 @@ class OutputWatch:
             return output
         if self.is_covered() or not clock.wanted or not module.training:
             return output
-        if not in_backward():
-            clock.ends(self.ending)
+        run = None if in_backward() else clock.ends(self.ending)
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             return output
         if not self.ending.counts():
             return output
         probe = Reached if torch.compiler.is_compiling() else ReachedOfDuals
         with without_modes():
-            return probe.apply(output, self.ending.slot, output.numel() // max(self.channels, 1))
+            return probe.apply(output, self.ending.slot, output.numel() // max(self.channels, 1), run)
