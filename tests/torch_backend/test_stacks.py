@@ -120,6 +120,46 @@ class Selected(Stacks):
         return (hidden @ self.down[chosen])[:, :, 0].sum(1)
 
 
+class Looped(Stacks):
+    """The matrices in turn."""
+
+    def forward(self, x):
+        out = 0
+        for up, down in zip(self.up, self.down, strict=True):
+            out = out + torch.tanh(F.linear(x + 0, up)) @ down
+        return out
+
+
+class Enumerated(Stacks):
+    """Their numbers beside them, of views and casts of a stack."""
+
+    def forward(self, x):
+        outs = []
+        for number, up in enumerate(self.up.mT.to(x.dtype).unbind(0)):
+            outs.append(torch.tanh((x + 0) @ up) @ self.down[number])
+        return torch.stack(outs).sum(0)
+
+
+class Unbound(Stacks):
+    """Pairs of them, by variables."""
+
+    def forward(self, x):
+        ups, downs = self.up.unbind(), torch.unbind(self.down, 0)
+        out = x.new_zeros(x.shape)
+        for number in range(len(ups)):
+            up, down = ups[number], downs[number]
+            out = out + torch.tanh(F.linear(x + 0, up)) @ down
+        return out
+
+
+class Named(Stacks):
+    def forward(self, x):
+        first, second, third = self.up
+        one = torch.tanh(F.linear(x + 0, first)) @ self.down[0]
+        two = torch.tanh(F.linear(x + 0, second)) @ self.down[1]
+        return one + two + torch.tanh(F.linear(x + 0, third)) @ self.down[2]
+
+
 class Layers(nn.Module):
     """The same by linear layers."""
 
@@ -151,6 +191,7 @@ class Layers(nn.Module):
 
 
 KINDS = [Chosen, ByNumber, Grouped, All, Einsum, Broadcast, InFront, Selected]
+KINDS += [Looped, Enumerated, Unbound, Named]
 
 
 def network(kind, outputs=2):

@@ -256,22 +256,34 @@ class _Reader:
         for node in self.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self.stored.update((n.asname or n.name).partition(".")[0] for n in node.names)
-        self.variables = {
-            target.id: node.value
-            for node in self.nodes
-            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
-            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-            if isinstance(target, ast.Name) and self.stored[target.id] == 1
-        }
+        self.variables: dict[str, ast.expr] = {}
+        self.unpacked: dict[str, ast.expr] = {}  # what they are taken apart of
+        for node in self.nodes:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    self._bind(target, node.value)
+        self.weights: dict[ast.AST, _Weight | None] = {}  # of expressions that were looked at
+        self.numbers: dict[ast.AST, float | None] = {}
         self.loops: dict[str, dict[ast.AST, _Weight]] = {}  # by variable, and by what it is bound in
         for node in self.nodes:
             if isinstance(node, ast.For | ast.comprehension):
                 scope = node if isinstance(node, ast.For) else self.parents[node]
                 for name, found in self._loop(node.target, node.iter):
                     self.loops.setdefault(name, {})[scope] = found
-        self.weights: dict[ast.AST, _Weight | None] = {}  # of expressions that were looked at
-        self.numbers: dict[ast.AST, float | None] = {}
+        self.weights.clear()  # with variables of loops that were not known then
         self.products = list(self._products())
+
+    def _bind(self, target: ast.expr, value: ast.expr) -> None:
+        """Note what variables are set to that nothing else sets."""
+        names = target.elts if isinstance(target, ast.Tuple | ast.List) else []
+        if isinstance(target, ast.Name) and self.stored[target.id] == 1:
+            self.variables[target.id] = value
+        elif isinstance(value, ast.Tuple) and len(value.elts) == len(names):
+            for name, part in zip(names, value.elts, strict=True):
+                self._bind(name, part)
+        else:
+            alone = [x.id for x in names if isinstance(x, ast.Name) and self.stored[x.id] == 1]
+            self.unpacked.update(dict.fromkeys(alone, value))
 
     def calls(self, place: int) -> Iterator[tuple[int, str]]:
         """The methods of the module that it names, with the place of the base to look for them from.
@@ -319,7 +331,7 @@ class _Reader:
         return node.attr if is_ours and node.attr in self.lists else ""  # type: ignore[attr-defined]
 
     def _loop(self, target: ast.expr, given: ast.expr) -> Iterator[tuple[str, _Weight]]:
-        """What variables of a loop over lists of parameters hold."""
+        """What variables of a loop over lists of parameters, or over stacks of matrices, hold."""
         pairs = [(target, given)]
         named = {k.arg for k in given.keywords} if isinstance(given, ast.Call) else set()
         if isinstance(given, ast.Call) and isinstance(given.func, ast.Name) and named <= {"strict"}:
@@ -332,9 +344,26 @@ class _Reader:
                 pairs = list(zip(targets, given.args, strict=True))
         place = f"{target.lineno}:{target.col_offset}"
         for variable, iterated in pairs:
-            name = self._list(iterated)
-            if name and isinstance(variable, ast.Name):
+            name, stack = self._list(iterated), self._stack(iterated)
+            if not isinstance(variable, ast.Name):
+                continue
+            if name:
                 yield variable.id, _Weight(name, False, False, False, (iterated,), place)
+            elif stack is not None:
+                yield variable.id, stack._replace(indexed=True)
+
+    def _stack(self, node: ast.AST) -> _Weight | None:
+        """A stack of matrices, not one of them; None: it is something else."""
+        found = self._weight(node)
+        if (
+            found is None
+            or found.indexed
+            or found.scaled
+            or found.name not in self.own
+            or "." in found.name
+        ):
+            return None
+        return found if self.module.get_parameter(found.name).ndim == 3 else None
 
     def _products(self) -> Iterator[_Product]:
         for node in self.nodes:
@@ -414,9 +443,10 @@ class _Reader:
         """Whether a built-in's name means something else in the function."""
         return name.id in self.stored or name.id in self.function.__globals__
 
-    def _variable(self, node: ast.AST) -> ast.expr | None:
+    def _variable(self, node: ast.AST, among: Mapping[str, ast.expr] | None = None) -> ast.expr | None:
         """What the variable of this name was set to, before."""
-        value: Any = self.variables.get(node.id) if isinstance(node, ast.Name) else None
+        known = self.variables if among is None else among
+        value: Any = known.get(node.id) if isinstance(node, ast.Name) else None
         if value is None or value.end_lineno >= node.lineno:  # type: ignore[attr-defined]
             return None
         return value
@@ -433,7 +463,10 @@ class _Reader:
             found = self._weight(value)
             return None if found is None else found._replace(nodes=(*found.nodes, node))
         if isinstance(node, ast.Name):
-            found = self._in_loop(node)
+            whole = self._variable(node, self.unpacked)
+            found = self._in_loop(node) if whole is None else self._stack(whole)
+            if found is not None and whole is not None:
+                found = found._replace(indexed=True)
             return None if found is None else found._replace(nodes=(*found.nodes, node))
         if isinstance(node, ast.Subscript | ast.Attribute) and self._list(node.value):
             return self._in_list(node)
@@ -447,10 +480,14 @@ class _Reader:
             found = self._weight(node.value)
             return None if found is None or found.indexed else found._replace(indexed=True)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr == "unbind" and not node.keywords:
+                by_torch = self._value(node.func) is torch.unbind
+                given = node.args if by_torch else [node.func.value, *node.args]
+                return self._stack(given[0]) if {*map(self._number, given[1:])} <= {0} else None
             found, name = self._weight(node.func.value), node.func.attr
             if found is not None and name == "transpose":
-                given = self.lists.get(found.name)
-                ndim = (self.module.get_parameter(found.name) if given is None else given).ndim
+                listed = self.lists.get(found.name)
+                ndim = (self.module.get_parameter(found.name) if listed is None else listed).ndim
                 last = [{-1, -2}, {ndim - 1, ndim - 2}, *([{0, 1}] if found.indexed else [])]
                 return _turned(found) if {*map(self._number, node.args)} in last else None
             if name == "t":

@@ -30,6 +30,7 @@ from suite.torch.hooks import Mode, ModeAround, in_backward, in_traced_graph, pa
 from suite.torch.rows import Bases, counts_like
 
 _TURN_MATRIX = {T.T.__get__, T.t, torch.t}
+_UNBIND = {T.unbind, torch.unbind}  # also what a loop over a tensor calls
 
 
 class _Watched(NamedTuple):
@@ -110,9 +111,9 @@ class _Watching(Mode):
                 # A checkpoint inside of the forward runs its part again without this mode.
                 self._missed(watched.capture)
                 continue
-            view = _view(function, args, kwargs, watched, output)
-            if view is not None:
-                self.watched += [view] if output is not watched.tensor else []
+            views = _views(function, args, kwargs, watched, output)
+            if views:
+                self.watched += [view for view in views if view.tensor is not watched.tensor]
                 continue
             rows = _rows(function, args, kwargs, watched)
             if rows is not None:
@@ -130,18 +131,22 @@ def _listed(x: Any) -> Sequence[Any]:
     return x if isinstance(x, list | tuple) else (x,)
 
 
-def _view(function: Any, args: Any, kwargs: Any, watched: _Watched, output: T) -> _Watched | None:
-    """What is a stack's matrices still, or one of them; None: it is not."""
-    if not args or args[0] is not watched.tensor or not isinstance(output, T):
-        return None
-    ndim = watched.tensor.ndim
+def _views(function: Any, args: Any, kwargs: Any, watched: _Watched, output: Any) -> list[_Watched]:
+    """What are a stack's matrices still, or some of them; nothing: it is not."""
+    if not args or args[0] is not watched.tensor:
+        return []
+    ndim, apart = watched.tensor.ndim, watched.tensor.ndim > 2 and not watched.joined
+    if function in _UNBIND and apart and not kwargs and args[1:] in ((), (0,)):
+        return [watched._replace(tensor=one).taken(i) for i, one in enumerate(output)]
+    if not isinstance(output, T):
+        return []
     if function in CASTS:
-        return watched._replace(tensor=output)
+        return [watched._replace(tensor=output)]
     if turns(function, args, kwargs) or (function in _TURN_MATRIX and ndim == 2):
-        return watched._replace(tensor=output, turned=not watched.turned)
-    if function is T.__getitem__ and ndim > 2 and not watched.joined and not isinstance(args[1], tuple):
-        return watched._replace(tensor=output).taken(args[1])
-    return None
+        return [watched._replace(tensor=output, turned=not watched.turned)]
+    if function is T.__getitem__ and apart and not isinstance(args[1], tuple):
+        return [watched._replace(tensor=output).taken(args[1])]
+    return []
 
 
 class _Rows(NamedTuple):
