@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from conftest import same
 from suite.torch import KFAC, ComputeMethod, KFACPreconditioner
+from torch_backend.rows_by_loops import both_reductions
 
 
 def network() -> nn.Module:
@@ -828,6 +829,29 @@ def test_passes_that_no_gradient_comes_through_are_no_terms_of_an_uncovered_last
             (forward(model, x).logsumexp(-1).mean() / parts).backward()
         kfac.step()
         assert kfac.counted_terms == 12
+
+
+@both_reductions
+@pytest.mark.parametrize("skip", [[], ["2"]])
+def test_parts_of_a_loss_that_go_backward_one_by_one_are_of_the_same_terms(skip, reduction):
+    """G is the sum of theirs, by a loop over the parts: what they have in common is not in it."""
+    x = torch.randn(8, 4, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    kfac = KFAC(model, kl_clip=None, skip_layers=skip, loss_reduction=reduction)
+    reduced = torch.mean if reduction == "mean" else torch.sum
+    parts = (lambda y: reduced(y.square().sum(1)), lambda y: reduced(y.logsumexp(1)))
+    h = model[0](x).detach().requires_grad_()
+    expected = torch.zeros(5, 5, dtype=torch.float64)
+    for part in parts:
+        (g,) = torch.autograd.grad(part(model[2](torch.tanh(h))), h)
+        expected += g.T @ g * (len(x) if reduction == "mean" else 1)
+    y = model(x)
+    for part in parts:
+        part(y).backward(retain_graph=True)
+    kfac.step()
+    layer = kfac.state_dict()["kfac"]["layers"]["0"]
+    torch.testing.assert_close(layer["G"][0] / layer["G_weight"], expected, rtol=1e-12, atol=1e-14)
+    assert kfac.counted_terms == len(x)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

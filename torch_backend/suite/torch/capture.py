@@ -91,8 +91,7 @@ class _Probe(torch.autograd.Function):
             waits = waits and is_awaited(source.capture.G)
         if not waits:
             return (on, *(None,) * (len(wanted) - 1))
-        if ctx.run is not None:
-            ctx.run.reached()
+        counted = ctx.run is None or ctx.run.reached()
         if ctx.reading is not None:
             ctx.reading.read.append(ctx.reading.token)
         bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[10] else None
@@ -102,7 +101,7 @@ class _Probe(torch.autograd.Function):
         else:
             with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                 A, G, counts, products = _Probe._sums(*given)
-        if ctx.call is not None and not ctx.call.is_first():
+        if not counted or (ctx.call is not None and not ctx.call.is_first()):
             counts = torch.stack([counts[0], torch.zeros_like(counts[0])])
         if not rest:
             return on, None, A, G, counts, *(None,) * 5
@@ -144,9 +143,8 @@ class Reached(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if not ctx.needs_input_grad[1]:
             return gradient, None, None, None
-        if ctx.run is not None:
-            ctx.run.reached()
-        return gradient, torch.full_like(ctx.like, ctx.positions), None, None
+        counted = ctx.run is None or ctx.run.reached()
+        return gradient, torch.full_like(ctx.like, ctx.positions if counted else 0), None, None
 
 
 class ReachedOfDuals(Reached):
@@ -260,6 +258,7 @@ class LayerCapture:
         self.first_call = 0  # its number among all layers' calls
         self.looked_up: LookedUp | None = None  # the last call, of an embedding
         self.ran = False  # whether it was called in this step, and not only computed again
+        self.began = 0  # how often sums began anew
         self.running: list[int] = []  # its modules whose calls are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
         self.calls_of_made = 0  # of these, those of something made of the weight in its place
@@ -394,7 +393,7 @@ class LayerCapture:
         if not again:
             self.forget_what_was_discarded()
         self.turn()
-        run = self.clock.ran(self.layer, True, again, False)
+        run = self.clock.ran(self, self.layer, True, again, False)
         axes = None if spec.axes is None else spec.axes.turned()
         source = Source(self, replace(site, spec=spec._replace(axes=axes)), True)
         counts = self.transposed[2]
@@ -581,7 +580,7 @@ class LayerCapture:
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> Run | None:
         spec = site.spec
         looks_up = spec.kind in ("embedding", "bag")
-        run = self.clock.ran(self.layer, site.transposed, again, looks_up)
+        run = self.clock.ran(self, self.layer, site.transposed, again, looks_up)
         if spec.kernel and y.ndim > 2:
             self.shape_of_places = math.prod(y.shape[-len(spec.kernel) :])
         if torch.compiler.is_compiling():
@@ -689,6 +688,7 @@ class LayerCapture:
         self.read.clear()
         self.looked_up = None
         self.left_out = self.ran = False
+        self.began += 1
         self.terms = 0.0
         for slot in self.slots():
             slot.grad = None

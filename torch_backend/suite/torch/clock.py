@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ class Ending:
     def __init__(self, device: torch.device | None) -> None:
         self.slot = torch.zeros((), device=device, requires_grad=True)  # whose gradient is the count
         self.before: torch.Tensor | None = None  # the count when the last backward pass was over
+        self.began = 0  # how often counts began anew
         self.ran = False  # in this step
         self.was_last = self.was_passed = False  # in any step so far: whether it was, or not
         own = weakref.ref(self)
@@ -43,39 +44,54 @@ class Ending:
         elif self.slot.grad is not None and self.before is not None:
             self.slot.grad = self.slot.grad - self.before
         self.before = None
+        self.began += 1
 
     def counts(self) -> bool:
         """Whether it can be the last, as far as is known: most are in front of others, in every step."""
         return self.was_last or not self.was_passed
 
 
+class Counting(Protocol):
+    """What has counts of positions: a layer's capture, or an `Ending`."""
+
+    began: int  # how often they began anew
+
+
 class Run:
     """A call of a layer, of which backward passes through it tell that a loss is made of it."""
 
-    __slots__ = ("clock", "ending", "layer", "looks_up", "number", "transposed")
+    __slots__ = ("clock", "counted", "layer", "looks_up", "number", "owner", "transposed")
 
     def __init__(
         self,
         clock: CaptureClock,
         number: int,
-        layer: str,
+        owner: Counting | None,
+        layer: str = "",
         *,
         transposed: bool = False,
         looks_up: bool = False,
-        ending: Ending | None = None,
     ) -> None:
         self.clock, self.number = clock, number  # in the order of forward passes
-        self.layer, self.transposed, self.looks_up = layer, transposed, looks_up
-        self.ending = ending  # of a layer that is not covered, in place of its name
+        self.owner, self.layer = owner, layer  # '': one that is not covered
+        self.transposed, self.looks_up = transposed, looks_up
+        self.counted = -1
 
-    def reached(self) -> None:
-        """A backward pass has come to it."""
+    def reached(self) -> bool:
+        """A backward pass has come to it; whether its positions were not counted before.
+
+        Parts of a loss that go backward one by one come to one call: they are of the same terms.
+        """
         clock = self.clock
         if self.looks_up:
             if self.number > clock.looked_up.number:
                 clock.looked_up = self
         elif self.number > clock.last.number:
             clock.last = self
+        if clock.sampled or self.owner is None:
+            return True
+        before, self.counted = self.counted, self.owner.began
+        return before != self.counted
 
 
 class CaptureClock:
@@ -88,10 +104,8 @@ class CaptureClock:
         self.sampling = False  # ... one of which is running
         self.count = torch.zeros((), dtype=torch.int32)  # steps, for the noise that chooses rows
         self.runs = 0
-        self.last = Run(self, -1, "")  # the latest product that backward passes went through
-        self.looked_up = Run(
-            self, -1, ""
-        )  # likewise of tables, whose rows may be there for all examples
+        self.last = Run(self, -1, None)  # the latest product that backward passes went through
+        self.looked_up = Run(self, -1, None)  # and table, whose rows may be there for all examples
         # A call in a compiled graph, after which no other ran: a layer's name and whether it was one
         # with the transpose, or a layer that is not covered.
         self.compiled_last: tuple[str, bool] | Ending | None = None
@@ -138,8 +152,13 @@ class CaptureClock:
             self._examples = key, self.chosen(self.stream, count, total, device)
         return self._examples[1]
 
-    def ran(self, layer: Layer, transposed: bool, again: bool, looks_up: bool) -> Run | None:
+    def ran(
+        self, owner: Counting, layer: Layer, transposed: bool, again: bool, looks_up: bool
+    ) -> Run | None:
         """A covered layer produced an output, possibly one that was made before.
+
+        Args:
+            owner: the layer's capture.
 
         Returns:
             What the backward pass through this call is to say so to; None: nobody asks.
@@ -163,7 +182,7 @@ class CaptureClock:
             self.compiled_looked_up = None
         else:
             self.compiled_last = None
-        return Run(self, self.runs, layer.name, transposed=transposed, looks_up=looks_up)
+        return Run(self, self.runs, owner, layer.name, transposed=transposed, looks_up=looks_up)
 
     def has_run(self, layer: Layer) -> bool:
         """Whether a layer was called in this step, with its weight as it is."""
@@ -177,21 +196,21 @@ class CaptureClock:
             return None
         self.runs += 1
         self.compiled_last = None
-        return Run(self, self.runs, "", ending=ending)
+        return Run(self, self.runs, ending)
 
     def last_run(self) -> Run:
         """The last product of the loss."""
         if self.compiled_last is None:
             return self.last
         if isinstance(self.compiled_last, Ending):
-            return Run(self, -1, "", ending=self.compiled_last)
+            return Run(self, -1, self.compiled_last)
         name, transposed = self.compiled_last
-        return Run(self, -1, name, transposed=transposed)
+        return Run(self, -1, None, name, transposed=transposed)
 
     def take_positions(self) -> None:
         """Note those of the layer that ran last, if it is not covered; all are counted anew then."""
-        last = self.last_run().ending
-        self.last_positions = None if last is None else last.slot.grad
+        last = self.last_run().owner
+        self.last_positions = last.slot.grad if isinstance(last, Ending) else None
         for ending in self.endings:
             if ending.ran:
                 ending.was_last |= ending is last

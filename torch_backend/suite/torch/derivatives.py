@@ -139,8 +139,8 @@ class DerivativeProbe(torch.autograd.Function):
             waits = waits and is_awaited(ctx.slot)
         if not wanted[2] or not waits:
             return on, *(None,) * 14
-        if ctx.call.run is not None:
-            ctx.call.run.reached()
+        first = ctx.call.is_first()
+        counted = (ctx.call.run is None or ctx.call.run.reached()) and first
         spec, dtype = source.site.spec, ctx.slot.dtype
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             bases: Bases | None = (vectors[0], vectors[1]) if wanted[5] else None
@@ -150,7 +150,7 @@ class DerivativeProbe(torch.autograd.Function):
             outputs = outputs if scale is None else outputs * scale
             found = derivative_sums(spec, inputs, outputs, at, chosen, bases)
             rows, zero = found.counts[0], torch.zeros_like(found.counts[0])
-            positions = output_positions(spec, outputs) if ctx.call.is_first() else 0
+            positions = output_positions(spec, outputs) if counted else 0
             places = counts_like(found.counts, 0, positions)
         sums = found.A, found.G, torch.stack([rows, zero]), places, found.products
         return on, *sums, *(None,) * 9

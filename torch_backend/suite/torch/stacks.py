@@ -260,7 +260,7 @@ def _probed(output: T, rows: _Rows, watched: _Watched) -> T:
     if rows.x.requires_grad and not torch.compiler.is_compiling():
         recorded = watched.capture
     layer = watched.capture.layer
-    run = watched.capture.clock.ran(layer, False, in_backward(), False)
+    run = watched.capture.clock.ran(watched.capture, layer, False, in_backward(), False)
     given = rows, watched.diagonal, watched.clock, rows.ends, *watched.bases, recorded, run
     with without_modes():
         probed: T = apply(output, dense(rows.x), *slots, *given)
@@ -305,8 +305,7 @@ class _StackProbe(torch.autograd.Function):
             waits = waits and is_awaited(capture.G)
         if not ctx.needs_input_grad[3] or not waits:
             return on, *(None,) * 13
-        if ctx.run is not None:
-            ctx.run.reached()
+        counted = ctx.run is None or ctx.run.reached()
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             inputs = ctx.of_input(x.detach().to(ctx.dtype))
             outputs = ctx.of_output(gradient.to(ctx.dtype))
@@ -328,7 +327,8 @@ class _StackProbe(torch.autograd.Function):
             sums = [
                 x if x is None else x.reshape(shape) for x, shape in zip(found, ctx.shapes, strict=True)
             ]
-            counts = counts_like(outputs, outputs.shape[-2], math.prod(outputs.shape[:-1]))
+            positions = math.prod(outputs.shape[:-1]) if counted else 0
+            counts = counts_like(outputs, outputs.shape[-2], positions)
         return on, None, *sums[:2], counts, sums[2], *(None,) * 8
 
 
