@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_fishers import normal
-from suite.jax import value_and_grad, verify
+from suite.jax import scale_by_kfac, value_and_grad, verify
 
 N, T, D = 6, 5, 4
 TOKENS = np.random.default_rng(0).integers(0, 7, (N, T))
@@ -178,3 +178,29 @@ def test_samples_of_one_lookup_and_loops_are_left_as_they_are():
         rows = moments(loss, parameters(), TOKENS)[0]["['positions']"][2]
         assert float(rows[0]) == T
         verify(loss, parameters(), TOKENS)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 16])
+def test_a_slice_of_positions_has_a_row_for_each_example(batch):
+    """As many of a table of 32 as there are tokens; by a loop over examples."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {
+        "tokens": jax.random.normal(keys[0], (11, 4)),
+        "positions": jax.random.normal(keys[1], (32, 4)),
+        "w": jax.random.normal(keys[2], (4, 3)),
+    }
+    x, y = jax.random.randint(keys[3], (batch, 7), 0, 11), jax.random.normal(keys[4], (batch, 7, 3))
+
+    def loss(params, x, y):
+        hidden = jnp.tanh(params["tokens"][x] + params["positions"][: x.shape[1]])
+        return jnp.mean(jnp.sum((hidden @ params["w"] - y) ** 2, -1))
+
+    vag = value_and_grad(loss)
+    tx = scale_by_kfac(vag.plan(params, x, y), kl_clip=None, damping=0.01)
+    _, grads, statistics = vag(params, x, y)
+    updates, _ = tx.update(grads, tx.init(params), params, statistics=statistics)
+    terms = batch * 7
+    parts = [jax.grad(loss)(params, x[i : i + 1], y[i : i + 1])["positions"][:7] for i in range(batch)]
+    squares = sum(jnp.square(part / batch) for part in parts) * terms
+    expected = grads["positions"][:7] / (squares + 0.01)
+    np.testing.assert_allclose(updates["positions"][:7], expected, rtol=1e-9)

@@ -831,6 +831,71 @@ def test_passes_that_no_gradient_comes_through_are_no_terms_of_an_uncovered_last
         assert kfac.counted_terms == 12
 
 
+class Tasks(nn.Module):
+    """Heads of pooled features, one of which may keep what it gave, or a view of more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(4, 5), nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        pooled = torch.tanh(self.body(x)).mean(1)
+        return [head(pooled) for head in self.heads]
+
+
+@pytest.mark.parametrize("skip", [[], ["heads"]])
+def test_the_terms_are_those_of_the_heads_that_a_loss_is_made_of(skip):
+    model = Tasks()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), skip_layers=skip)
+    for used in ([0, 1], [2], [0], [1, 2], [1]):
+        kfac.zero_grad()
+        outputs = model(torch.randn(8, 7, 4))
+        sum(outputs[i].logsumexp(1).mean() for i in used).backward()
+        kfac.step()
+        assert kfac.counted_terms == 8
+
+
+@pytest.mark.parametrize("skip", [[], ["2"]])
+def test_the_terms_of_points_that_only_derivatives_of_the_last_layer_see(skip):
+    """Beside boundary points, of which the loss sees the output itself; and a gradient penalty."""
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), skip_layers=skip)
+    for penalty in (False, True):
+        kfac.zero_grad()
+        x = torch.randn(20, 2, dtype=torch.float64, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        boundary = model(torch.randn(6, 2, dtype=torch.float64))
+        part = (slope.norm(dim=1) - 1).square() if penalty else slope.sum(1).square()
+        (part.mean() + boundary.square().mean()).backward()
+        kfac.step()
+        assert kfac.counted_terms == 26
+
+
+class Keeping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = super().forward(x)
+        return self.kept
+
+
+def test_a_layer_that_is_left_out_returns_what_it_did():
+    """The tensor itself, which may be kept elsewhere and changed in place."""
+    x, gradients = torch.randn(5, 4), []
+    model = nn.Sequential(nn.Linear(4, 4), Keeping(4, 4))
+    for attached in (False, True):
+        kfac = KFAC(model, skip_layers=["1"]) if attached else None
+        model.zero_grad()
+        y = model(x)
+        assert y is model[1].kept
+        y.mul_(2)
+        model[1].kept.square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert kfac is not None
+    kfac.step()
+    assert kfac.counted_terms == 5
+    for plain, own in zip(*gradients, strict=True):
+        assert torch.equal(plain, own)
+
+
 @both_reductions
 @pytest.mark.parametrize("skip", [[], ["2"]])
 def test_parts_of_a_loss_that_go_backward_one_by_one_are_of_the_same_terms(skip, reduction):

@@ -589,7 +589,7 @@ class _Finder:
         # An entry for each row, or one for all of them? Of one example only the axis tells; of more, an
         # axis of length 1 is no batch's, and what has it is still to meet the rows.
         of_one = self.one_example and shape[:1] == (1,) and (beside or other is not None)
-        shared = math.prod(shape) > math.prod(origin.part) or of_one
+        shared = math.prod(shape) > origin.size or of_one
         if added_to is None and not shared:
             return False
         where = self.where(node, 1 - p if multiplies else None)
@@ -599,7 +599,7 @@ class _Finder:
         product = Elementwise(origin.part, inner, multiplies, signs[p])
         owns = None if piece is None else window(self.shape(value), piece.axis, piece)
         size = math.prod(origin.part)
-        rows = math.prod(shape) // max(size, 1)
+        rows = math.prod(shape) // max(origin.size, 1)
         use = Use(
             path, out_index, x_operand, product, False, origin.scans, origin.stack, 1, rows, None, owns
         )

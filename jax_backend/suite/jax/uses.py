@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from suite.jax import jaxprs
 from suite.jax.layers import Use
 from suite.jax.probes import Multiplier
-from suite.jax.views import Shape, Step, View, lift
+from suite.jax.views import Shape, Step, View, entries, lift
 
 
 class Origin(NamedTuple):
@@ -36,6 +38,16 @@ class Origin(NamedTuple):
     @property
     def widened(self) -> bool:
         return any(kind == "broadcast" for kind, _ in self.inner)
+
+    @property
+    def size(self) -> int:
+        """How many entries of the part there are in it, a slice perhaps of a table of positions."""
+        count = math.prod(self.part)
+        if not any(kind == "slice" for kind, _ in self.inner):
+            return count
+        there = np.zeros(count, bool)
+        there[entries(self.part, (), (), self.inner)] = True
+        return int(there.sum())
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -193,7 +193,7 @@ class Agreements:
             positions, transposed = known[last.layer]
             return transposed if last.transposed and transposed is not None else positions
         if clock.last_positions is not None:  # of a layer that is not covered, perhaps frozen
-            return clock.last_positions.to(rows[0])
+            return torch.as_tensor(clock.last_positions).to(rows[0])
         table = clock.compiled_looked_up or clock.looked_up.layer
         if table in known:
             positions, transposed = known[table]  # there are no products but lookups

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from suite.core.statistics import LayerStatistics
-from suite.torch.clock import CaptureClock, Run
+from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import (
     PRODUCTS,
     Call,
@@ -41,6 +41,7 @@ from suite.torch.rows import (
     row_count,
     sums,
 )
+from suite.torch.runs import Run
 from suite.torch.thin import KeptRows
 
 
@@ -74,8 +75,7 @@ class _Probe(torch.autograd.Function):
         """`rest`: slot of products, scale, chosen rows, bases of A and G, a factor of x; or nothing."""
         ctx.clock, ctx.reading, ctx.source, ctx.run, ctx.call = clock, reading, source, run, None
         ctx.save_for_backward(x, *rest[1:])
-        ctx.spec = spec
-        ctx.dtype = G.dtype
+        ctx.spec, ctx.slot = spec, G
         # An alias, not a view: an output that is a view of an input breaks in-place ops after it.
         return y.detach()
 
@@ -88,8 +88,8 @@ class _Probe(torch.autograd.Function):
         if source is not None and is_recorded():
             ctx.call = ctx.call or Call(ctx.run)
             on = source.capture.passed(source, ctx.call, gradient, x, scale, True)
-            waits = waits and is_awaited(source.capture.G)
-        if not waits:
+            waits = waits and is_awaited(ctx.slot)
+        if not waits or not (ctx.run is None or ctx.run.is_awaited()):
             return (on, *(None,) * (len(wanted) - 1))
         counted = ctx.run is None or ctx.run.reached()
         if ctx.reading is not None:
@@ -117,11 +117,11 @@ class _Probe(torch.autograd.Function):
         bases: Bases | None,
         factor: torch.Tensor | None,
     ) -> Sums:
-        g = g.to(ctx.dtype)
+        g = g.to(ctx.slot.dtype)
         if scale is not None:
             g = g * scale
         if x is not None and x.is_floating_point():
-            x = x.to(ctx.dtype) if factor is None else x.to(ctx.dtype) * factor[0]
+            x = x.to(ctx.slot.dtype) if factor is None else x.to(ctx.slot.dtype) * factor[0]
         found = sums(ctx.spec, x, g, chosen=chosen, want_A=ctx.needs_input_grad[2], bases=bases)
         if factor is not None and found[0] is not None and found[0].ndim == 3:
             for products in (found[0][:, :-1, -1], found[0][:, -1, :-1]):  # of inputs with the one
@@ -133,26 +133,14 @@ class Reached(torch.autograd.Function):
     """Has a backward pass that ends at a slot go through an output, which counts its positions."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y: torch.Tensor, slot: torch.Tensor, positions: int, run: Run | None = None
-    ) -> torch.Tensor:
-        ctx.positions, ctx.like, ctx.run = positions, slot.detach(), run
+    def forward(ctx: Any, y: torch.Tensor, slot: torch.Tensor, positions: int) -> torch.Tensor:
+        ctx.positions, ctx.shape = positions, slot.shape
+        ctx.kind = {"dtype": slot.dtype, "device": slot.device}
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if not ctx.needs_input_grad[1]:
-            return gradient, None, None, None
-        counted = ctx.run is None or ctx.run.reached()
-        return gradient, torch.full_like(ctx.like, ctx.positions if counted else 0), None, None
-
-
-class ReachedOfDuals(Reached):
-    """With a derivative forward, of which torch.compile wants none."""
-
-    @staticmethod
-    def jvp(ctx: Any, y: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return y.view_as(y)
+        return gradient, torch.full(ctx.shape, float(ctx.positions), **ctx.kind), None
 
 
 class _ProbeOfDuals(_Probe):
@@ -259,6 +247,7 @@ class LayerCapture:
         self.looked_up: LookedUp | None = None  # the last call, of an embedding
         self.ran = False  # whether it was called in this step, and not only computed again
         self.began = 0  # how often sums began anew
+        self._nodes: dict[bool, Any] = {}  # autograd's, of G of uses as the transpose, or of others
         self.running: list[int] = []  # its modules whose calls are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
         self.calls_of_made = 0  # of these, those of something made of the weight in its place
@@ -313,6 +302,13 @@ class LayerCapture:
             self.transposed = self._slots(self.layer.sizes[::-1], self.layer.diagonal[::-1])
             if self.pass_handles:
                 self._tell_of_passes(self.transposed)
+
+    def is_awaited(self, transposed: bool) -> bool:
+        """Whether the backward pass that runs wants the sums of uses as the transpose, or of others."""
+        if transposed not in self._nodes:
+            slot = self.transposed[1] if transposed else self.G
+            self._nodes[transposed] = torch.autograd.graph.get_gradient_edge(slot).node
+        return torch._C._will_engine_execute_node(self._nodes[transposed])
 
     def slots(self) -> list[torch.Tensor]:
         """All slots, in a fixed order."""
@@ -587,7 +583,7 @@ class LayerCapture:
             return run
         # Of reentrant checkpoints, whose forward passes are not seen, when they compute again.
         if not again or not self.ran:
-            self.forget_what_was_discarded()
+            self.forget_what_was_discarded(again=again)
         self.ran |= not again
         if self.leads:
             self.seen.append(weakref.ref(x))
@@ -636,8 +632,12 @@ class LayerCapture:
             return self.clock.examples(count, total, y.device)
         return self.clock.chosen(self.stream, count, total, y.device)
 
-    def forget_what_was_discarded(self) -> None:
-        """Setting the model's gradients to None, whoever does it, clears its statistics."""
+    def forget_what_was_discarded(self, *, again: bool = False) -> None:
+        """Setting the model's gradients to None, whoever does it, clears its statistics.
+
+        Args:
+            again: whether a checkpoint runs the layer for the backward pass.
+        """
         if self.held_back:  # then None may mean that a micro-batch's are not reduced yet
             return
         sums = [self._sum(slot) for slot in (self.G, *self.transposed[1:2])]
@@ -646,7 +646,7 @@ class LayerCapture:
         trained = [p for p in self.layer.parameters() if p.requires_grad]  # others never have one
         if trained and all(p.grad is None for p in trained):
             self.clear()
-            self.clock.forget_positions()
+            self.clock.discarded(again=again)
 
     def watch_passes(self) -> None:
         """Have every backward pass ask what was discarded before it adds to any sum.

@@ -5,93 +5,17 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from suite.core.noise import unit_noise
-from suite.torch.hooks import in_backward
 from suite.torch.layers import Layer
 from suite.torch.rows import stratified
+from suite.torch.runs import Counting, Ending, Run
 
-
-class Ending:
-    """Counts the positions of a layer that is not covered, for it may be the model's last."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        self.slot = torch.zeros((), device=device, requires_grad=True)  # whose gradient is the count
-        self.before: torch.Tensor | None = None  # the count when the last backward pass was over
-        self.began = 0  # how often counts began anew
-        self.ran = False  # in this step
-        self.was_last = self.was_passed = False  # in any step so far: whether it was, or not
-        own = weakref.ref(self)
-
-        def arrived(gradient: torch.Tensor) -> None:
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(over)
-
-        def over() -> None:
-            ending = own()
-            if ending is not None and ending.slot.grad is not None:
-                ending.before = ending.slot.grad.clone()
-
-        self.slot.register_hook(arrived)
-
-    def begin(self) -> None:
-        """Count anew, but for the backward pass that runs, if one does."""
-        if not in_backward():
-            self.slot.grad = None
-        elif self.slot.grad is not None and self.before is not None:
-            self.slot.grad = self.slot.grad - self.before
-        self.before = None
-        self.began += 1
-
-    def counts(self) -> bool:
-        """Whether it can be the last, as far as is known: most are in front of others, in every step."""
-        return self.was_last or not self.was_passed
-
-
-class Counting(Protocol):
-    """What has counts of positions: a layer's capture, or an `Ending`."""
-
-    began: int  # how often they began anew
-
-
-class Run:
-    """A call of a layer, of which backward passes through it tell that a loss is made of it."""
-
-    __slots__ = ("clock", "counted", "layer", "looks_up", "number", "owner", "transposed")
-
-    def __init__(
-        self,
-        clock: CaptureClock,
-        number: int,
-        owner: Counting | None,
-        layer: str = "",
-        *,
-        transposed: bool = False,
-        looks_up: bool = False,
-    ) -> None:
-        self.clock, self.number = clock, number  # in the order of forward passes
-        self.owner, self.layer = owner, layer  # '': one that is not covered
-        self.transposed, self.looks_up = transposed, looks_up
-        self.counted = -1
-
-    def reached(self) -> bool:
-        """A backward pass has come to it; whether its positions were not counted before.
-
-        Parts of a loss that go backward one by one come to one call: they are of the same terms.
-        """
-        clock = self.clock
-        if self.looks_up:
-            if self.number > clock.looked_up.number:
-                clock.looked_up = self
-        elif self.number > clock.last.number:
-            clock.last = self
-        if clock.sampled or self.owner is None:
-            return True
-        before, self.counted = self.counted, self.owner.began
-        return before != self.counted
+if TYPE_CHECKING:
+    from suite.torch.capture import LayerCapture
 
 
 class CaptureClock:
@@ -111,8 +35,9 @@ class CaptureClock:
         self.compiled_last: tuple[str, bool] | Ending | None = None
         self.compiled_looked_up: str | None = None
         self.is_compiled = False  # whether any layer ran in such a graph so far
-        self.last_positions: torch.Tensor | None = None  # of the last step, if that is not covered
+        self.last_positions: Any = None  # of the last step, if that is not covered: number or tensor ()
         self.endings: list[Ending] = []  # of all layers that are not covered
+        self.captures: list[LayerCapture] = []  # of all that are
         self.called: dict[str, bool] = {}  # the layers that ran in this step, by name
         self.taken = False  # whether these are of the last step, until a layer runs
         self.discovering = True  # which layers read the same inputs
@@ -190,8 +115,8 @@ class CaptureClock:
 
     def ends(self, ending: Ending) -> Run | None:
         """A layer that is not covered produced an output, perhaps the model's; see `ran`."""
-        ending.ran = True
         if torch.compiler.is_compiling():
+            self.is_compiled = True
             self.compiled_last = ending
             return None
         self.runs += 1
@@ -210,18 +135,22 @@ class CaptureClock:
     def take_positions(self) -> None:
         """Note those of the layer that ran last, if it is not covered; all are counted anew then."""
         last = self.last_run().owner
-        self.last_positions = last.slot.grad if isinstance(last, Ending) else None
-        for ending in self.endings:
-            if ending.ran:
-                ending.was_last |= ending is last
-                ending.was_passed |= ending is not last
-                ending.ran = False
-        self.forget_positions()
-
-    def forget_positions(self) -> None:
-        """Count those of layers that are not covered anew."""
+        self.last_positions = last.positions() if isinstance(last, Ending) else None
         for ending in self.endings:
             ending.begin()
+
+    def discarded(self, *, again: bool = False) -> None:
+        """A layer's statistics were: if all gradients were, count what layers not covered saw anew.
+
+        Args:
+            again: see `Ending.begin`.
+        """
+        if all(ending.positions() is None for ending in self.endings):
+            return
+        ours = (p for capture in self.captures for p in capture.layer.parameters())
+        if all(p.grad is None for p in ours if p.requires_grad):
+            for ending in self.endings:
+                ending.begin(again=again)
 
     def token(self, x: torch.Tensor) -> int:
         """A number that is the same for the same tensor with the same content."""

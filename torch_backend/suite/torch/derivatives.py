@@ -23,8 +23,8 @@ from suite.torch.rows import Bases, counts_like, derivative_sums, output_positio
 
 if TYPE_CHECKING:
     from suite.torch.capture import LayerCapture
-    from suite.torch.clock import Run
     from suite.torch.layers import Site
+    from suite.torch.runs import Run
 
 # Kinds of layers whose derivatives by their input use the weight. (Those of sums and lookups do not.)
 PRODUCTS = ("dense", "convolution", "transposed", "norm")

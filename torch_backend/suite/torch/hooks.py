@@ -114,6 +114,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces, for which nothing trains."""
+    asked = getattr(torch.compiler, "is_exporting", None)  # torch 2.6 has none
+    return asked is not None and bool(asked())
+
+
 def on_transformed(y: Any, call: Callable[[], None]) -> None:
     """Call when a gradient arrives at a layer's output that is of a transform.
 

@@ -70,6 +70,7 @@ class ModelCapture:
                 if can_be_thin(capture.layer):
                     self.kept[i] = capture.kept = KeptRows(capture.layer, self.clock)
                     self._attached.append(capture.kept)
+        self.clock.captures = self.by_layer
         self._slots = [slot for capture in self.by_layer for slot in capture.slots()]
         self._watch_passes(True)  # until it is known that the model is not compiled
         self._uses = UseCounter(model, self.by_layer)

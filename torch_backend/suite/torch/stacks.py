@@ -22,12 +22,13 @@ from torch.nn import functional as F
 from suite.core.ekfac import grouped_second_moment_in_basis, second_moment_in_basis
 from suite.core.statistics import grouped_second_moment_sum, second_moment_sum
 from suite.torch.capture import LayerCapture, dense
-from suite.torch.clock import CaptureClock, Run
+from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Noted, is_awaited, is_recorded
 from suite.torch.einsum import labels_of_call, operands_of, sides_of
 from suite.torch.free import BASE, CASTS, MATRIX, T, ends_of_groups, turns
 from suite.torch.hooks import Mode, ModeAround, in_backward, in_traced_graph, packs_with, without_modes
 from suite.torch.rows import Bases, counts_like
+from suite.torch.runs import Run
 
 _TURN_MATRIX = {T.T.__get__, T.t, torch.t}
 _UNBIND = {T.unbind, torch.unbind}  # also what a loop over a tensor calls
@@ -303,6 +304,7 @@ class _StackProbe(torch.autograd.Function):
             missed = functools.partial(capture.clock.missed.add, capture.layer.name)
             on = Noted.apply(gradient, capture.G, missed)
             waits = waits and is_awaited(capture.G)
+        waits = waits and (ctx.run is None or ctx.run.is_awaited())
         if not ctx.needs_input_grad[3] or not waits:
             return on, *(None,) * 13
         counted = ctx.run is None or ctx.run.reached()

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from suite.torch.capture import LayerCapture, Reached, ReachedOfDuals
-from suite.torch.clock import CaptureClock, Ending
+from suite.torch.capture import LayerCapture, Reached
+from suite.torch.clock import CaptureClock
 from suite.torch.free import FreeParameters, Watched
-from suite.torch.hooks import Hook, ModeAround, in_backward, without_modes
+from suite.torch.hooks import Hook, ModeAround, in_backward, is_exporting, without_modes
+from suite.torch.runs import Ending
 
 
 class FreeCapture(ModeAround):
@@ -65,7 +66,7 @@ class OutputWatch:
         self.channels, self.clock, self.is_covered = channels, clock, is_covered
         self.owner = weakref.ref(module)
         device = next((parameter.device for parameter in module.parameters()), None)
-        self.ending = Ending(device)
+        self.ending = Ending(clock, device)
         clock.endings.append(self.ending)
         hook = Hook(self, module)
         self.handles = [module.register_forward_hook(hook, with_kwargs=True, prepend=True)]
@@ -76,11 +77,14 @@ class OutputWatch:
             return output
         if self.is_covered() or not clock.wanted or not module.training:
             return output
-        run = None if in_backward() else clock.ends(self.ending)
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            return output
-        if not self.ending.counts():
-            return output
-        probe = Reached if torch.compiler.is_compiling() else ReachedOfDuals
-        with without_modes():
-            return probe.apply(output, self.ending.slot, output.numel() // max(self.channels, 1), run)
+        positions = output.numel() // max(self.channels, 1)
+        if torch.compiler.is_compiling():
+            if is_exporting():
+                return output
+            clock.ends(self.ending)
+            with without_modes():
+                return Reached.apply(output, self.ending.slot, positions)
+        if not clock.sampled and not torch._C._are_functorch_transforms_active():
+            run = None if in_backward() else clock.ends(self.ending)
+            self.ending.watch(output, positions, run)
+        return output
