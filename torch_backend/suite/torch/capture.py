@@ -584,6 +584,9 @@ class LayerCapture:
         # Of reentrant checkpoints, whose forward passes are not seen, when they compute again.
         if not again or not self.ran:
             self.forget_what_was_discarded(again=again)
+        if again and not self.ran:
+            for ending in self.clock.endings:
+                ending.believe()
         self.ran |= not again
         if self.leads:
             self.seen.append(weakref.ref(x))

@@ -121,6 +121,7 @@ class CaptureClock:
             return None
         self.runs += 1
         self.compiled_last = None
+        ending.doubted.clear()
         return Run(self, self.runs, ending)
 
     def last_run(self) -> Run:

@@ -6,6 +6,7 @@ The number of its terms is read off the last one. That may be of a layer that is
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -78,6 +79,7 @@ class Ending:
         self.count = 0  # of other calls
         self.before: tuple[int, torch.Tensor | None] = 0, None  # both, when the last pass came to it
         self.came = -1  # which backward pass that was
+        self.doubted: list[Callable[[], None]] = []  # counts of a pass that may be no training
         self.began = 0  # how often counts began anew
         own = weakref.ref(self)
 
@@ -108,13 +110,22 @@ class Ending:
                 self.count += positions
 
         def arrived(gradient: torch.Tensor) -> Any:
+            self._comes()
             if self.is_awaited(False):
                 count()
+            else:
+                self.doubted.append(count)
             if clock.pausing or not is_recorded():
                 return None
             return Noted.apply(gradient, self.slot, count)
 
         output.register_hook(arrived)
+
+    def believe(self) -> None:
+        """The pass that runs ends at statistics: of layers in reentrant checkpoints, as it turns out."""
+        for count in self.doubted:
+            count()
+        self.doubted.clear()
 
     def is_awaited(self, transposed: bool) -> bool:
         """Whether the backward pass that runs ends at statistics, not only at what it is asked for."""
@@ -133,6 +144,8 @@ class Ending:
             again: whether the backward pass that runs came here before, if it did at all.
         """
         now, (count, counted) = torch._C._current_graph_task_id(), self.before
+        if now == -1:
+            self.doubted.clear()
         if now != -1 and (again or now == self.came):  # what this pass counted stays
             self.count -= count
             if self.slot.grad is not None and counted is not None:
