@@ -255,6 +255,7 @@ CASES = {
     "linalg.transpose": (linalg.transpose, (normal(B, 4, 3),)),
     "linalg.symmetrize": (linalg.symmetrize, (normal(B, 4, 4),)),
     "linalg.for_products": (linalg.for_products, (normal(B, 4, 4), normal(B, 3))),
+    "linalg.for_sums": (linalg.for_sums, (normal(B, 4, 4),)),
     "linalg.diagonal": (linalg.diagonal, (normal(B, 4, 4),)),
     "linalg.trace": (linalg.trace, (normal(B, 4, 4),)),
     "linalg.row_norms": (linalg.row_norms, (normal(B, 4, 2),)),
@@ -290,6 +291,7 @@ CASES = {
     ),
     "linalg.times_transposed": (linalg.times_transposed, (normal(B, 2, 4), normal(B, 3, 4, seed=1))),
     "linalg.gram": (linalg.gram, (normal(B, 4, 3),)),
+    "linalg.gram_in_single": (linalg.gram_in_single, (normal(B, 4, 3),)),
     "linalg.spectral_norm_bound": (linalg.spectral_norm_bound, (positive_definite(B, 4),)),
     "kronecker.apply": (
         lambda F, x: kronecker.apply(F, x),
@@ -520,7 +522,7 @@ OTHERS = {
     *("linalg.eye_like", "linalg.finite_marks", "linalg.inner_product", "step_size.kl_clip_coefficient"),
     *("step_size.check_clip", "linalg.summed_gram", "statistics.normalized_over_batch"),
     *("linalg.grouped_products", "linalg.normed_row_scales", "statistics.grouped_second_moment_sum"),
-    *("linalg.over_groups", "ekfac.grouped_second_moment_in_basis"),
+    *("linalg.sums_in_single", "linalg.over_groups", "ekfac.grouped_second_moment_in_basis"),
 }
 
 

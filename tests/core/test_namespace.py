@@ -117,6 +117,7 @@ NOT_CALLED |= {"times_block_diagonal", "times_transposed", "transposed_times"}
 NOT_CALLED |= {"correlations", "work_of_a_launch"}  # tested in test_correlations.py
 NOT_CALLED |= {"over_groups"}  # tested in test_statistics.py
 NOT_CALLED |= {"multiplies_as_it_is"}  # tested in torch_backend/test_bfloat16.py
+NOT_CALLED |= {"gram_in_single", "sums_in_single", "full_precision"}  # tested in test_on_a_gpu.py
 NOT_CALLED |= {"pack", "unpack"}  # tested in test_packing.py
 
 
@@ -135,7 +136,8 @@ def test_torchs_names_mean_what_they_mean_in_numpy(name):
 
 def test_every_name_that_torch_is_given_is_checked_above():
     _torch = pytest.importorskip("suite.core._torch")
-    imported = {"annotations", "builtins", "itertools", "math", "Any", "Callable", "torch", "F", "grad"}
+    imported = {"annotations", "builtins", "contextlib", "itertools", "math", "torch", "F", "grad"}
+    imported |= {"Any", "Callable", "Iterator"}
     names = {name for name in vars(_torch) if not name.startswith("_")} - imported
     assert names == set(CALLS) | NOT_CALLED
 

@@ -271,6 +271,23 @@ def gram(x: jax.Array) -> jax.Array:
     return transposed_times(x, x)
 
 
+def gram_in_single(x: jax.Array) -> jax.Array:
+    """xᵀ x in at least single precision."""
+    return gram(x.astype(jnp.float32) if x.dtype.itemsize < 4 else x)
+
+
+def sums_in_single(x: jax.Array) -> bool:
+    """See `_numpy.sums_in_single`; TF32, which products of float32 are by default, is exact for them."""
+    del x
+    return False
+
+
+def full_precision(x: jax.Array) -> Any:
+    """Inside, products of single precision are of that, whatever is set for others (TF32)."""
+    del x
+    return jax.default_matmul_precision("highest")
+
+
 def parts(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
     """`x`: the compiler decides what is made at once."""
     del count

@@ -6,13 +6,14 @@ routines, an exception turned into NaN for that matrix alone.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from suite.core._namespace import Array, array_namespace, device_of
+from suite.core._namespace import Array, array_namespace, device_of, lift
 
 
 def _each(function: Callable[..., tuple[np.ndarray, ...]], *arrays: Array) -> tuple[Array, ...]:
@@ -170,6 +171,23 @@ def gram(x: Array) -> Array:
     """xᵀ x."""
     xp = array_namespace(x)
     return xp.matmul(xp.matrix_transpose(x), x)
+
+
+def gram_in_single(x: Array) -> Array:
+    """xᵀ x in at least single precision."""
+    return gram(lift(x))
+
+
+def sums_in_single(x: Array) -> bool:
+    """Whether products of this half precision are summed in single without lifting it first."""
+    del x
+    return False
+
+
+def full_precision(x: Array) -> contextlib.AbstractContextManager[None]:
+    """Inside, products of single precision are of that, whatever is set for others (TF32)."""
+    del x
+    return contextlib.nullcontext()
 
 
 def parts(x: Array, count: int) -> list[Array]:

@@ -7,9 +7,10 @@ Only names that the core uses are here, each a plain alias or a one-line functio
 from __future__ import annotations
 
 import builtins
+import contextlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ _STRIP = 128  # rows to handle at a time, to stay in the cache
 # Sides of matrices that are inverted by halves, up to and from; of halves that no more are.
 _LARGEST_SMALL, _SMALLEST_LARGE, _SMALLEST_LAPACK = 128, 768, 32
 _CACHE = 131072  # numbers
+# Of a GPU: sides up to which LAPACK's like is as fast as products, sides and numbers to handle at once.
+_LARGEST_LEAF, _SMALLEST_SPLIT, _ON_DEVICE = 256, 512, 2**26
+_SUMS_HALVES = hasattr(torch.ops.aten.bmm, "dtype")  # products with another dtype, since torch 2.8
 _POSITIONS_AT_ONCE = 16384  # that a convolution sums in one float32 accumulator
 
 abs = torch.abs
@@ -122,7 +126,13 @@ def take_along_axis(x: torch.Tensor, indices: torch.Tensor, *, axis: int) -> tor
 def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
     """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
     slow = not _LARGEST_SMALL < x.shape[-1] < _SMALLEST_LARGE
-    inverse, factored = (_by_halves if slow and _is_at_hand(x) and not x.requires_grad else _inverses)(x)
+    compute = _inverses
+    if not x.requires_grad and x.ndim > 1:
+        if slow and _is_at_hand(x):
+            compute = _by_halves
+        elif type(x) is torch.Tensor and x.device.type not in ("cpu", "meta") and x.shape[-1] > 1:
+            compute = _on_device
+    inverse, factored = compute(x)
     # Of positive definite matrices the diagonal bounds all entries; other infinities fail to factorize.
     finite = torch.isfinite(trace(x)) & torch.isfinite(trace(inverse))
     fine = (factored & finite)[..., None, None]
@@ -166,17 +176,59 @@ def _by_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return inverses.reshape(x.shape), (torch.cat(infos) == 0).reshape(x.shape[:-2])
 
 
-def _inverse_root(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k, n, n) -> L⁻¹ of x = L Lᵀ, by halves, and LAPACK's (k,) info, not zero where there is none."""
+def _on_device(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_inverses` of a stack at once, by products: a GPU's libraries solve one matrix after another."""
     n = x.shape[-1]
-    if n <= _SMALLEST_LAPACK:
+    inverses = torch.empty_like(x, memory_format=torch.contiguous_format).reshape(-1, n, n)
+    infos = [torch.zeros(0, dtype=torch.int32, device=x.device)]
+    count = builtins.max(1, _ON_DEVICE // (n * n))
+    for part, inverse in zip(x.reshape(-1, n, n).split(count), inverses.split(count), strict=True):
+        root, info = _inverse_root(part, _LARGEST_LEAF, 64)
+        product = _gram_of_lower(root)
+        torch.add(product, product.mT, out=inverse).mul_(0.5)
+        infos.append(info)
+    return inverses.reshape(x.shape), (torch.cat(infos) == 0).reshape(x.shape[:-2])
+
+
+def _gram_of_lower(root: torch.Tensor) -> torch.Tensor:
+    """(k, n, n) lower triangular -> rootᵀ root, without most of the zeros."""
+    n = root.shape[-1]
+    if n <= _SMALLEST_SPLIT:
+        return torch.bmm(root.mT, root)
+    k = _half(n, 64)
+    below, second = root[:, k:, :k], root[:, k:, k:]
+    product = torch.empty_like(root)
+    product[:, :k, :k] = torch.baddbmm(_gram_of_lower(root[:, :k, :k]), below.mT, below)
+    across = torch.bmm(second.mT, below)
+    product[:, k:, :k], product[:, :k, k:] = across, across.mT
+    product[:, k:, k:] = _gram_of_lower(second)
+    return product
+
+
+def _half(n: int, unit: int) -> int:
+    """About n / 2, a multiple of `unit`."""
+    return -(-(n // 2) // unit) * unit
+
+
+def _inverse_root(
+    x: torch.Tensor, smallest: int = _SMALLEST_LAPACK, unit: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k, n, n) -> L⁻¹ of x = L Lᵀ, by halves, and LAPACK's (k,) info, not zero where there is none.
+
+    Args:
+        smallest: sides up to this are LAPACK's.
+        unit: halves are multiples of it, for GPUs read aligned rows faster.
+    """
+    n = x.shape[-1]
+    if n <= smallest:
         factor, info = torch.linalg.cholesky_ex(x)
         eye = torch.eye(n, dtype=x.dtype, device=x.device)
         return torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False), info
-    k = n // 2
-    first, first_info = _inverse_root(x[..., :k, :k])
+    k = _half(n, unit)
+    first, first_info = _inverse_root(x[..., :k, :k], smallest, unit)
     beside = torch.matmul(x[..., k:, :k], first.mT)
-    second, second_info = _inverse_root(x[..., k:, k:] - torch.matmul(beside, beside.mT))
+    rest = x[..., k:, k:] - torch.matmul(beside, beside.mT)
+    second, second_info = _inverse_root(rest, smallest, unit)
     root = torch.zeros_like(x, memory_format=torch.contiguous_format)
     root[..., :k, :k], root[..., k:, k:] = first, second
     root[..., k:, :k] = torch.matmul(second, torch.matmul(beside, first)).neg_()
@@ -400,6 +452,50 @@ def gram(x: torch.Tensor) -> torch.Tensor:
     return product
 
 
+def gram_in_single(x: torch.Tensor) -> torch.Tensor:
+    """xᵀ x in at least single precision."""
+    if not sums_in_single(x):
+        return gram(x.float() if x.dtype.itemsize < 4 else x)
+    flat = x.reshape(-1, *x.shape[-2:])
+    return _half_products(flat.mT, flat).unflatten(0, x.shape[:-2])
+
+
+def sums_in_single(x: torch.Tensor) -> Any:
+    """Whether the device sums products of this half precision in single: exact products, then."""
+    return _SUMS_HALVES and x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cuda"
+
+
+def _half_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x y of stacks (k, m, n) and (k, n, p) in half precision, summed in single."""
+    return torch.bmm(x, y, out_dtype=torch.float32)
+
+
+@contextlib.contextmanager
+def full_precision(x: torch.Tensor) -> Iterator[None]:
+    """Inside, products of single precision are of that, whatever is set for others (TF32)."""
+    if x.device.type == "cpu" or torch.compiler.is_compiling():
+        yield
+        return
+    settings: Any = torch.backends.cuda.matmul
+    try:  # since torch 2.9; what it was comes back whichever way it was set
+        before = settings.fp32_precision
+    except AttributeError:
+        before = None
+    if before is None:
+        old = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(old)
+        return
+    settings.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
 def _pays_halved(x: torch.Tensor) -> Any:
     """Whether half of xᵀ x is faster than all of it: of large ones, and of tall ones but for views."""
     return x.shape[-1] >= _SMALLEST_HALVED or (x.shape[-2] >= 2 * x.shape[-1] and x.is_contiguous())
@@ -417,11 +513,12 @@ def work_of_a_launch(x: torch.Tensor) -> int:
 
 def summed_gram(x: torch.Tensor) -> torch.Tensor:
     """Σ x xᵀ over the first axis of (k, m, n); on a CPU without an array of products or a copy of x."""
-    if x.device.type != "cpu":  # there each of `addbmm`'s k products is a launch
-        flat = x.transpose(0, 1).flatten(1)
-        return flat @ flat.mT
-    zero = torch.zeros((x.shape[1], x.shape[1]), dtype=x.dtype, device=x.device)
-    return torch.addbmm(zero, x, x.mT)
+    halves = sums_in_single(x)
+    if not halves and x.device.type == "cpu":
+        zero = torch.zeros((x.shape[1], x.shape[1]), dtype=x.dtype, device=x.device)
+        return torch.addbmm(zero, x, x.mT)
+    flat = x.transpose(0, 1).flatten(1)  # elsewhere each of `addbmm`'s k products is a launch
+    return _half_products(flat[None], flat.mT[None])[0] if halves else flat @ flat.mT
 
 
 def over_groups(
@@ -464,11 +561,12 @@ def correlations(
     # Shifted views of one buffer; the zeros between lines and images make them meet nothing else.
     flat = F.pad(x.permute(0, 2, 3, 1), (0, 0, 0, beside, 0, below))
     flat = flat.reshape(-1, groups, c).transpose(0, 1)
+    products = _half_products if sums_in_single(x) else torch.matmul
     sums: dict[tuple[int, int], torch.Tensor] = {}
     for i in range(tall):
         for j in range(-(wide // 2) if i else 0, wide // 2 + 1):
             shift = i * dilation[0] * (width + beside) + j * dilation[1]
-            sums[i, j] = flat[:, : flat.shape[1] - shift].mT @ flat[:, shift:]
+            sums[i, j] = products(flat[:, : flat.shape[1] - shift].mT, flat[:, shift:])
             sums[-i, -j] = sums[i, j].mT
     order = [sums[i, j] for i in range(tall) for j in range(-(wide // 2), wide // 2 + 1)]
     return torch.stack(order, dim=1).reshape(groups, tall, wide, c, c)

@@ -47,7 +47,7 @@ def second_moment_sum(
     Returns:
         (groups, d, d), d = channels / groups * kernel places + bias, in at least single precision.
     """
-    x, strides = lift(x), list(stride)
+    x, strides = linalg.for_sums(x), list(stride)
     for axis, (k, s, pad) in enumerate(zip(kernel, stride, padding, strict=True)):
         if k == 1 and tuple(pad) == (0, 0) and s > 1:
             x = x[(slice(None),) * (2 + axis) + (slice(None, None, s), ...)]
@@ -86,12 +86,12 @@ def output_second_moment_sum(y: Array, groups: int = 1) -> Array:
         y: (n, channels, *sizes).
     """
     xp = array_namespace(y)
-    y = lift(y)
+    y = linalg.for_sums(y)
     n, channels, *sizes = y.shape
     places = math.prod(sizes)
     if groups == 1 and places >= channels:  # else each example's product is a sliver
         return linalg.summed_gram(xp.reshape(y, (n, channels, places)))[None, ...]
-    return linalg.gram(patches.output_rows(y, groups))
+    return linalg.gram_in_single(patches.output_rows(y, groups))
 
 
 class _Axis:
@@ -243,7 +243,7 @@ class _Plane:
             some = x[:, :, strip.start : strip.stop, :]
             rows = patches.patches(some, kernel, (1, 1), padding, (1, self.columns.dilation), groups)
             shape = (groups, c, len(strip), wide, c, len(strip), wide)
-            found.append((strip, xp.reshape(linalg.gram(rows), shape)))
+            found.append((strip, xp.reshape(linalg.gram_in_single(rows), shape)))
         return found
 
     def border_columns(self, x: Array, groups: int) -> list[tuple[range, Array]]:
@@ -255,14 +255,14 @@ class _Plane:
             padding = (0, down * (tall - 1)), (0, 0)
             below = patches.patches(some, (tall, columns), (1, 1), padding, (down, 1), groups)
             here = patches.patches(some, (1, columns), (1, 1), ((0, 0), (0, 0)), (1, 1), groups)
-            products = linalg.transposed_times(here, below)
+            products = linalg.transposed_times(lift(here), lift(below))
             found.append((strip, xp.reshape(products, (groups, c, columns, c, tall, columns))))
         return found
 
     def with_bias(self, moments: Array, x: Array, groups: int) -> Array:
         """Second moments of the patches with a 1 behind."""
         xp = array_namespace(x)
-        total = xp.sum(x, axis=0)
+        total = xp.sum(lift(x), axis=0)
         rows, columns = ([a.seen(k) for k in range(a.kernel)] for a in (self.rows, self.columns))
         sums = [xp.sum(total[:, a:b, c:d], axis=(1, 2)) for a, b in rows for c, d in columns]
         vector = xp.reshape(xp.stack(sums, axis=-1), (groups, moments.shape[-1], 1))

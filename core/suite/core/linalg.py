@@ -48,8 +48,28 @@ def gram(x: Array) -> Array:
     return product
 
 
+def for_sums(x: Array) -> Array:
+    """`x` as second moments are summed of it: as it is if `gram_in_single` multiplies that, else lifted.
+
+    Products of two numbers of half precision are exact in single. On GPUs that multiply them as they
+    are and sum in single that is several times faster.
+    """
+    return x if sums_in_single(x) else lift(x)
+
+
+def sums_in_single(x: Array) -> bool:
+    """Whether `for_sums` leaves `x` in half precision."""
+    return bool(factorizations(array_namespace(x)).sums_in_single(x))
+
+
+def gram_in_single(x: Array) -> Array:
+    """`gram`, in at least single precision."""
+    product: Array = factorizations(array_namespace(x)).gram_in_single(x)
+    return product
+
+
 def summed_gram(x: Array) -> Array:
-    """Σ x xᵀ over the first axis: (k, m, n) -> (m, m), symmetric."""
+    """Σ x xᵀ over the first axis: (k, m, n) -> (m, m), symmetric; `x` as of `for_sums`."""
     total: Array = factorizations(array_namespace(x)).summed_gram(x)
     return total
 
@@ -228,7 +248,9 @@ def damped_inverse(x: Array, damping: Scalar) -> Array:
         (..., n, n); NaN for a matrix that is not finite or, damped, not positive definite.
     """
     damped = add_diagonal(lift(x), damping)
-    inverse: Array = factorizations(array_namespace(x)).cholesky_inverse(damped)
+    library = factorizations(array_namespace(x))
+    with library.full_precision(x):
+        inverse: Array = library.cholesky_inverse(damped)
     return inverse
 
 
@@ -242,7 +264,7 @@ def newton_schulz_inverse(x: Array, damping: Scalar, start: Array, iterations: i
     ⌈log₂ κ + 2.2⌉ iterations (6 for κ = 10, 13 for 1e3, 19 for 1e5), and each further one squares the
     error. A guess X₀ with ‖I - M X₀‖_F = r < 1 takes ⌈log₂(-4.6 / ln r)⌉ (1 for r = 0.1, 3 for 0.5, 6
     for 0.9). An iteration is two products. Rounding leaves a relative error of about 1e-8 κ in single
-    precision, more where products run in less (TF32, bfloat16).
+    precision, in which products run here also where others run in less (TF32).
 
     Sources: Schulz 1933; Ben-Israel & Cohen 1966 for scaled starts.
 
@@ -269,10 +291,11 @@ def newton_schulz_inverse(x: Array, damping: Scalar, start: Array, iterations: i
     converges = _frobenius(identity - xp.matmul(M, guess)) <= 0.01 ** (0.5**iterations)
     X = xp.where(converges, guess, identity)
     change = X
-    for _ in range(iterations):
-        # Symmetrizing X in here would make it unstable for κ of 1e6 in single precision.
-        change = xp.matmul(X, identity - xp.matmul(M, X))
-        X = X + change
+    with factorizations(xp).full_precision(x):
+        for _ in range(iterations):
+            # Symmetrizing X in here would make it unstable for κ of 1e6 in single precision.
+            change = xp.matmul(X, identity - xp.matmul(M, X))
+            X = X + change
     converged = _frobenius(change) <= 0.1 * _frobenius(X)  # False for NaN
     return xp.where(finite & converged, symmetrize(X) / bound, float("nan"))
 
@@ -331,13 +354,14 @@ def warm_eigh(x: Array, vectors: Array) -> tuple[Array, Array]:
     basis, finite_basis = _guard(vectors)
     finite = finite & finite_basis
     safe = symmetrize(safe)
-    image = xp.matmul(safe, basis)
-    # QR trusts its first columns most. Those of small eigenvalues are rounding errors: they come last,
-    # and those of null vectors are completed to a basis.
-    order = xp.argsort(-xp.sum(basis * image, axis=-2), axis=-1, stable=True)[..., None, :]
-    image = xp.take_along_axis(image, xp.broadcast_to(order, image.shape), axis=-1)
-    Q = factorizations(xp).qr(image)
-    values = xp.sum(Q * xp.matmul(safe, Q), axis=-2)
+    with factorizations(xp).full_precision(x):
+        image = xp.matmul(safe, basis)
+        # QR trusts its first columns most. Those of small eigenvalues are rounding errors: they come
+        # last, and those of null vectors are completed to a basis.
+        order = xp.argsort(-xp.sum(basis * image, axis=-2), axis=-1, stable=True)[..., None, :]
+        image = xp.take_along_axis(image, xp.broadcast_to(order, image.shape), axis=-1)
+        Q = factorizations(xp).qr(image)
+        values = xp.sum(Q * xp.matmul(safe, Q), axis=-2)
     values = xp.maximum(values, xp.zeros_like(values))
     nan = float("nan")
     return xp.where(finite[..., 0], values, nan), xp.where(finite, Q, nan)
@@ -352,8 +376,9 @@ def inverse(x: Array) -> Array:
     """x⁻¹ of any square matrices (..., n, n), by QR; NaN for one that is singular or not finite."""
     xp = array_namespace(x)
     safe, finite = _guard(x)
-    Q = factorizations(xp).qr(safe)
-    R = xp.triu(xp.matmul(transpose(Q), safe))
+    with factorizations(xp).full_precision(x):
+        Q = factorizations(xp).qr(safe)
+        R = xp.triu(xp.matmul(transpose(Q), safe))
     regular = xp.all(xp.sum(xp.abs(R * eye_like(R)), axis=-1) > 0, axis=-1)[..., None, None]
     solved = solve_triangular(xp.where(regular, R, eye_like(R)), transpose(Q), upper=True)
     return xp.where(finite & regular, solved, float("nan"))

@@ -52,17 +52,19 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
         (blocks, d', d') or (blocks, d'), d' = d + bias, in at least single precision.
     """
     xp = array_namespace(rows)
-    rows = lift(rows)
+    rows = lift(rows) if diagonal else linalg.for_sums(rows)
     if not bias:
-        return xp.sum(rows * rows, axis=1) if diagonal else linalg.gram(rows)
-    if not diagonal and rows.shape[1] < 10 * rows.shape[2]:
+        return xp.sum(rows * rows, axis=1) if diagonal else linalg.gram_in_single(rows)
+    lifted = xp.finfo(rows.dtype).bits >= 32  # else a column more would leave rows that are not aligned
+    if not diagonal and rows.shape[1] < 10 * rows.shape[2] and lifted:
         ones = xp.ones((*rows.shape[:2], 1), dtype=rows.dtype, device=device_of(rows))
         return linalg.gram(xp.concat([rows, ones], axis=-1))
-    count = xp.ones((rows.shape[0], 1), dtype=rows.dtype, device=device_of(rows)) * float(rows.shape[1])
+    dtype = rows.dtype if lifted else xp.float32
+    count = xp.ones((rows.shape[0], 1), dtype=dtype, device=device_of(rows)) * float(rows.shape[1])
     if diagonal:
         return xp.concat([xp.sum(rows * rows, axis=1), count], axis=-1)
-    products = linalg.gram(rows)
-    sums = xp.sum(rows, axis=1)
+    products = linalg.gram_in_single(rows)
+    sums = xp.sum(rows, axis=1, dtype=dtype)
     right = xp.concat([sums, count], axis=-1)[..., None]
     return xp.concat([xp.concat([products, sums[:, None, :]], axis=-2), right], axis=-1)
 

@@ -38,6 +38,7 @@ from suite.torch.rows import (
     LayerSpec,
     Sums,
     example_count,
+    keeps_half,
     row_count,
     sums,
 )
@@ -117,11 +118,12 @@ class _Probe(torch.autograd.Function):
         bases: Bases | None,
         factor: torch.Tensor | None,
     ) -> Sums:
-        g = g.to(ctx.slot.dtype)
+        if scale is not None or factor is not None or not keeps_half(ctx.spec, g):
+            g = g.to(ctx.slot.dtype)
         if scale is not None:
             g = g * scale
         if x is not None and x.is_floating_point():
-            x = x.to(ctx.slot.dtype) if factor is None else x.to(ctx.slot.dtype) * factor[0]
+            x = x.to(g.dtype) if factor is None else x.to(g.dtype) * factor[0]
         found = sums(ctx.spec, x, g, chosen=chosen, want_A=ctx.needs_input_grad[2], bases=bases)
         if factor is not None and found[0] is not None and found[0].ndim == 3:
             for products in (found[0][:, :-1, -1], found[0][:, -1, :-1]):  # of inputs with the one

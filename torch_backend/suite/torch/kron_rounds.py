@@ -15,7 +15,7 @@ import torch
 from suite.core.buckets import Bucket
 
 # Numbers to handle together: more would not stay in a CPU's cache, or take memory elsewhere.
-_CACHED, _JOINED = 2**17, 2**23
+_CACHED, _JOINED = 2**17, 2**25
 
 
 class Piece(NamedTuple):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from suite.core import correlations, patches
 from suite.core.ekfac import second_moment_in_basis
+from suite.core.linalg import sums_in_single
 from suite.core.statistics import (
     batch_norm_second_moment_sum,
     normalized_over_batch,
@@ -160,6 +161,12 @@ def sums(
         A, G = None if A is None else A * share, G * share
         products = None if products is None else products * share
     return Sums(A, G, counts_like(gradient, round(inputs.shape[1] * share), positions), products)
+
+
+def keeps_half(spec: LayerSpec, gradient: torch.Tensor) -> bool:
+    """Whether `sums` takes input and gradient in half precision: what the layer multiplied, and fast."""
+    products = spec.kind in ("dense", "convolution", "transposed") and not spec.reduce
+    return products and bool(sums_in_single(gradient))
 
 
 def derivative_sums(
@@ -413,10 +420,11 @@ def _channel_rows(gradient: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
 
 
 def counts_like(like: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
-    """(2,), of `like`'s dtype, on its device; the host does not wait."""
+    """(2,), of `like`'s dtype or of single precision, on its device; the host does not wait."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
     if torch.compiler.is_compiling() or type(like) is not torch.Tensor:
-        return torch.stack([like.new_full((), float(n)) for n in (rows, positions)])
-    return _known_counts(rows, positions, like.dtype, like.device)
+        return torch.stack([like.new_full((), float(n), dtype=dtype) for n in (rows, positions)])
+    return _known_counts(rows, positions, dtype, like.device)
 
 
 @functools.lru_cache(maxsize=256)

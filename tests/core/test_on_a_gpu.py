@@ -1,0 +1,199 @@
+"""What torch does on a GPU, here on a CPU, where something stands in for its products of halves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import assert_close, normal, positive_definite
+from oracles import convolution_rows
+from suite.core import correlations, linalg, statistics
+
+torch = pytest.importorskip("torch")
+_torch = pytest.importorskip("suite.core._torch")
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def halves(monkeypatch):
+    """As if the device summed them in single; how many products it was asked for."""
+    asked = []
+
+    def products(x, y):
+        assert x.ndim == y.ndim == 3
+        assert x.dtype == y.dtype in HALVES
+        asked.append(x.shape)
+        return torch.bmm(x.float(), y.float())
+
+    monkeypatch.setattr(_torch, "sums_in_single", lambda x: x.dtype in HALVES)
+    monkeypatch.setattr(_torch, "_half_products", products)
+    # The paths that a CPU has for itself.
+    monkeypatch.setattr(_torch, "_is_at_hand", lambda x: False)
+    return asked
+
+
+def rounded(dtype, *shape):
+    """Numbers of half precision, and the same in float64."""
+    x = torch.tensor(normal(*shape)).to(dtype)
+    return x, x.double().numpy()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 30, 4), (2, 5, 4), (1, 100, 3)], ids=str)
+def test_second_moments_of_rows_as_they_are(halves, dtype, bias, shape):
+    rows, exact = rounded(dtype, *shape)
+    got = statistics.second_moment_sum(rows, bias=bias)
+    if bias:
+        exact = np.concatenate([exact, np.ones((*shape[:2], 1))], axis=-1)
+    assert got.dtype == torch.float32
+    assert len(halves) == 1
+    assert_close(got.double(), np.swapaxes(exact, 1, 2) @ exact, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_diagonals_are_summed_in_single_precision(halves, bias):
+    rows, exact = rounded(torch.bfloat16, 1, 300, 4)
+    got = statistics.second_moment_sum(rows, diagonal=True, bias=bias)
+    expected = (exact**2).sum(1)
+    expected = np.concatenate([expected, np.full((1, 1), 300.0)], axis=-1) if bias else expected
+    assert got.dtype == torch.float32
+    assert not halves
+    assert_close(got.double(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("plane", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "groups"),
+    [
+        ((3, 3), (1, 1), (1, 1), 1),
+        ((3, 3), (2, 2), (1, 1), 1),
+        ((1, 1), (2, 2), (0, 0), 1),
+        ((1, 1), (1, 1), (0, 0), 2),
+        ((3, 2), (1, 1), (1, 0), 2),
+        ((3,), (1,), (1,), 1),
+    ],
+)
+def test_second_moments_of_patches_as_they_are(
+    halves, monkeypatch, kernel, stride, padding, groups, bias, plane
+):
+    """Both with patches and, where products are dear, without."""
+    monkeypatch.setattr(_torch, "work_of_a_launch", lambda x: 0 if plane else 2**40)
+    axes = len(kernel)
+    x, exact = rounded(torch.bfloat16, 3, 4, *(7, 6)[:axes])
+    sides = [(p, p) for p in padding]
+    given = (kernel, stride, sides, (1,) * axes, groups)
+    got = correlations.second_moment_sum(x, *given, bias=bias)
+    rows = np.stack(convolution_rows(exact, *given))
+    if bias:
+        rows = np.concatenate([rows, np.ones((*rows.shape[:2], 1))], axis=-1)
+    assert got.dtype == torch.float32
+    assert halves
+    assert_close(got.double(), np.swapaxes(rows, 1, 2) @ rows, rtol=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("size", [1, 5])
+def test_second_moments_of_outputs_as_they_are(halves, groups, size):
+    y, exact = rounded(torch.float16, 6, 4, size, size)
+    got = correlations.output_second_moment_sum(y, groups)
+    channels = 4 // groups
+    rows = exact.reshape(6, groups, channels, -1).transpose(1, 0, 3, 2).reshape(groups, -1, channels)
+    assert got.dtype == torch.float32
+    assert len(halves) == 1
+    assert_close(got.double(), np.swapaxes(rows, 1, 2) @ rows, rtol=1e-5)
+
+
+def test_no_cpu_is_asked_to_sum_halves():
+    x = torch.ones((1, 2, 2), dtype=torch.bfloat16)
+    assert linalg.for_sums(x).dtype == linalg.gram_in_single(x).dtype == torch.float32
+    assert not linalg.sums_in_single(x)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 31, 256, 257, 300, 513, 769, 1100])
+def test_inverses_by_products(n):
+    x = positive_definite(2, n)
+    got, factored = _torch._on_device(torch.tensor(x))
+    expected = np.linalg.inv(x)
+    assert bool(factored.all())
+    assert torch.equal(got, got.mT)
+    assert got.is_contiguous()
+    np.testing.assert_allclose(got.numpy(), expected, rtol=0, atol=1e-10 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("n", [40, 300, 600])
+@pytest.mark.parametrize("at", [0.1, 0.9])
+def test_of_stacks_inverted_by_products_a_bad_matrix_is_found(n, at, monkeypatch):
+    monkeypatch.setattr(_torch, "_ON_DEVICE", 2 * n * n)  # in two parts
+    x = torch.tensor(positive_definite(3, n))
+    x[1, int(at * n), int(at * n)] = -1.0
+    _, factored = _torch._on_device(x)
+    assert factored.tolist() == [True, False, True]
+
+
+def test_the_product_of_a_triangle_leaves_out_zeros():
+    root = torch.tensor(np.tril(normal(2, 1200, 1200)))
+    assert_close(_torch._gram_of_lower(root), root.mT @ root, rtol=1e-10)
+
+
+SETTINGS = {
+    "as it comes": lambda: None,
+    "TF32, the old way": lambda: torch.set_float32_matmul_precision("high"),
+    "bfloat16, the old way": lambda: torch.set_float32_matmul_precision("medium"),
+    "allowed": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+}
+if hasattr(torch.backends, "fp32_precision"):
+    SETTINGS |= {
+        "TF32": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        "everywhere": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    }
+
+
+def precision():
+    """What is set for products of float32 now, in every way of asking that answers."""
+    asked = [
+        torch.get_float32_matmul_precision,
+        lambda: torch.backends.cuda.matmul.allow_tf32,
+        lambda: torch.backends.cuda.matmul.fp32_precision,
+        lambda: torch.backends.fp32_precision,
+    ]
+    found = []
+    for question in asked:
+        try:
+            found.append(question())
+        except (RuntimeError, AttributeError) as error:  # torch refuses where ways were mixed
+            found.append(type(error))
+    return found
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_full_precision_is_for_a_while(name):
+    code = f"""
+import sys, torch
+sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
+from test_on_a_gpu import SETTINGS, precision
+from suite.core import _torch
+SETTINGS[{name!r}]()
+before, x = precision(), torch.empty(2, device="meta")
+for error in (None, ValueError):
+    try:
+        with _torch.full_precision(x):
+            inside = precision()
+            if error:
+                raise error
+    except ValueError:
+        pass
+    assert precision() == before, (before, precision())
+settings = torch.backends.cuda.matmul
+assert "ieee" in inside or ("highest" in inside and not hasattr(settings, "fp32_precision")), inside
+with _torch.full_precision(x.new_empty(2, device="cpu")):
+    assert precision() == before
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
