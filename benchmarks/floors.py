@@ -11,6 +11,8 @@ from workloads import Workload
 
 Shape = tuple[int, int]
 
+_LARGEST = 8192  # side of a factor: of a vocabulary it is diagonal, and no product
+
 
 def grouped(workload: Workload) -> dict[tuple[int, int, int], int]:
     """How many layers there are of each (d_out, d_in, rows)."""
@@ -29,6 +31,8 @@ class Floor:
     ) -> None:
         self.stacks = []
         for (m, n, rows), count in grouped(workload).items():
+            if max(m, n) > _LARGEST:
+                continue
             random = torch.randn
             parts = [((m, n), (1, 1), count)]
             if structure is not None:

@@ -1,12 +1,13 @@
 """What a step costs: plain, with new statistics, with new inverses, over AdamW's and over the floor.
 
     OMP_NUM_THREADS=1 python benchmarks/step_time.py [--workloads W1 W3 W4 W5] [--cycles 5] \
-        [--contenders AdamW 'Kron, dense'] [--peers] [--device cuda] [--seed 0] [--json FILE] \
+        [--contenders AdamW 'Kron, dense'] [--peers] [--device cuda [--tf32]] [--seed 0] [--json FILE] \
         [--plot FILE]
 
 Contenders take turns, a cycle of ten steps each, in one process. Times are process CPU seconds on a CPU
-(one thread) and synchronized wall-clock seconds on a GPU; medians over all steps of a kind. A peer that
-cannot be imported or fails is reported with its exception.
+(one thread) and synchronized wall-clock seconds on a GPU; medians over all steps of a kind. On a GPU
+amortised steps are from cycles of their own, in which nothing waits but at the end, and MiB is what
+these allocate besides what is there. A peer that cannot be imported or fails is reported with its exception.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     bare |= {what: functools.partial(function, blocks) for what, function in IN_BLOCKS.items()}
     times: dict[str, dict[str, list[tuple[float, float]]]] = {c: {} for c in found}
     passes: list[float] = []
+    cycles: dict[str, list[float]] = {c: [] for c in found}
+    peaks = dict.fromkeys(found, 0)
     floors: dict[str, list[float]] = {f: [] for f in bare}
     for _ in range(arguments.cycles):
         for what, function in bare.items():
@@ -136,15 +139,22 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             for step in range(1, PERIOD + 1):  # a cycle ends with the costly step
                 kind = one.kind(step)
                 times[contender].setdefault(kind, []).append(_step(one, device))
+            if device.type == "cuda":
+                seconds, peak = _cycle(one, device)
+                cycles[contender].append(seconds)
+                peaks[contender] = max(peaks[contender], peak)
     syncs = {contender: _syncs_by_kind(one, device) for contender, one in found.items()}
     parameters = sum(p.numel() for p in plain.model.parameters())
     report = {
+        "device": device.type,
         "parameters": parameters,
         "forward_backward": statistics.median(passes),
         "floors": {what: statistics.median(all_of) for what, all_of in floors.items()},
         "contenders": {
             contender: {
                 "first_step": first[contender],
+                "transient_bytes": peaks[contender],
+                "cycle": statistics.median(cycles[contender]) if cycles[contender] else None,
                 "bytes_per_parameter": one.state_bytes() / parameters,
                 "steps": {
                     kind: {
@@ -170,7 +180,18 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     for one in report["contenders"].values():
         steps = one["steps"].values()
         one["amortised"] = sum(s["total"] * s["count"] for s in steps) / sum(s["count"] for s in steps)
+        if one["cycle"] is not None:
+            one["amortised"] = one["cycle"] / PERIOD
     return report
+
+
+def _cycle(one: Contender, device: torch.device) -> tuple[float, int]:
+    """Seconds of ten steps on a GPU, and bytes that they allocate besides what was there."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before, start = torch.cuda.memory_allocated(device), clock(device)
+    for _ in range(PERIOD):
+        _whole(one)
+    return clock(device) - start, torch.cuda.max_memory_allocated(device) - before
 
 
 def _statistics(report: dict[str, Any], contender: str) -> float:
@@ -196,10 +217,11 @@ def table(report: dict[str, Any]) -> str:
     """Multiples of AdamW's whole step, and the optimizer's part over the floor."""
     adamw = report["contenders"]["AdamW"]["amortised"]
     floors = report["floors"]
+    allocated = f"{'MiB':>8s}" if report["device"] == "cuda" else ""
     lines = [
         f"  floors / AdamW, new factors every {PERIOD}: {floors_of_steps(report)}",
         f"  {'':46s}{'amortised':>10s}{'plain':>8s}{'stats':>8s}{'costly':>8s}{'worst':>8s}"
-        f"{'opt/floor':>11s}{'B/param':>9s}{'first s':>9s}{'host syncs':>12s}",
+        f"{'opt/floor':>11s}{'B/param':>9s}{'first s':>9s}{'host syncs':>12s}{allocated}",
     ]
     for name, one in report["contenders"].items():
         steps = one["steps"]
@@ -214,6 +236,8 @@ def table(report: dict[str, Any]) -> str:
         cells += [f"{max(s['worst'] for s in steps.values()) / adamw:8.2f}", f"{over:11.2f}"]
         cells += [f"{one['bytes_per_parameter']:9.1f}", f"{one['first_step']:9.2f}"]
         cells += [f"{'/'.join(str(kind['host_syncs']) for kind in steps.values()):>12s}"]
+        if one["transient_bytes"]:
+            cells += [f"{one['transient_bytes'] / 2**20:8.0f}"]
         lines.append(f"  {name:46s}{''.join(cells)}")
     lines += [
         f"  statistics of {name} / (forward + backward): {ratio:.2f}"
@@ -230,6 +254,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="those that can be imported, too")
     parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tf32", action="store_true", help="for products of float32 on a GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -241,6 +266,7 @@ def main() -> None:
     }
     if arguments.peers:
         arguments.chosen |= PEERS
+    torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     warnings.filterwarnings("ignore")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -80,14 +81,17 @@ is_available = SIMULATED or torch.cuda.is_available()
 @contextmanager
 def host_must_not_wait(must_not: bool = True) -> Iterator[None]:
     """An error where the host waits for the device."""
-    if device is not None:
-        device.allow(not must_not)
-    else:
-        torch.cuda.set_sync_debug_mode("error" if must_not else "default")
+    _allow(not must_not)
     try:
         yield
     finally:
-        if device is not None:
-            device.allow(True)
-        else:
-            torch.cuda.set_sync_debug_mode("default")
+        _allow(True)
+
+
+def _allow(waiting: bool) -> None:
+    if device is not None:
+        device.allow(waiting)
+        return
+    with warnings.catch_warnings():  # that this does not yet see all that waits
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("default" if waiting else "error")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from oracles import convolution_rows
+from suite.core import linalg
 from suite.torch import KFAC, LRA, AdaptiveKFAC, Kron, replace_recurrent
 from torch_backend.accelerator import DEVICE, host_must_not_wait, is_available
 from torch_backend.models import MODELS
@@ -27,13 +32,13 @@ def network() -> nn.Module:
     ).double()
 
 
-def trajectory(make: Any, device: str, steps: int = 12) -> list[torch.Tensor]:
+def trajectory(make: Any, device: str, batch: int = 32, steps: int = 12) -> list[torch.Tensor]:
     model = network().to(device)
     optimizer = make(model)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        x = torch.randn(32, 1, 8, 8, generator=generator, dtype=torch.float64).to(device)
-        y = torch.randint(3, (32,), generator=generator).to(device)
+        x = torch.randn(batch, 1, 8, 8, generator=generator, dtype=torch.float64).to(device)
+        y = torch.randint(3, (batch,), generator=generator).to(device)
 
         def loss(x: torch.Tensor = x, y: torch.Tensor = y, model: nn.Module = model) -> Any:
             return F.cross_entropy(model(x), y)
@@ -66,8 +71,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_trajectory_is_the_cpus(name):
-    expected = trajectory(CASES[name], "cpu")
-    found = trajectory(CASES[name], DEVICE)
+    # EKFAC measures in eigenvectors, of which those of a null space are anyone's choice: have none.
+    batch = 240 if name == "ekfac" else 32
+    expected = trajectory(CASES[name], "cpu", batch)
+    found = trajectory(CASES[name], DEVICE, batch)
     start = [p.detach() for p in network().parameters()]
     for a, b, c in zip(found, expected, start, strict=True):
         assert float((a - b).norm()) < 1e-8 * float(b.norm() + c.norm())
@@ -160,6 +167,100 @@ def test_kron_of_parameters_on_several_devices():
     for found in trajectories[1:]:
         for a, b in zip(found, trajectories[0], strict=True):
             assert float((a - b).norm()) < 1e-8 * float(b.norm())
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """With it allowed, as users of half precision have it."""
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("n", [40, 300, 769])
+def test_inverses_are_of_full_precision_where_others_products_are_not(n):
+    random = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(n, n, generator=random, dtype=torch.float64)).Q
+    x = (basis * torch.logspace(0, -4, n, dtype=torch.float64)) @ basis.mT
+    exact = torch.linalg.inv(x)
+    given = x.float().expand(2, n, n).to(DEVICE)
+    with tf32():
+        inverse = linalg.damped_inverse(given, 0.0)
+        iterated = linalg.newton_schulz_inverse(given, 0.0, torch.zeros_like(given), 30)
+    for found in (inverse, iterated):
+        assert float((found[1].cpu().double() - exact).norm()) < 2e-3 * float(exact.norm())
+
+
+class Halves(nn.Module):
+    """Layers whose statistics are sums of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Conv2d(8, 16, 3, padding=1)
+        self.apart = nn.Conv2d(16, 8, 3, stride=2, groups=2, bias=False)
+        self.norm, self.last = nn.LayerNorm(8), nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.apart(F.relu(self.near(x))))
+        return self.last(self.norm(x.permute(0, 2, 3, 1)))
+
+
+GEOMETRIES = {"near": ((3, 3), (1, 1), ((1, 1),) * 2, (1, 1), 1)}
+GEOMETRIES["apart"] = ((3, 3), (2, 2), ((0, 0),) * 2, (1, 1), 2)
+
+
+def halves_loss(model: Any, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(DEVICE, dtype):
+        out = model(x)
+    return out.float().square().sum(-1).mean() * 16
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs products of halves that are summed in single")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_statistics_of_halves_are_those_of_their_numbers(dtype, compiled):
+    torch.manual_seed(0)
+    model = Halves().to(DEVICE)
+    x, seen = torch.randn(64, 8, 13, 13, device=DEVICE), dict[str, list[np.ndarray]]()
+
+    def look(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        read = x.detach().to(y.dtype).double().cpu().numpy()  # as autocast has it
+        y.register_hook(lambda g: seen.update({name: [read, g.double().cpu().numpy()]}))
+
+    for name in ("near", "apart", "last"):
+        layer = model.get_submodule(name)
+        layer.register_forward_hook(lambda _, args, y, name=name: look(name, args[0], y))
+    halves_loss(model, dtype, x).backward()
+    model = Halves().to(DEVICE)
+    torch.manual_seed(0)
+    model.load_state_dict(Halves().state_dict())
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.0), compute_method="inverse")
+    halves_loss(torch.compile(model) if compiled else model, dtype, x).backward()
+    kfac.step()
+    found = kfac.state_dict()["kfac"]["layers"]
+    for name, (a, g) in seen.items():
+        if name in GEOMETRIES:
+            geometry = GEOMETRIES[name]
+            rows = np.stack(convolution_rows(a, *geometry))
+            groups, channels = geometry[-1], g.shape[1] // geometry[-1]
+            g = (
+                g.reshape(len(g), groups, channels, -1)
+                .transpose(1, 0, 3, 2)
+                .reshape(groups, -1, channels)
+            )
+        else:
+            rows, g = a.reshape(1, -1, a.shape[-1]), g.reshape(1, -1, g.shape[-1])
+        if model.get_submodule(name).bias is not None:
+            rows = np.concatenate([rows, np.ones((*rows.shape[:2], 1))], axis=-1)
+        A = np.swapaxes(rows, 1, 2) @ rows / rows.shape[1]
+        G = 64 * 6 * 6 * (np.swapaxes(g, 1, 2) @ g)
+        # A compiled model rounds in other places.
+        for side, exact in (("A", A), ("G", G)):
+            sums, weight = (found[name][key].double().cpu().numpy() for key in (side, f"{side}_weight"))
+            error = np.linalg.norm(sums / weight[:, None, None] - exact)
+            assert error < (2e-2 if compiled else 2e-4) * np.linalg.norm(exact), (name, side)
 
 
 FUSED = {

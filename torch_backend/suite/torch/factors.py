@@ -11,7 +11,7 @@ from suite.core import kfac as core_kfac
 from suite.core import linalg
 from suite.torch.factor_refresh import FactorRefresh
 from suite.torch.factor_store import Key
-from suite.torch.inplace import all_average_in, average_in
+from suite.torch.inplace import all_average_in, average_in, joins
 from suite.torch.rows import Bases
 
 
@@ -48,7 +48,10 @@ class LayerFactors(FactorRefresh):
             keys, stacks = [self.owners[m.index] for m in bucket.members], self._cache[number, "stacks"]
             if all(seen[key] for key in keys) and not stacks:
                 given = [self.storage.keep(new[key]) for key in keys]
-                all_average_in(self._cache[known], given, factor_decay, finite)
+                if all(map(joins, given)):
+                    average_in(factor.average, torch.cat(given), factor_decay, finite)
+                else:
+                    all_average_in(self._cache[known], given, factor_decay, finite)
                 average_in(factor.weight, torch.ones_like(factor.weight), factor_decay, finite)
                 continue
             for key, member, average in zip(keys, bucket.members, self._cache[known], strict=True):

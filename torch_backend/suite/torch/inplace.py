@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 HOST_DEVICES = ("cpu",)  # whose numbers can be read without waiting
+_LARGEST_JOINED = 2**18  # numbers of a tensor that takes a device less time to copy than to start on
 
 
 def average_in(
@@ -27,6 +28,27 @@ def all_average_in(
     """`average_in` of many tensors of one dtype."""
     evidence = [_evidence(*pair, finite) for pair in zip(averages, new, strict=True)]
     torch._foreach_lerp_(list(averages), evidence, 1.0 - decay)
+
+
+def all_times(tensors: Sequence[torch.Tensor], scales: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of one dtype, which are used up, times one number each, (n,)."""
+    found, each, alike = list(tensors), scales.unbind(), dict[torch.Size, list[int]]()
+    for i, x in enumerate(tensors):
+        alike.setdefault(x.shape if joins(x) else torch.Size(), []).append(i)
+    for shape, numbers in alike.items():
+        own, factors = [found[i] for i in numbers], [each[i] for i in numbers]
+        if shape and len(own) > 1:
+            product = torch.stack(own).mul_(torch.stack(factors).reshape(-1, *(1,) * len(shape)))
+            for i, x in zip(numbers, product.unbind(), strict=True):
+                found[i] = x
+        else:
+            torch._foreach_mul_(own, factors)
+    return found
+
+
+def joins(x: torch.Tensor) -> bool:
+    """Whether it is so small that on its device several are best copied into one."""
+    return x.device.type not in HOST_DEVICES and x.numel() <= _LARGEST_JOINED
 
 
 def _evidence(average: torch.Tensor, new: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from suite.torch.capture import Captured, LayerCapture
 from suite.torch.collectives import Parcel
 from suite.torch.factor_store import Key
 from suite.torch.factors import LayerFactors
+from suite.torch.inplace import all_times
 
 
 class Scaling(NamedTuple):
@@ -128,10 +129,9 @@ def _all_normalized(
         rows = torch.stack([main.rows for main in sums.values()])
         terms = scaling.terms.to(device).expand(len(sums))
         A, G = [main.A for main in sums.values()], [main.G for main in sums.values()]
-        torch._foreach_mul_(A, list(statistics.input_scale(rows, kind, places).to(of_A)))
+        A = all_times(A, statistics.input_scale(rows, kind, places).to(of_A))
         if kind == "kfac_pytorch" or reduction == "mean":
-            scale = statistics.gradient_scale(rows, terms, reduction, kind, places)
-            torch._foreach_mul_(G, list(scale.to(of_G)))
+            G = all_times(G, statistics.gradient_scale(rows, terms, reduction, kind, places).to(of_G))
         for i, *pair in zip(sums, A, G, strict=True):
             found[i, "A"], found[i, "G"] = _of_kind(captures[i], *pair)
     return found
