@@ -7,7 +7,8 @@
 Contenders take turns, a cycle of ten steps each, in one process. Times are process CPU seconds on a CPU
 (one thread) and synchronized wall-clock seconds on a GPU; medians over all steps of a kind. On a GPU
 amortised steps are from cycles of their own, in which nothing waits but at the end, and MiB is what
-these allocate besides what is there. A peer that cannot be imported or fails is reported with its exception.
+these allocate besides what is there. A peer that cannot be imported or fails is reported with its
+exception.
 """
 
 from __future__ import annotations

@@ -110,6 +110,28 @@ def test_second_moments_of_outputs_as_they_are(halves, groups, size):
     assert_close(got.double(), np.swapaxes(rows, 1, 2) @ rows, rtol=1e-5)
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_second_moments_of_a_batch_norm_from_halves(halves, both):
+    (x, exact), (g, gradient) = rounded(torch.bfloat16, 6, 4, 5, 3), rounded(torch.bfloat16, 6, 4, 3, 5)
+    gradient = gradient.reshape(6, 4, 5, 3)
+    got = statistics.batch_norm_second_moment_sum(x, g.reshape(6, 4, 5, 3), 1e-5, both)
+    mean, variance = exact.mean((0, 2, 3), keepdims=True), exact.var((0, 2, 3), keepdims=True)
+    scales = gradient * (exact - mean) / np.sqrt(variance + 1e-5)
+    units = np.stack([scales, gradient], axis=-1) if both else scales[..., None]
+    expected = np.einsum("nchwi,nchwj->cij", units, units)
+    assert got.dtype == torch.float32
+    assert_close(got.double(), expected if both else expected[None, :, 0, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_squares_are_summed(device):
+    x = torch.tensor(normal(3, 4, 5), device=device)
+    found = _torch.sum_of_squares(x)
+    assert found.shape == (3, 4)
+    if device == "cpu":
+        assert_close(found, (normal(3, 4, 5) ** 2).sum(-1))
+
+
 def test_no_cpu_is_asked_to_sum_halves():
     x = torch.ones((1, 2, 2), dtype=torch.bfloat16)
     assert linalg.for_sums(x).dtype == linalg.gram_in_single(x).dtype == torch.float32

@@ -300,6 +300,11 @@ def work_of_a_launch(x: jax.Array) -> int:
     return 0
 
 
+def sum_of_squares(x: jax.Array) -> jax.Array:
+    """Σ x² over the last axis."""
+    return jnp.sum(x * x, axis=-1)
+
+
 def summed_gram(x: jax.Array) -> jax.Array:
     """Σ x xᵀ over the first axis of (k, m, n)."""
     return jnp.tensordot(x, x, axes=((0, 2), (0, 2)))

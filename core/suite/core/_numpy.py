@@ -203,6 +203,11 @@ def work_of_a_launch(x: Array) -> int:
     return 0
 
 
+def sum_of_squares(x: Array) -> Array:
+    """Σ x² over the last axis."""
+    return array_namespace(x).sum(x * x, axis=-1)
+
+
 def summed_gram(x: Array) -> Array:
     """Σ x xᵀ over the first axis of (k, m, n)."""
     xp = array_namespace(x)

@@ -511,6 +511,14 @@ def work_of_a_launch(x: torch.Tensor) -> int:
     return 0 if x.device.type == "cpu" else 2**26
 
 
+def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """Σ x² over the last axis, in at least single precision; on a device without an array of squares."""
+    if x.device.type == "cpu" and x.dtype.itemsize >= 4:
+        return (x * x).sum(-1)
+    norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    return norm * norm
+
+
 def summed_gram(x: torch.Tensor) -> torch.Tensor:
     """Σ x xᵀ over the first axis of (k, m, n); on a CPU without an array of products or a copy of x."""
     halves = sums_in_single(x)

@@ -68,6 +68,12 @@ def gram_in_single(x: Array) -> Array:
     return product
 
 
+def sum_of_squares(x: Array) -> Array:
+    """Σ x² over the last axis, in at least single precision; `x` as of `for_sums`."""
+    total: Array = factorizations(array_namespace(x)).sum_of_squares(x)
+    return total
+
+
 def summed_gram(x: Array) -> Array:
     """Σ x xᵀ over the first axis: (k, m, n) -> (m, m), symmetric; `x` as of `for_sums`."""
     total: Array = factorizations(array_namespace(x)).summed_gram(x)

@@ -160,10 +160,11 @@ def batch_norm_second_moment_sum(x: Array, gradient: Array, eps: float, both: bo
     sums = []
     for some, shifts in zip(_parts(x), _parts(gradient), strict=True):
         scales = some - mean
-        squares = _channel_sums(scales * scales)
+        squares, shifted = _channel_squares(scales), _channel_squares(shifts)
         scales *= shifts  # where it is: memory that is new costs more than what is done with it
-        pairs = (scales, scales), (scales, shifts), (shifts, shifts)
-        sums.append([squares, *(_channel_sums(a * b) for a, b in pairs)])
+        scaled = _channel_squares(scales)
+        scales *= shifts
+        sums.append([squares, scaled, _channel_sums(scales), shifted])
     squares, scaled, cross, shifted = (sum(some[1:], some[0]) for some in zip(*sums, strict=True))
     deviation = xp.sqrt(squares / float(x.shape[0] * x.shape[2]) + eps)
     scaled, cross = scaled / (deviation * deviation), cross / deviation
@@ -186,22 +187,27 @@ def normalized_over_batch(x: Array, eps: float, chosen: Array) -> Array:
     mean = _channel_sums(flat) / rows
     squares = []
     for some in _parts(flat):
-        centered = some - mean[:, None]
-        centered *= centered
-        squares.append(_channel_sums(centered))
+        squares.append(_channel_squares(some - mean[:, None]))
     deviation = xp.sqrt(sum(squares[1:], squares[0]) / rows + eps)
     return (xp.take(lift(x), chosen, axis=0) - xp.reshape(mean, shape)) / xp.reshape(deviation, shape)
 
 
 def _places_last(x: Array) -> Array:
-    """(n, channels, *sizes) -> (n, channels, places), in at least single precision."""
-    return array_namespace(x).reshape(lift(x), (*x.shape[:2], math.prod(x.shape[2:])))
+    """(n, channels, *sizes) -> (n, channels, places), as `linalg.for_sums` has it."""
+    x = linalg.for_sums(x)
+    return array_namespace(x).reshape(x, (*x.shape[:2], math.prod(x.shape[2:])))
 
 
 def _channel_sums(x: Array) -> Array:
-    """(n, channels, places) -> (channels,)."""
+    """(n, channels, places) -> (channels,), in at least single precision."""
     xp = array_namespace(x)
-    return xp.sum(xp.sum(x, axis=-1), axis=0)
+    dtype = xp.float32 if xp.finfo(x.dtype).bits < 32 else x.dtype
+    return xp.sum(xp.sum(x, axis=-1, dtype=dtype), axis=0)
+
+
+def _channel_squares(x: Array) -> Array:
+    """`_channel_sums` of x²."""
+    return array_namespace(x).sum(linalg.sum_of_squares(x), axis=0)
 
 
 def _parts(x: Array) -> Any:

@@ -165,8 +165,8 @@ def sums(
 
 def keeps_half(spec: LayerSpec, gradient: torch.Tensor) -> bool:
     """Whether `sums` takes input and gradient in half precision: what the layer multiplied, and fast."""
-    products = spec.kind in ("dense", "convolution", "transposed") and not spec.reduce
-    return products and bool(sums_in_single(gradient))
+    kept = spec.kind in ("dense", "convolution", "transposed") or spec.norm == "batch"
+    return kept and not spec.reduce and sums_in_single(gradient)
 
 
 def derivative_sums(
@@ -393,7 +393,7 @@ def _normalized_sums(spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, p
 
 
 def _unit_sums(A: torch.Tensor, gradient: torch.Tensor, rows: int, positions: int) -> Sums:
-    ones = gradient.new_full((A.shape[0], 1, 1), rows)
+    ones = A.new_full((A.shape[0], 1, 1), rows)
     return Sums(A, ones, counts_like(gradient, rows, positions), None)
 
 
