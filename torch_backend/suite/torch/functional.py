@@ -313,6 +313,7 @@ class _Watching(Mode):
         self.known: list[_Known] = []
         self.products: list[_Product] = []
         self.made: list[Made] = []
+        self._ids: tuple[int, set[int]] = -1, set()  # of the tensors in `known` and `made`, so many
         self.moved: list[tuple[torch.Tensor, LookedUp]] = []  # kept alive, for who adds it
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
         self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
@@ -338,9 +339,10 @@ class _Watching(Mode):
         kwargs = kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
-        version = self._version_of(args)
+        ours = self._ours(args)
+        version = None if ours is None else ours._version
         output = function(*args, **kwargs)
-        if version != self._version_of(args):
+        if ours is not None and version != ours._version:
             self._changed(function, args, kwargs)
             return output
         if not isinstance(output, torch.Tensor):
@@ -473,22 +475,25 @@ class _Watching(Mode):
         for place, before in self.before.items():
             self.around.settle(place, before, place in missed)
 
-    def _version_of(self, args: Any) -> int | None:
-        """How often a function's first argument was changed, where it is known or made of what is.
+    def _ours(self, args: Any) -> torch.Tensor | None:
+        """A function's first argument, where it is known or made of what is and may be changed in place.
 
         Without gradients its values change, and it stays the same function of the weight.
         """
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return None
         if not args or not isinstance(args[0], torch.Tensor):
             return None
-        x = args[0]
-        ours = [known.tensor for known in self.known] + [made.tensor for made in self.made]
-        return x._version if any([x is tensor for tensor in ours]) else None  # noqa: C419
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        count = len(self.known) + len(self.made)
+        if self._ids[0] != count:
+            tensors = [known.tensor for known in self.known] + [made.tensor for made in self.made]
+            self._ids = count, {id(x) for x in tensors}
+        found: torch.Tensor = args[0]
+        return found if id(found) in self._ids[1] else None
 
     def _changed(self, function: Any, args: Any, kwargs: Any) -> None:
         """A copy of something that is known was changed in place: it is that no more."""
-        x = args[0]
+        x, self._ids = args[0], (-1, set())
         self.known = [known for known in self.known if known.tensor is not x]
         before = [made for made in self.made if made.tensor is x]
         self.made = [made for made in self.made if made.tensor is not x]
