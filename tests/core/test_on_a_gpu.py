@@ -111,16 +111,23 @@ def test_second_moments_of_outputs_as_they_are(halves, groups, size):
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_second_moments_of_a_batch_norm_from_halves(halves, both):
-    (x, exact), (g, gradient) = rounded(torch.bfloat16, 6, 4, 5, 3), rounded(torch.bfloat16, 6, 4, 3, 5)
-    gradient = gradient.reshape(6, 4, 5, 3)
-    got = statistics.batch_norm_second_moment_sum(x, g.reshape(6, 4, 5, 3), 1e-5, both)
-    mean, variance = exact.mean((0, 2, 3), keepdims=True), exact.var((0, 2, 3), keepdims=True)
-    scales = gradient * (exact - mean) / np.sqrt(variance + 1e-5)
-    units = np.stack([scales, gradient], axis=-1) if both else scales[..., None]
-    expected = np.einsum("nchwi,nchwj->cij", units, units)
-    assert got.dtype == torch.float32
-    assert_close(got.double(), expected if both else expected[None, :, 0, 0], rtol=1e-5)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_second_moments_of_a_batch_norm_from_halves(halves, dtype, both):
+    """Means far from zero, gradients as small as a loss scale leaves them and larger than its square."""
+    x, exact = rounded(dtype, 40, 4, 5, 30)
+    x, exact = x + 4, (x + 4).double().numpy()
+    g, gradient = rounded(dtype, 40, 4, 30, 5)
+    for scale in (1e-3, 1e3):
+        shifts = (g * scale).reshape(x.shape)
+        gradient = shifts.double().numpy()
+        got = statistics.batch_norm_second_moment_sum(x, shifts, 1e-5, both)
+        mean, variance = exact.mean((0, 2, 3), keepdims=True), exact.var((0, 2, 3), keepdims=True)
+        scales = gradient * (exact - mean) / np.sqrt(variance + 1e-5)
+        units = np.stack([scales, gradient], axis=-1) if both else scales[..., None]
+        expected = np.einsum("nchwi,nchwj->cij", units, units)
+        assert got.dtype == torch.float32
+        rtol = 1e-3 if dtype == torch.bfloat16 else 1e-5
+        assert_close(got.double(), expected if both else expected[None, :, 0, 0], rtol=rtol)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

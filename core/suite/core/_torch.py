@@ -511,6 +511,13 @@ def work_of_a_launch(x: torch.Tensor) -> int:
     return 0 if x.device.type == "cpu" else 2**26
 
 
+def centered(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """x - mean, in the precision of x; on a device without an array of the mean's."""
+    if x.dtype == mean.dtype or torch.compiler.is_compiling():
+        return (x - mean).to(x.dtype)
+    return torch.sub(x, mean, out=torch.empty_like(x))
+
+
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     """Σ x² over the last axis, in at least single precision; on a device without an array of squares."""
     if x.device.type == "cpu" and x.dtype.itemsize >= 4:

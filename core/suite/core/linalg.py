@@ -68,6 +68,12 @@ def gram_in_single(x: Array) -> Array:
     return product
 
 
+def centered(x: Array, mean: Array) -> Array:
+    """x - mean, in the precision of `x` where it is less than the mean's."""
+    difference: Array = factorizations(array_namespace(x)).centered(x, mean)
+    return difference
+
+
 def sum_of_squares(x: Array) -> Array:
     """Σ x² over the last axis, in at least single precision; `x` as of `for_sums`."""
     total: Array = factorizations(array_namespace(x)).sum_of_squares(x)

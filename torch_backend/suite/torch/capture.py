@@ -336,6 +336,12 @@ class LayerCapture:
 
     def observe(self, index: int, args: Any, kwargs: Any, y: Any) -> Any:
         """Probe a call of the layer, if it is part of training and this step wants statistics."""
+        if type(y) is not torch.Tensor or torch.compiler.is_compiling():
+            return self._observe(index, args, kwargs, y)
+        with torch._C.DisableTorchFunction():  # modes would be asked for each attribute of a tensor
+            return self._observe(index, args, kwargs, y)
+
+    def _observe(self, index: int, args: Any, kwargs: Any, y: Any) -> Any:
         site = self.layer.sites[index]
         x = args[0] if args else kwargs.get("input")
         if self.clock.discovering and not torch.compiler.is_compiling():
