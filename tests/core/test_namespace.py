@@ -117,12 +117,8 @@ NOT_CALLED |= {"times_block_diagonal", "times_transposed", "transposed_times"}
 NOT_CALLED |= {"correlations", "work_of_a_launch"}  # tested in test_correlations.py
 NOT_CALLED |= {"over_groups"}  # tested in test_statistics.py
 NOT_CALLED |= {"multiplies_as_it_is"}  # tested in torch_backend/test_bfloat16.py
-NOT_CALLED |= {
-    "full_precision",
-    "gram_in_single",
-    "sum_of_squares",
-    "sums_in_single",
-}  # tested in test_on_a_gpu.py
+# Tested in test_on_a_gpu.py.
+NOT_CALLED |= {"centered", "full_precision", "gram_in_single", "sum_of_squares", "sums_in_single"}
 NOT_CALLED |= {"pack", "unpack"}  # tested in test_packing.py
 
 
