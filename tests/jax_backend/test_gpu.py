@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from suite.core import linalg
 from suite.jax import adaptive_kfac, eigenbases, kfac, kron, lra, value_and_grad
 
 pytestmark = [
@@ -145,3 +146,17 @@ def test_the_trajectory_is_the_cpus(name):
         assert np.linalg.norm(a - b) < 1e-8 * (np.linalg.norm(b) + np.linalg.norm(c))
     moved = zip(*map(jax.tree.leaves, (trajectories[0], start)), strict=True)
     assert all(np.linalg.norm(b - c) > 1e-5 * np.linalg.norm(c) for b, c in moved)
+
+
+@pytest.mark.parametrize("n", [40, 300, 769])
+def test_inverses_are_of_full_precision_where_others_products_are_not(n):
+    """Products of float32 are TF32's by default."""
+    basis = np.linalg.qr(np.random.default_rng(0).normal(size=(n, n))).Q
+    x = (basis * np.logspace(0, -4, n)) @ basis.T
+    exact = np.linalg.inv(x)
+    given = jnp.stack([jnp.asarray(x, jnp.float32)] * 2)
+    inverse = linalg.damped_inverse(given, 0.0)
+    iterated = linalg.newton_schulz_inverse(given, 0.0, jnp.zeros_like(given), 30)
+    for found in (inverse, iterated):
+        assert found.dtype == jnp.float32
+        assert np.linalg.norm(np.asarray(found[1], np.float64) - exact) < 2e-3 * np.linalg.norm(exact)
