@@ -217,7 +217,7 @@ def halves_loss(model: Any, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor
     return out.float().square().sum(-1).mean() * 16
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*not a leaf Tensor:UserWarning")
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs products of halves that are summed in single")
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

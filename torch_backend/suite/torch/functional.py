@@ -339,6 +339,8 @@ class _Watching(Mode):
         kwargs = kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
+        if self.is_traced and function is torch.Tensor.unflatten:
+            function = torch.unflatten  # torch.compile breaks its graph at what the method is written in
         ours = self._ours(args)
         version = None if ours is None else ours._version
         output = function(*args, **kwargs)
