@@ -1,8 +1,8 @@
 """What a step costs: plain, with new statistics, with new inverses, over AdamW's and over the floor.
 
     OMP_NUM_THREADS=1 python benchmarks/step_time.py [--workloads W1 W3 W4 W5] [--cycles 5] \
-        [--contenders AdamW 'Kron, dense'] [--peers] [--device cuda [--tf32]] [--seed 0] [--json FILE] \
-        [--plot FILE]
+        [--contenders AdamW 'Kron, dense'] [--peers] [--device cuda [--tf32] [--compile]] [--seed 0] \
+        [--json FILE] [--plot FILE]
 
 Contenders take turns, a cycle of ten steps each, in one process. Times are process CPU seconds on a CPU
 (one thread) and synchronized wall-clock seconds on a GPU; medians over all steps of a kind. On a GPU
@@ -109,6 +109,8 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         start = clock(device)
         try:
             found[contender] = make(workload)
+            if arguments.compile:
+                workload.model.compile()
             _step(found[contender], device)
         except Exception as error:  # a peer may fail in any way
             if contender not in PEERS:
@@ -256,6 +258,7 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tf32", action="store_true", help="for products of float32 on a GPU")
+    parser.add_argument("--compile", action="store_true", help="models, by torch.compile")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
