@@ -153,6 +153,37 @@ def test_a_step_that_is_not_finite_changes_nothing(name, poison, recwarn):
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in before.items())
 
 
+@pytest.mark.parametrize("clip", ["default", None, 1.0, (1.0, 2.0)])
+@pytest.mark.parametrize("update", [0.01, 1.0])
+def test_kron_stays_where_it_starts_until_a_step_is_finite(update, clip):
+    """Before any evidence, with factors due and not."""
+    settings = {} if clip == "default" else {"clip": clip}
+    model = network().to(DEVICE).float()
+    kron = Kron(model.parameters(), lr=0.01, preconditioner_update_probability=update, **settings)
+    start = [p.detach().clone() for p in model.parameters()]
+    for step in range(6):
+        x = torch.randn(32, 1, 8, 8, device=DEVICE)
+        kron.zero_grad()
+        model(x).square().mean().backward()
+        if step < 3:
+            for p in model.parameters():
+                p.grad.view(-1)[0] = float("nan")
+        kron.step()
+        moved = [not torch.equal(p, q) for p, q in zip(model.parameters(), start, strict=True)]
+        assert all(moved) if step >= 3 else not any(moved)
+    assert kron.skipped_steps == 3
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-30, 1.0, 1e30])
+def test_a_root_mean_square_is_that_of_numbers_of_any_size(size):
+    x = (torch.randn(3, 40, 50, generator=torch.Generator().manual_seed(0)) * size).to(DEVICE)
+    found = linalg.root_mean_square(x, (-2, -1))
+    exact = np.sqrt((x.cpu().double().numpy() ** 2).mean((-2, -1), keepdims=True))
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.cpu().numpy(), exact, rtol=1e-5)
+
+
 def test_kron_of_parameters_on_several_devices():
     trajectories = []
     for devices in (("cpu", "cpu"), (DEVICE, "cpu"), ("cpu", DEVICE)):

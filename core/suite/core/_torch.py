@@ -315,10 +315,17 @@ def largest_entry(x: torch.Tensor, axis: tuple[int, ...], *, keepdims: Any) -> t
 def root_mean_square(
     x: torch.Tensor, axis: tuple[int, ...], other: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
-    """√(mean of x²) over axes, by `other()`, several times as long, where squares leave the range."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    """√(mean of x²) over axes, by `other()`, several times as long, where squares leave the range.
+
+    On a GPU, where the host cannot see whether they do, single precision is squared in double.
+    """
+    is_cpu, has_double = x.device.type == "cpu", x.device.type != "mps"
+    if torch.compiler.is_compiling() or not (is_cpu or (has_double and x.dtype == torch.float32)):
         return other()
     count = math.prod([x.shape[a] for a in axis])
+    if not is_cpu:
+        norm = torch.linalg.vector_norm(x, dim=axis, keepdim=True, dtype=torch.float64)
+        return (norm / count**0.5).to(x.dtype)
     found = torch.linalg.vector_norm(x, dim=axis, keepdim=True) / count**0.5
     # What squares below float32's range would add is below its precision, of a mean square above 1e-30.
     if found.numel() and _is_at_hand(found):

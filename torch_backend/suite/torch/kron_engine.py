@@ -178,7 +178,7 @@ class KronEngine:
                 direction = self._precondition(used, w.signal, w.weight, settings)
                 if settings.update:
                     _write(w.pack.kron, self.storage.keep(state), w.keep)
-                if w.keep is not None:
+                if w.keep is not None and not self._stays(w.keep, settings):
                     direction = torch.where(_of_blocks(w.keep, w.signal), direction, 0.0)
                 for (i, _), part in zip(piece.parts, spread(piece, direction), strict=True):
                     if filled[i]:
@@ -189,6 +189,14 @@ class KronEngine:
         if self.complete is None:
             directions = self.exchange.directions(present, list(map(_used_up, found)))
             move([(i, d) for i, d in enumerate(directions) if d is not None])
+
+    @staticmethod
+    def _stays(keep: torch.Tensor | None, settings: StepSettings) -> bool:
+        """Whether nothing but gradients, which leave the momentum as it is, is not finite if all is not.
+
+        Then directions are, and parameters are moved by none of them.
+        """
+        return not (settings.update or settings.stochastic_rounding) and (keep is None or not keep.ndim)
 
     def _merged(self, parameter: int, found: list[list[torch.Tensor]]) -> torch.Tensor:
         """A parameter's direction out of what was found of its shares, which is used up."""
@@ -248,10 +256,11 @@ class KronEngine:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Momentum with this gradient in it; what it is still to be divided by, (blocks,) or None."""
         old = pack.momentum
-        if keep is None and not settings.stochastic_rounding:
-            average_in(old, gradient, settings.b1)
-            average_in(pack.weight, torch.ones_like(pack.weight), settings.b1)
+        if (keep is None or not keep.ndim) and not settings.stochastic_rounding:
+            average_in(old, gradient, settings.b1, keep)
+            average_in(pack.weight, torch.ones_like(pack.weight), settings.b1, keep)
             later = not settings.update and not isinstance(settings.clip, tuple)
+            later &= settings.clip is not None or keep is None  # a clip knows what to do about 0
             if later and old.dtype == pack.weight.dtype:  # the clip multiplies directions anyway
                 return old, pack.weight
             return moments.unbiased(old, pack.weight), None
