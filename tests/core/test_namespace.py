@@ -78,6 +78,7 @@ CALLS = {
     "expand_dims": lambda xp, x, y, m: (xp.expand_dims(x, axis=0), xp.expand_dims(x, axis=-1)),
     "eye": lambda xp, x, y, m: xp.eye(3, dtype=xp.float64),
     "floor": lambda xp, x, y, m: xp.floor(3 * x),
+    "full": lambda xp, x, y, m: xp.full((2, 3), 2.5, dtype=xp.float32),
     "isfinite": lambda xp, x, y, m: xp.isfinite(x / (x * m)),
     "log": lambda xp, x, y, m: xp.log(xp.abs(x)),
     "log2": lambda xp, x, y, m: xp.log2(xp.abs(x)),

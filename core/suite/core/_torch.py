@@ -52,6 +52,7 @@ finfo = torch.finfo
 float32 = torch.float32
 float64 = torch.float64
 floor = torch.floor
+full = torch.full
 int32 = torch.int32
 isfinite = torch.isfinite
 linalg = torch.linalg

@@ -60,7 +60,7 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
         ones = xp.ones((*rows.shape[:2], 1), dtype=rows.dtype, device=device_of(rows))
         return linalg.gram(xp.concat([rows, ones], axis=-1))
     dtype = rows.dtype if lifted else xp.float32
-    count = xp.ones((rows.shape[0], 1), dtype=dtype, device=device_of(rows)) * float(rows.shape[1])
+    count = xp.full((rows.shape[0], 1), float(rows.shape[1]), dtype=dtype, device=device_of(rows))
     if diagonal:
         return xp.concat([xp.sum(rows * rows, axis=1), count], axis=-1)
     products = linalg.gram_in_single(rows)

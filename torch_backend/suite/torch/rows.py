@@ -421,7 +421,7 @@ def _channel_rows(gradient: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
 
 def counts_like(like: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
     """(2,), of `like`'s dtype or of single precision, on its device; the host does not wait."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
+    dtype = like.dtype if like.dtype.itemsize >= 4 else torch.float32
     if torch.compiler.is_compiling() or type(like) is not torch.Tensor:
         return torch.stack([like.new_full((), float(n), dtype=dtype) for n in (rows, positions)])
     return _known_counts(rows, positions, dtype, like.device)
