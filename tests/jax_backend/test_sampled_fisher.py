@@ -226,6 +226,12 @@ def test_errors():
         value_and_grad(loss_fn, has_aux=True, fisher="mc")
     with pytest.raises(TypeError, match="needs key="):
         value_and_grad(loss_fn, has_aux=True, fisher=fisher)(PARAMS, X)
+    for key in (3, jnp.zeros(2), jax.random.split(jax.random.key(0))):
+        with pytest.raises(TypeError, match="key must be one jax.random key, got"):
+            value_and_grad(loss_fn, has_aux=True, fisher=fisher)(PARAMS, X, key=key)
+    for capture in (None, "yes", jnp.ones(2, bool)):
+        with pytest.raises(TypeError, match="capture must be True, False or a scalar array, got"):
+            value_and_grad(loss_fn, has_aux=True)(PARAMS, X, capture=capture)
     with pytest.raises(TypeError, match="must pick an array of floats"):
         value_and_grad(loss_fn, has_aux=True, fisher=Categorical()).plan(PARAMS, X)
     with pytest.raises(ValueError, match="samples must be >= 1"):

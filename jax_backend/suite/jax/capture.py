@@ -130,12 +130,19 @@ class value_and_grad:
                 boolean chooses by `lax.cond`; where False, the statistics are of nothing.
             bases: for EKFAC, `suite.jax.eigenbases(optimizer_state)`.
             key: with a sampled Fisher, a `jax.random` key; not handed to `loss_fn` then.
+
+        Raises:
+            TypeError: `capture` is no boolean or scalar; a sampled Fisher has no key.
         """
         given = kwargs.get("key")
         if self._needs_key and given is None:
             raise TypeError(
                 "a sampled Fisher needs key=, a jax.random key, in each call; or Fisher exact=True"
             )
+        if self._needs_key and not _is_key(given):
+            raise TypeError(f"key must be one jax.random key, got {given!r}")
+        if jnp.ndim(capture) if _is_array(capture) else not isinstance(capture, (int, np.generic)):
+            raise TypeError(f"capture must be True, False or a scalar array, got {capture!r}")
         if isinstance(capture, (bool, np.bool_)):
             if not capture:
                 value, grads = self.without_statistics(params, *args, **kwargs)
@@ -523,6 +530,15 @@ def _with_own_arguments(loss_fn: Callable[..., Any]) -> inspect.Signature:
         raise ValueError(f"loss_fn must have no argument named as one of value_and_grad's, got {taken}")
     both = ours | dict(theirs.parameters)
     return theirs.replace(parameters=sorted(both.values(), key=lambda p: p.kind))
+
+
+def _is_key(x: Any) -> bool:
+    """Whether `jax.random` takes it as one key: typed, or as its numbers."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        return False
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x.ndim == 0
+    return x.ndim == 1 and x.dtype == jnp.uint32
 
 
 def _is_array(x: Any) -> bool:
