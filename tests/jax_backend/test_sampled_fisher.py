@@ -227,7 +227,7 @@ def test_errors():
     with pytest.raises(TypeError, match="needs key="):
         value_and_grad(loss_fn, has_aux=True, fisher=fisher)(PARAMS, X)
     for key in (3, jnp.zeros(2), jax.random.split(jax.random.key(0))):
-        with pytest.raises(TypeError, match="key must be one jax.random key, got"):
+        with pytest.raises(TypeError, match="key must be one jax"):
             value_and_grad(loss_fn, has_aux=True, fisher=fisher)(PARAMS, X, key=key)
     for capture in (None, "yes", jnp.ones(2, bool)):
         with pytest.raises(TypeError, match="capture must be True, False or a scalar array, got"):
