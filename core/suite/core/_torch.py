@@ -34,6 +34,7 @@ _CACHE = 131072  # numbers
 # Of a GPU: sides up to which LAPACK's like is as fast as products, sides and numbers to handle at once.
 _LARGEST_LEAF, _SMALLEST_SPLIT, _ON_DEVICE = 256, 512, 2**26
 _SUMS_HALVES = hasattr(torch.ops.aten.bmm, "dtype")  # products with another dtype, since torch 2.8
+_HAS_PRECISIONS = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # of each backend, since 2.9
 _POSITIONS_AT_ONCE = 16384  # that a convolution sums in one float32 accumulator
 
 abs = torch.abs
@@ -128,10 +129,10 @@ def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
     """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
     slow = not _LARGEST_SMALL < x.shape[-1] < _SMALLEST_LARGE
     compute = _inverses
-    if not x.requires_grad and x.ndim > 1:
-        if slow and _is_at_hand(x):
-            compute = _by_halves
-        elif type(x) is torch.Tensor and x.device.type not in ("cpu", "meta") and x.shape[-1] > 1:
+    if _is_itself(x) and not x.requires_grad:
+        if x.device.type == "cpu":
+            compute = _by_halves if slow else _inverses
+        elif x.shape[-1] > 1:
             compute = _on_device
     inverse, factored = compute(x)
     # Of positive definite matrices the diagonal bounds all entries; other infinities fail to factorize.
@@ -405,9 +406,14 @@ def usually(condition: torch.Tensor, x: torch.Tensor, other: Callable[[], Any]) 
 
 def _is_at_hand(x: torch.Tensor) -> Any:
     """Whether the host has the numbers: nothing is traced, mapped, or on another device."""
+    return _is_itself(x) and x.device.type == "cpu"
+
+
+def _is_itself(x: torch.Tensor) -> Any:
+    """Whether it stands for no other tensor: nothing is traced or mapped."""
     return (
         type(x) is torch.Tensor
-        and x.device.type == "cpu"
+        and not x.is_meta
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -484,24 +490,26 @@ def full_precision(x: torch.Tensor) -> Iterator[None]:
     if x.device.type == "cpu" or torch.compiler.is_compiling():
         yield
         return
-    settings: Any = torch.backends.cuda.matmul
-    try:  # since torch 2.9; what it was comes back whichever way it was set
-        before = settings.fp32_precision
-    except AttributeError:
-        before = None
-    if before is None:
-        old = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(old)
-        return
-    settings.fp32_precision = "ieee"
+    before = _product_precision()
+    _set_product_precision("ieee" if _HAS_PRECISIONS else "highest")
     try:
         yield
     finally:
-        settings.fp32_precision = before
+        _set_product_precision(before)  # whichever way it was set
+
+
+def _product_precision() -> str:
+    settings: Any = torch.backends.cuda.matmul
+    found = settings.fp32_precision if _HAS_PRECISIONS else torch.get_float32_matmul_precision()
+    return str(found)
+
+
+def _set_product_precision(value: str) -> None:
+    if _HAS_PRECISIONS:
+        settings: Any = torch.backends.cuda.matmul
+        settings.fp32_precision = value
+    else:
+        torch.set_float32_matmul_precision(value)
 
 
 def _pays_halved(x: torch.Tensor) -> Any:

@@ -178,7 +178,7 @@ class KronEngine:
                 direction = self._precondition(used, w.signal, w.weight, settings)
                 if settings.update:
                     _write(w.pack.kron, self.storage.keep(state), w.keep)
-                if w.keep is not None and not self._stays(w.keep, settings):
+                if w.keep is not None and not _stays_finite(w.keep, settings):
                     direction = torch.where(_of_blocks(w.keep, w.signal), direction, 0.0)
                 for (i, _), part in zip(piece.parts, spread(piece, direction), strict=True):
                     if filled[i]:
@@ -189,14 +189,6 @@ class KronEngine:
         if self.complete is None:
             directions = self.exchange.directions(present, list(map(_used_up, found)))
             move([(i, d) for i, d in enumerate(directions) if d is not None])
-
-    @staticmethod
-    def _stays(keep: torch.Tensor | None, settings: StepSettings) -> bool:
-        """Whether nothing but gradients, which leave the momentum as it is, is not finite if all is not.
-
-        Then directions are, and parameters are moved by none of them.
-        """
-        return not (settings.update or settings.stochastic_rounding) and (keep is None or not keep.ndim)
 
     def _merged(self, parameter: int, found: list[list[torch.Tensor]]) -> torch.Tensor:
         """A parameter's direction out of what was found of its shares, which is used up."""
@@ -408,6 +400,14 @@ class KronEngine:
             for own, state in zip(kept, self.storage.renewed(self.rule, kept), strict=True):
                 for old, new in zip(own.preconditioners, state.preconditioners, strict=True):
                     old.copy_(new)
+
+
+def _stays_finite(keep: torch.Tensor, settings: StepSettings) -> bool:
+    """Whether directions are finite also where gradients are not, which the momentum did not take then.
+
+    The parameters are moved by none of them.
+    """
+    return not (settings.update or settings.stochastic_rounding or keep.ndim)
 
 
 def _used_up(found: list[torch.Tensor]) -> torch.Tensor | None:
