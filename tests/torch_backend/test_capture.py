@@ -243,6 +243,7 @@ class Tied(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks off at sets of functions")
 def test_a_watched_forward_is_compiled_in_one_piece():
     torch.manual_seed(0)
     model, x = Tied().double(), torch.randint(7, (3, 5))
