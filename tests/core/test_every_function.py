@@ -291,7 +291,6 @@ CASES = {
     ),
     "linalg.times_transposed": (linalg.times_transposed, (normal(B, 2, 4), normal(B, 3, 4, seed=1))),
     "linalg.gram": (linalg.gram, (normal(B, 4, 3),)),
-    "linalg.centered": (linalg.centered, (normal(B, 4, 3), normal(B, 1, 3))),
     "linalg.sum_of_squares": (linalg.sum_of_squares, (normal(B, 4, 3),)),
     "linalg.gram_in_single": (linalg.gram_in_single, (normal(B, 4, 3),)),
     "linalg.spectral_norm_bound": (linalg.spectral_norm_bound, (positive_definite(B, 4),)),

@@ -119,7 +119,7 @@ NOT_CALLED |= {"correlations", "work_of_a_launch"}  # tested in test_correlation
 NOT_CALLED |= {"over_groups"}  # tested in test_statistics.py
 NOT_CALLED |= {"multiplies_as_it_is"}  # tested in torch_backend/test_bfloat16.py
 # Tested in test_on_a_gpu.py.
-NOT_CALLED |= {"centered", "full_precision", "gram_in_single", "sum_of_squares", "sums_in_single"}
+NOT_CALLED |= {"full_precision", "gram_in_single", "sum_of_squares", "sums_in_single"}
 NOT_CALLED |= {"pack", "unpack"}  # tested in test_packing.py
 
 
@@ -138,7 +138,17 @@ def test_torchs_names_mean_what_they_mean_in_numpy(name):
 
 def test_every_name_that_torch_is_given_is_checked_above():
     _torch = pytest.importorskip("suite.core._torch")
-    imported = {"annotations", "builtins", "contextlib", "itertools", "math", "torch", "F", "grad"}
+    imported = {
+        "annotations",
+        "builtins",
+        "contextlib",
+        "itertools",
+        "math",
+        "threading",
+        "torch",
+        "F",
+        "grad",
+    }
     imported |= {"Any", "Callable", "Iterator"}
     names = {name for name in vars(_torch) if not name.startswith("_")} - imported
     assert names == set(CALLS) | NOT_CALLED

@@ -300,11 +300,6 @@ def work_of_a_launch(x: jax.Array) -> int:
     return 0
 
 
-def centered(x: jax.Array, mean: jax.Array) -> jax.Array:
-    """x - mean, in the precision of x."""
-    return (x - mean).astype(x.dtype)
-
-
 def sum_of_squares(x: jax.Array) -> jax.Array:
     """Σ x² over the last axis."""
     return jnp.sum(x * x, axis=-1)

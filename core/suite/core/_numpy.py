@@ -203,11 +203,6 @@ def work_of_a_launch(x: Array) -> int:
     return 0
 
 
-def centered(x: Array, mean: Array) -> Array:
-    """x - mean, in the precision of x."""
-    return array_namespace(x).astype(x - mean, x.dtype)
-
-
 def sum_of_squares(x: Array) -> Array:
     """Σ x² over the last axis."""
     return array_namespace(x).sum(x * x, axis=-1)

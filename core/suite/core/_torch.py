@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -185,11 +186,37 @@ def _on_device(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     infos = [torch.zeros(0, dtype=torch.int32, device=x.device)]
     count = builtins.max(1, _ON_DEVICE // (n * n))
     for part, inverse in zip(x.reshape(-1, n, n).split(count), inverses.split(count), strict=True):
-        root, info = _inverse_root(part, _LARGEST_LEAF, 64)
+        _, root, info = _factor_and_inverse(part)
         product = _gram_of_lower(root)
         torch.add(product, product.mT, out=inverse).mul_(0.5)
         infos.append(info)
     return inverses.reshape(x.shape), (torch.cat(infos) == 0).reshape(x.shape[:-2])
+
+
+def _factor_and_inverse(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(k, n, n) -> L and L⁻¹ of x = L Lᵀ, by halves, and info as of `_inverse_root`.
+
+    Products with an inverse err by its condition. What is below the diagonal of L is corrected once,
+    which leaves what a solve with L would: else ill-conditioned matrices would not be factorized.
+    """
+    n = x.shape[-1]
+    if n <= _LARGEST_LEAF:
+        factor, info = torch.linalg.cholesky_ex(x)
+        eye = torch.eye(n, dtype=x.dtype, device=x.device)
+        inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+        return factor, inverse, info
+    k = _half(n)
+    first, first_inverse, first_info = _factor_and_inverse(x[:, :k, :k])
+    below = x[:, k:, :k]
+    beside = torch.bmm(below, first_inverse.mT)
+    beside = torch.baddbmm(beside, torch.baddbmm(below, beside, first.mT, alpha=-1), first_inverse.mT)
+    rest = torch.baddbmm(x[:, k:, k:], beside, beside.mT, alpha=-1)
+    second, second_inverse, second_info = _factor_and_inverse(rest)
+    factor, inverse = (torch.zeros_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    factor[:, :k, :k], factor[:, k:, :k], factor[:, k:, k:] = first, beside, second
+    inverse[:, :k, :k], inverse[:, k:, k:] = first_inverse, second_inverse
+    inverse[:, k:, :k] = torch.bmm(second_inverse, torch.bmm(beside, first_inverse)).neg_()
+    return factor, inverse, first_info + second_info
 
 
 def _gram_of_lower(root: torch.Tensor) -> torch.Tensor:
@@ -197,7 +224,7 @@ def _gram_of_lower(root: torch.Tensor) -> torch.Tensor:
     n = root.shape[-1]
     if n <= _SMALLEST_SPLIT:
         return torch.bmm(root.mT, root)
-    k = _half(n, 64)
+    k = _half(n)
     below, second = root[:, k:, :k], root[:, k:, k:]
     product = torch.empty_like(root)
     product[:, :k, :k] = torch.baddbmm(_gram_of_lower(root[:, :k, :k]), below.mT, below)
@@ -207,30 +234,22 @@ def _gram_of_lower(root: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def _half(n: int, unit: int) -> int:
-    """About n / 2, a multiple of `unit`."""
-    return -(-(n // 2) // unit) * unit
+def _half(n: int) -> int:
+    """About n / 2, a multiple of 64: GPUs read aligned rows faster."""
+    return -(-(n // 2) // 64) * 64
 
 
-def _inverse_root(
-    x: torch.Tensor, smallest: int = _SMALLEST_LAPACK, unit: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k, n, n) -> L⁻¹ of x = L Lᵀ, by halves, and LAPACK's (k,) info, not zero where there is none.
-
-    Args:
-        smallest: sides up to this are LAPACK's.
-        unit: halves are multiples of it, for GPUs read aligned rows faster.
-    """
+def _inverse_root(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k, n, n) -> L⁻¹ of x = L Lᵀ, by halves, and LAPACK's (k,) info, not zero where there is none."""
     n = x.shape[-1]
-    if n <= smallest:
+    if n <= _SMALLEST_LAPACK:
         factor, info = torch.linalg.cholesky_ex(x)
         eye = torch.eye(n, dtype=x.dtype, device=x.device)
         return torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False), info
-    k = _half(n, unit)
-    first, first_info = _inverse_root(x[..., :k, :k], smallest, unit)
+    k = n // 2
+    first, first_info = _inverse_root(x[..., :k, :k])
     beside = torch.matmul(x[..., k:, :k], first.mT)
-    rest = x[..., k:, k:] - torch.matmul(beside, beside.mT)
-    second, second_info = _inverse_root(rest, smallest, unit)
+    second, second_info = _inverse_root(x[..., k:, k:] - torch.matmul(beside, beside.mT))
     root = torch.zeros_like(x, memory_format=torch.contiguous_format)
     root[..., :k, :k], root[..., k:, k:] = first, second
     root[..., k:, :k] = torch.matmul(second, torch.matmul(beside, first)).neg_()
@@ -470,8 +489,8 @@ def gram_in_single(x: torch.Tensor) -> torch.Tensor:
     """xᵀ x in at least single precision."""
     if not sums_in_single(x):
         return gram(x.float() if x.dtype.itemsize < 4 else x)
-    flat = x.reshape(-1, *x.shape[-2:])
-    return _half_products(flat.mT, flat).unflatten(0, x.shape[:-2])
+    flat = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    return _half_products(flat.mT, flat).reshape(*x.shape[:-2], x.shape[-1], x.shape[-1])
 
 
 def sums_in_single(x: torch.Tensor) -> Any:
@@ -486,22 +505,55 @@ def _half_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def full_precision(x: torch.Tensor) -> Iterator[None]:
-    """Inside, products of single precision are of that, whatever is set for others (TF32)."""
+    """Inside, products of single precision are of that, whatever is set for others (TF32).
+
+    That is set for all threads: they are inside together, and the last one to leave puts it back.
+    """
     if x.device.type == "cpu" or torch.compiler.is_compiling():
         yield
         return
-    before = _product_precision()
-    _set_product_precision("ieee" if _HAS_PRECISIONS else "highest")
+    _inside.enter()
     try:
         yield
     finally:
-        _set_product_precision(before)  # whichever way it was set
+        _inside.leave()
+
+
+class _Inside:
+    """Who is inside `full_precision`, and what to put back."""
+
+    def __init__(self) -> None:
+        self.lock, self.count, self.before = threading.Lock(), 0, ""
+
+    def enter(self) -> None:
+        with self.lock:
+            if not self.count:
+                self.before = _product_precision()
+                if self.before:
+                    _set_product_precision("ieee" if _HAS_PRECISIONS else "highest")
+            self.count += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.count -= 1
+            if not self.count and self.before:
+                _set_product_precision(self.before)
+
+
+_inside = _Inside()
 
 
 def _product_precision() -> str:
-    settings: Any = torch.backends.cuda.matmul
-    found = settings.fp32_precision if _HAS_PRECISIONS else torch.get_float32_matmul_precision()
-    return str(found)
+    """What is set for products of float32, as it is to be set again; '' if nothing is less exact."""
+    if not _HAS_PRECISIONS:
+        old = torch.get_float32_matmul_precision()
+        return "" if old == "highest" else old
+    backends: Any = torch.backends
+    found = backends.cuda.matmul.fp32_precision
+    if found in ("ieee", "none"):
+        return ""
+    # What is set for all backends reads as if it were for this one, and must not become that.
+    return "none" if backends.fp32_precision == found else str(found)
 
 
 def _set_product_precision(value: str) -> None:
@@ -525,13 +577,6 @@ def parts(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
 def work_of_a_launch(x: torch.Tensor) -> int:
     """See `_numpy.work_of_a_launch`: some microseconds of a GPU that makes 10^13 products a second."""
     return 0 if x.device.type == "cpu" else 2**26
-
-
-def centered(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """x - mean, in the precision of x; on a device without an array of the mean's."""
-    if x.dtype == mean.dtype or torch.compiler.is_compiling():
-        return (x - mean).to(x.dtype)
-    return torch.sub(x, mean, out=torch.empty_like(x))
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:

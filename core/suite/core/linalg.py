@@ -68,12 +68,6 @@ def gram_in_single(x: Array) -> Array:
     return product
 
 
-def centered(x: Array, mean: Array) -> Array:
-    """x - mean, in the precision of `x` where it is less than the mean's."""
-    difference: Array = factorizations(array_namespace(x)).centered(x, mean)
-    return difference
-
-
 def sum_of_squares(x: Array) -> Array:
     """Σ x² over the last axis, in at least single precision; `x` as of `for_sums`."""
     total: Array = factorizations(array_namespace(x)).sum_of_squares(x)
@@ -391,8 +385,8 @@ def inverse(x: Array) -> Array:
     with factorizations(xp).full_precision(x):
         Q = factorizations(xp).qr(safe)
         R = xp.triu(xp.matmul(transpose(Q), safe))
-    regular = xp.all(xp.sum(xp.abs(R * eye_like(R)), axis=-1) > 0, axis=-1)[..., None, None]
-    solved = solve_triangular(xp.where(regular, R, eye_like(R)), transpose(Q), upper=True)
+        regular = xp.all(xp.sum(xp.abs(R * eye_like(R)), axis=-1) > 0, axis=-1)[..., None, None]
+        solved = solve_triangular(xp.where(regular, R, eye_like(R)), transpose(Q), upper=True)
     return xp.where(finite & regular, solved, float("nan"))
 
 

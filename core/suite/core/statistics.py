@@ -159,7 +159,7 @@ def batch_norm_second_moment_sum(x: Array, gradient: Array, eps: float, both: bo
     mean = _channel_sums(x)[:, None] / float(x.shape[0] * x.shape[2])
     sums = []
     for some, shifts in zip(_parts(x), _parts(gradient), strict=True):
-        scales = linalg.centered(some, mean)
+        scales = some - mean  # in at least single precision: the mean is
         squares, shifted = _channel_squares(scales), _channel_squares(shifts)
         scales *= shifts  # where it is: memory that is new costs more than what is done with it
         scaled = _channel_squares(scales)
@@ -187,19 +187,14 @@ def normalized_over_batch(x: Array, eps: float, chosen: Array) -> Array:
     mean = _channel_sums(flat) / rows
     squares = []
     for some in _parts(flat):
-        squares.append(_channel_squares(linalg.centered(some, mean[:, None])))
+        squares.append(_channel_squares(some - mean[:, None]))
     deviation = xp.sqrt(sum(squares[1:], squares[0]) / rows + eps)
     return (xp.take(lift(x), chosen, axis=0) - xp.reshape(mean, shape)) / xp.reshape(deviation, shape)
 
 
 def _places_last(x: Array) -> Array:
-    """(n, channels, *sizes) -> (n, channels, places), of a precision whose range has products of three.
-
-    That is what `linalg.for_sums` leaves, but for float16. What is made of numbers in bfloat16 is
-    rounded to it, up or down by chance: an error of 2⁻⁹ in each, and of 2⁻⁹ / √n in a sum over n.
-    """
-    xp = array_namespace(x)
-    x = linalg.for_sums(x) if xp.finfo(x.dtype).max > 1e30 else lift(x)
+    """(n, channels, *sizes) -> (n, channels, places), as `linalg.for_sums` has it."""
+    x = linalg.for_sums(x)
     return array_namespace(x).reshape(x, (*x.shape[:2], math.prod(x.shape[2:])))
 
 

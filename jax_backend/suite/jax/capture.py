@@ -141,7 +141,7 @@ class value_and_grad:
             )
         if self._needs_key and not _is_key(given):
             raise TypeError(f"key must be one jax.random key, got {given!r}")
-        if jnp.ndim(capture) if _is_array(capture) else not isinstance(capture, (int, np.generic)):
+        if jnp.ndim(capture) if _is_array(capture) else not isinstance(capture, (int, float)):
             raise TypeError(f"capture must be True, False or a scalar array, got {capture!r}")
         if isinstance(capture, (bool, np.bool_)):
             if not capture:
