@@ -291,9 +291,6 @@ def test_kl_clip_takes_rates_to_the_device_without_waiting(tensor):
     steps_without_waiting(kfac, model, 4)
 
 
-MADE_ON_A_DEVICE = ("resnet20", "vit", "unet", "conformer", "mlp_mixer", "lstm_lm", "pinn")
-
-
 def make_inverse(model: nn.Module) -> Any:
     base = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, fused=True)
     return KFAC(model, base, damping=0.03, compute_method="inverse", inv_update_steps=3)

@@ -158,36 +158,48 @@ def _inverses(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _by_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`_inverses`, of matrices for whose size LAPACK is slow: small ones a cache of them at a time."""
     n = x.shape[-1]
+    if n <= _LARGEST_SMALL:
+
+        def squared(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            root, info = _inverse_root(part)
+            return torch.matmul(root.mT, root), info
+
+        return _in_parts(x, _CACHE, squared)
     inverses = torch.empty_like(x, memory_format=torch.contiguous_format).reshape(-1, n, n)
     infos = [torch.zeros(0, dtype=torch.int32)]
-    if n > _LARGEST_SMALL:
-        for matrix, inverse in zip(x.reshape(-1, n, n), inverses, strict=True):
-            root = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
-            infos.append(_large_inverse_root(matrix, root).reshape(1))
-            for start, stop in _strips(n):  # of rootᵀ root, what is left of the diagonal and on it
-                own = inverse[start:stop, :stop]
-                torch.mm(root[start:, start:stop].mT, root[start:, :stop], out=own)
-                own[:, start:] = (own[:, start:] + own[:, start:].mT) * 0.5
-                inverse[:start, start:stop] = own[:, :start].mT
-    else:
-        count = builtins.max(1, _CACHE // (n * n))
-        for part, inverse in zip(x.reshape(-1, n, n).split(count), inverses.split(count), strict=True):
-            root, info = _inverse_root(part)
-            product = torch.matmul(root.mT, root)
-            torch.add(product, product.mT, out=inverse).mul_(0.5)
-            infos.append(info)
+    for matrix, inverse in zip(x.reshape(-1, n, n), inverses, strict=True):
+        root = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
+        infos.append(_large_inverse_root(matrix, root).reshape(1))
+        for start, stop in _strips(n):  # of rootᵀ root, what is left of the diagonal and on it
+            own = inverse[start:stop, :stop]
+            torch.mm(root[start:, start:stop].mT, root[start:, :stop], out=own)
+            own[:, start:] = (own[:, start:] + own[:, start:].mT) * 0.5
+            inverse[:start, start:stop] = own[:, :start].mT
     return inverses.reshape(x.shape), (torch.cat(infos) == 0).reshape(x.shape[:-2])
 
 
 def _on_device(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`_inverses` of a stack at once, by products: a GPU's libraries solve one matrix after another."""
+
+    def squared(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, root, info = _factor_and_inverse(part)
+        return _gram_of_lower(root), info
+
+    return _in_parts(x, _ON_DEVICE, squared)
+
+
+def _in_parts(
+    x: torch.Tensor,
+    numbers: int,
+    squared: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_inverses`, so many numbers at a time; `squared` makes products rootᵀ root, and infos."""
     n = x.shape[-1]
     inverses = torch.empty_like(x, memory_format=torch.contiguous_format).reshape(-1, n, n)
     infos = [torch.zeros(0, dtype=torch.int32, device=x.device)]
-    count = builtins.max(1, _ON_DEVICE // (n * n))
+    count = builtins.max(1, numbers // (n * n))
     for part, inverse in zip(x.reshape(-1, n, n).split(count), inverses.split(count), strict=True):
-        _, root, info = _factor_and_inverse(part)
-        product = _gram_of_lower(root)
+        product, info = squared(part)
         torch.add(product, product.mT, out=inverse).mul_(0.5)
         infos.append(info)
     return inverses.reshape(x.shape), (torch.cat(infos) == 0).reshape(x.shape[:-2])
@@ -201,10 +213,7 @@ def _factor_and_inverse(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
     """
     n = x.shape[-1]
     if n <= _LARGEST_LEAF:
-        factor, info = torch.linalg.cholesky_ex(x)
-        eye = torch.eye(n, dtype=x.dtype, device=x.device)
-        inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
-        return factor, inverse, info
+        return _solved(x)
     k = _half(n)
     first, first_inverse, first_info = _factor_and_inverse(x[:, :k, :k])
     below = x[:, k:, :k]
@@ -217,6 +226,13 @@ def _factor_and_inverse(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
     inverse[:, :k, :k], inverse[:, k:, k:] = first_inverse, second_inverse
     inverse[:, k:, :k] = torch.bmm(second_inverse, torch.bmm(beside, first_inverse)).neg_()
     return factor, inverse, first_info + second_info
+
+
+def _solved(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(k, n, n) -> L and L⁻¹ of x = L Lᵀ, and info, by LAPACK and its like."""
+    factor, info = torch.linalg.cholesky_ex(x)
+    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    return factor, torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False), info
 
 
 def _gram_of_lower(root: torch.Tensor) -> torch.Tensor:
@@ -243,9 +259,7 @@ def _inverse_root(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(k, n, n) -> L⁻¹ of x = L Lᵀ, by halves, and LAPACK's (k,) info, not zero where there is none."""
     n = x.shape[-1]
     if n <= _SMALLEST_LAPACK:
-        factor, info = torch.linalg.cholesky_ex(x)
-        eye = torch.eye(n, dtype=x.dtype, device=x.device)
-        return torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False), info
+        return _solved(x)[1:]
     k = n // 2
     first, first_info = _inverse_root(x[..., :k, :k])
     beside = torch.matmul(x[..., k:, :k], first.mT)
