@@ -21,7 +21,8 @@ ALLOWED = {
     "torch": {"torch", "suite.core", "suite.torch"},
     "jax": {"jax", "optax", "numpy", "suite.core", "suite.jax"},
 }
-SHIMS = {"core/suite/core/_torch.py": "torch", "core/suite/core/_jax.py": "jax"}
+TORCH = ("_torch", "_torch_inverses", "_torch_known", "_torch_precision")
+SHIMS = {"core/suite/core/_jax.py": "jax", **{f"core/suite/core/{name}.py": "torch" for name in TORCH}}
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

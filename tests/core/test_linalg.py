@@ -49,7 +49,7 @@ def test_damped_inverse_is_the_inverse_of_the_damped_matrix(xp):
     [(33, 1), (64, 40), (100, 12), (128, 7), (129, 1), (513, 2), (600, 1), (1024, 1), (1025, 1)],
 )
 def test_damped_inverse_of_larger_matrices(xp, n, good):
-    """By halves in torch and JAX; of the last two matrices one is bad in each half."""
+    """JAX leaves out a triangle's zeros; of the last two matrices one is bad in each half."""
     rows = normal(n, n + 10)
     x = np.stack([rows @ rows.T / n * (i + 1) for i in range(good + 2)])
     x[-2, 3, 3] = x[-1, -3, -3] = -1.0
@@ -57,6 +57,19 @@ def test_damped_inverse_of_larger_matrices(xp, n, good):
     assert_close(got[:-2], np.linalg.inv(x[:-2] + 0.1 * np.eye(n)))
     assert_identical(got[:-2], np.swapaxes(got[:-2], -1, -2))
     assert np.all(np.isnan(got[-2:]))
+
+
+@pytest.mark.parametrize("damping", [1e-4, 5e-6])
+@pytest.mark.parametrize("n", [100, 600, 1100])
+def test_damped_inverse_needs_little_damping_in_single_precision(xp, n, damping):
+    """Of factors with few rows; it errs by what rounding and the condition explain."""
+    rows = normal(n // 8, n)
+    average = (rows.T @ rows / len(rows)).astype(np.float32)
+    damped = (average + np.float32(damping) * np.eye(n, dtype=np.float32)).astype(np.float64)
+    got = to_numpy(xp.run(linalg.damped_inverse, xp.asarray(average, "float32"), damping))
+    exact = np.linalg.inv(damped)
+    error = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+    assert error < np.finfo(np.float32).eps * np.linalg.cond(damped)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

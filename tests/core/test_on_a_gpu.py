@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import assert_close, normal, positive_definite
+from conftest import assert_close, normal
 from oracles import convolution_rows
 from suite.core import correlations, linalg, statistics
 
@@ -34,7 +34,7 @@ def halves(monkeypatch):
     monkeypatch.setattr(_torch, "sums_in_single", lambda x: x.dtype in HALVES)
     monkeypatch.setattr(_torch, "_half_products", products)
     # The paths that a CPU has for itself.
-    monkeypatch.setattr(_torch, "_is_at_hand", lambda x: False)
+    monkeypatch.setattr("suite.core._torch_known.is_at_hand", lambda x: False)
     return asked
 
 
@@ -160,48 +160,6 @@ def test_no_cpu_is_asked_to_sum_halves():
     x = torch.ones((1, 2, 2), dtype=torch.bfloat16)
     assert linalg.for_sums(x).dtype == linalg.gram_in_single(x).dtype == torch.float32
     assert not linalg.sums_in_single(x)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 31, 256, 257, 300, 513, 769, 1100])
-def test_inverses_by_products(n):
-    x = positive_definite(2, n)
-    got, factored = _torch._on_device(torch.tensor(x))
-    expected = np.linalg.inv(x)
-    assert bool(factored.all())
-    assert torch.equal(got, got.mT)
-    assert got.is_contiguous()
-    np.testing.assert_allclose(got.numpy(), expected, rtol=0, atol=1e-10 * np.abs(expected).max())
-
-
-@pytest.mark.parametrize(("n", "rows"), [(300, 50), (600, 100), (1100, 100)])
-def test_inverses_by_products_are_as_robust_as_by_solves(n, rows):
-    """Of factors with few rows and little damping, in single precision, as the factorization alone."""
-    a = normal(rows, n)
-    average = a.T @ a / rows
-    for damping in (1e-4, 5e-6):
-        x = torch.tensor(average + damping * np.eye(n), dtype=torch.float32)
-        exact = np.linalg.inv(x.double().numpy())
-        errors = []
-        for compute in (_torch._on_device, _torch._inverses):
-            found, factored = compute(x[None])
-            assert bool(factored.all())
-            errors.append(np.linalg.norm(found[0].double().numpy() - exact) / np.linalg.norm(exact))
-        assert errors[0] < 2 * errors[1] < 1
-
-
-@pytest.mark.parametrize("n", [40, 300, 600])
-@pytest.mark.parametrize("at", [0.1, 0.9])
-def test_of_stacks_inverted_by_products_a_bad_matrix_is_found(n, at, monkeypatch):
-    monkeypatch.setattr(_torch, "_ON_DEVICE", 2 * n * n)  # in two parts
-    x = torch.tensor(positive_definite(3, n))
-    x[1, int(at * n), int(at * n)] = -1.0
-    _, factored = _torch._on_device(x)
-    assert factored.tolist() == [True, False, True]
-
-
-def test_the_product_of_a_triangle_leaves_out_zeros():
-    root = torch.tensor(np.tril(normal(2, 1200, 1200)))
-    assert_close(_torch._gram_of_lower(root), root.mT @ root, rtol=1e-10)
 
 
 SETTINGS = {

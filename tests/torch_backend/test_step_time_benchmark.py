@@ -73,7 +73,7 @@ def test_a_steady_step_of_kfac_reads_what_it_must(monkeypatch, method, every, th
 def test_kfac_before_a_fused_optimizer_reads_only_where_inverses_are_new(monkeypatch, method, every):
     for module in ("kfac", "thin"):
         monkeypatch.setattr(f"suite.torch.{module}.HOST_DEVICES", ())
-    monkeypatch.setattr("suite.core._torch._is_at_hand", lambda x: False)
+    monkeypatch.setattr("suite.core._torch_known.is_at_hand", lambda x: False)
     model, x = nn.Sequential(network(), nn.LayerNorm(12), nn.Linear(12, 5)), torch.randn(8, 12)
     base = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     kfac = KFAC(model, base, compute_method=method, factor_update_steps=every, inv_update_steps=4)
@@ -89,7 +89,7 @@ def test_kfac_before_a_fused_optimizer_reads_only_where_inverses_are_new(monkeyp
 def test_a_step_of_kron_reads_a_few_numbers_or_on_an_accelerator_none(monkeypatch, looks):
     if not looks:
         monkeypatch.setattr("suite.torch.kron.HOST_DEVICES", ())
-        monkeypatch.setattr("suite.core._torch._is_at_hand", lambda x: False)
+        monkeypatch.setattr("suite.core._torch_known.is_at_hand", lambda x: False)
     model, x = network(), torch.randn(8, 12)
     kron = Kron(model.parameters(), lr=0.01, preconditioner_update_probability=0.5)
 

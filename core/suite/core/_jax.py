@@ -17,7 +17,7 @@ from jax import lax
 
 from suite.core import _numpy
 
-_LARGEST_WHOLE = 512  # side of matrices that a CPU does not invert by halves, which compile for longer
+_LARGEST_WHOLE = 512  # side of triangles whose zeros a CPU multiplies, too; else it compiles for longer
 
 # In the standard's words; the compiler joins them.
 pack, unpack, times_block_diagonal = _numpy.pack, _numpy.unpack, _numpy.times_block_diagonal
@@ -72,35 +72,16 @@ def _in_place(vectors: int, function: Callable[..., Any], stack: jax.Array) -> A
 
 def _cholesky_inverse(x: jax.Array) -> jax.Array:
     root = _inverse_root(x)
-    inverse = root.T @ root
-    return (inverse + inverse.T) * _half_or_nan(x, inverse)
+    return _symmetric(x, root.T @ root)
 
 
-def _inverse_by_halves(x: jax.Array) -> jax.Array:
-    """`_cholesky_inverse` by products, much faster than solves, without most of the triangles' zeros."""
-    first, below, second = _root_by_halves(x)
-    left, across = jnp.concatenate([first, below]), transposed_times(second, below)
-    above = jnp.concatenate([gram(left), across.T], axis=1)
-    inverse = jnp.concatenate([above, jnp.concatenate([across, gram(second)], axis=1)])
-    return (inverse + inverse.T) * _half_or_nan(x, inverse)
-
-
-def _root_by_halves(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """L⁻¹ of x = L Lᵀ: its first half on the diagonal, what is below that, its second half."""
-    k = x.shape[-1] // 2
-    first = _large_root(x[:k, :k])
-    beside = times_transposed(x[k:, :k], first)
-    second = _large_root(x[k:, k:] - times_transposed(beside, beside))
-    return first, -(second @ (beside @ first)), second
-
-
-def _large_root(x: jax.Array) -> jax.Array:
-    """`_inverse_root`, by halves if that is faster."""
-    if x.shape[-1] <= _LARGEST_WHOLE:
-        return _inverse_root(x)
-    first, below, second = _root_by_halves(x)
-    above = jnp.pad(first, ((0, 0), (0, len(second))))
-    return jnp.concatenate([above, jnp.concatenate([below, second], axis=1)])
+def _large_cholesky_inverse(x: jax.Array) -> jax.Array:
+    """`_cholesky_inverse`, its product without most of the triangle's zeros."""
+    root, k = _inverse_root(x), x.shape[-1] // 2
+    below = transposed_times(root[k:, k:], root[k:])
+    inverse = lax.dynamic_update_slice(jnp.zeros_like(x), gram(root[:, :k]), (0, 0))
+    inverse = lax.dynamic_update_slice(inverse, below, (k, 0))
+    return _symmetric(x, lax.dynamic_update_slice(inverse, below[:, :k].T, (0, k)))
 
 
 def _inverse_root(x: jax.Array) -> jax.Array:
@@ -110,14 +91,14 @@ def _inverse_root(x: jax.Array) -> jax.Array:
     return lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
 
 
-def _half_or_nan(x: jax.Array, inverse: jax.Array) -> jax.Array:
-    """1/2, or NaN where `inverse` is not x⁻¹.
+def _symmetric(x: jax.Array, inverse: jax.Array) -> jax.Array:
+    """`inverse`, symmetric to the last bit, or NaN where it is not x⁻¹.
 
     Of positive definite matrices the diagonal bounds all entries: the factor's is finite if x's is, and
     where it is infinite the inverse's is zero. Other infinities fail to factorize.
     """
     finite = jnp.isfinite(jnp.matmul(diagonal(x), diagonal(inverse)))
-    return jnp.where(finite, 0.5, jnp.nan).astype(x.dtype)
+    return (inverse + inverse.T) * jnp.where(finite, 0.5, jnp.nan).astype(x.dtype)
 
 
 def _eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -173,7 +154,7 @@ def cholesky_inverse(x: jax.Array) -> jax.Array:
     """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
     if x.shape[-1] == 2:
         return _inverses_of_two(x)
-    on_cpu = _inverse_by_halves if x.shape[-1] > _LARGEST_WHOLE else None
+    on_cpu = _large_cholesky_inverse if x.shape[-1] > _LARGEST_WHOLE else None
     return _over_stack(_cholesky_inverse, x, on_cpu=on_cpu)
 
 
