@@ -245,6 +245,31 @@ def test_a_batch_that_is_not_finite_changes_nothing():
     assert fresh.skipped_steps == 1
 
 
+def test_a_gradient_that_is_not_finite_where_the_loss_is_changes_nothing():
+    """Momentum and damping included."""
+    first, batch = network(), data()
+    vag = value_and_grad(loss_fn, has_aux=True)
+    tx = adaptive_kfac(vag.plan(first, batch), **SETTINGS)
+
+    @jax.jit
+    def step(params, state, batch, factor):
+        _, grads, statistics = vag(params, batch)
+        grads = jax.tree.map(lambda g: g * factor, grads)
+        value_fn = functools.partial(loss_fn, batch=batch)
+        updates, state = tx.update(grads, state, params, statistics=statistics, value_fn=value_fn)
+        return optax.apply_updates(params, updates), state
+
+    params, state = first, tx.init(first)
+    for seed in range(3):
+        params, state = step(params, state, data(seed=seed), 1.0)
+    assert state.momentum != 0
+    after, hit = step(params, state, data(seed=9), jnp.nan)
+    assert_same(after, params)
+    assert hit.skipped_steps == 1
+    counted = hit.preconditioner._replace(skipped_steps=state.preconditioner.skipped_steps)
+    assert_same(hit._replace(preconditioner=counted), state)
+
+
 def test_a_loss_that_was_not_finite_before_the_last_step_says_nothing_of_it():
     first, batch = network(), data()
 

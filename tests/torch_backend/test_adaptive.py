@@ -367,6 +367,31 @@ def test_a_batch_that_is_not_finite_changes_nothing():
     assert fresh.skipped_steps == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*step.* skipped:RuntimeWarning")
+def test_a_gradient_that_is_not_finite_where_the_loss_is_changes_nothing():
+    """Momentum and damping included: the run goes on as if the step had not been."""
+    runs = []
+    for is_hit in (False, True):
+        model, closures = network(), [data(seed=seed) for seed in range(6)]
+        optimizer, losses = optimizer_of(model, inv_update_steps=3), []
+        for number, batch in enumerate(closures):
+            if number == 3 and is_hit:
+                hook = model[0].weight.register_hook(lambda gradient: gradient * torch.nan)
+                before = flat(model), optimizer.metrics()
+                optimizer.step(closure_of(model, *data(seed=9)))
+                hook.remove()
+                assert np.array_equal(flat(model), before[0])
+                after = optimizer.metrics()
+                for name in ("steps", "damping", "learning_rate", "momentum", "reduction_ratio"):
+                    assert after[name] == before[1][name]
+            losses.append(float(optimizer.step(closure_of(model, *batch))))
+        runs.append((losses, flat(model), optimizer.damping))
+        assert optimizer.skipped_steps == is_hit
+    assert runs[0][0] == runs[1][0]
+    assert np.array_equal(runs[0][1], runs[1][1])
+    assert runs[0][2] == runs[1][2]
+
+
 def test_a_loss_that_was_not_finite_before_the_last_step_says_nothing_of_it():
     model, (x, y) = network(), data()
     optimizer, first = optimizer_of(model), model[0].bias.detach().clone()

@@ -263,7 +263,7 @@ def adaptive_kfac(
             return _Step(
                 changes,
                 new,
-                jnp.where(moved, predicted, 0),
+                jnp.where(moved, predicted, jnp.where(finite, 0, state.predicted)),
                 jnp.stack([-weights[0], weights[1]]),
                 moved,
                 finite & ~sound,
@@ -283,6 +283,9 @@ def adaptive_kfac(
         goes = known & ~rejected
         step = cond(goes, take, stay, like=(state, updates, loss))
         damping = jnp.where(goes & step.skipped, jnp.minimum(4 * damping, _HIGHEST), damping)
+        # A gradient or statistic that is not finite: as if the step had not been.
+        lost = step.preconditioner.skipped_steps > state.preconditioner.skipped_steps
+        damping = jnp.where(lost, state.damping, damping)
         rate, momentum = jnp.where(
             step.moved, step.weights, jnp.stack([state.learning_rate, state.momentum])
         )
@@ -301,7 +304,7 @@ def adaptive_kfac(
             damping,
             rate,
             momentum,
-            jnp.where(adapts, ratio, state.reduction_ratio),
+            jnp.where(adapts & ~lost, ratio, state.reduction_ratio),
             state.rejected_steps + rejected.astype(jnp.int32),
             state.skipped + step.skipped.astype(jnp.int32),
         )

@@ -143,6 +143,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         """
         model, devices = self.kfac.model, list({p.device for p in self._covered})
         draws, buffers, damping = Draws(devices), Buffers(model), self.damping
+        found, skipped = dict(self._found), self.kfac.skipped_steps
         self.zero_grad()
 
         def evaluate() -> list[torch.Tensor]:
@@ -179,6 +180,9 @@ class AdaptiveKFAC(torch.optim.Optimizer):
             buffers.put_back()
             self.zero_grad()
             raise
+        if self.kfac.skipped_steps > skipped:  # as if the step had not been
+            self.kfac.set_hyperparameter("damping", damping)
+            self._found = found
         if not moved:
             buffers.put_back()
             self.zero_grad()
@@ -227,7 +231,6 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         skipped = self.kfac.skipped_steps
         self.kfac.step()
         if self.kfac.skipped_steps > skipped:
-            self._last = None
             return False
         direction = [torch.zeros_like(p) if p.grad is None else p.grad for p in covered]
         steps = {} if self._last is None else {id(p): step for p, _, step in self._last.moves}
