@@ -473,6 +473,33 @@ def test_one_example_is_covered_like_many(others):
         np.testing.assert_allclose(statistics[f"['{name}']"].main.G[0], expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("order", ["scale last", "scale first", "of the batch"])
+@pytest.mark.parametrize("inner", [(), (2,)])
+def test_norms_of_one_example_are_those_of_many(order, inner):
+    """Scale and shift are one layer, whose sums over examples are those of the examples' own."""
+    params = {"s": 1 + 0.1 * normal(4), "b": normal(4, seed=1), "w": normal(4, 3, seed=2)}
+
+    def loss(p, x):
+        axes = (0, *range(1, x.ndim - 1)) if order == "of the batch" else -1
+        centred = x if order == "of the batch" else x - x.mean(axes, keepdims=True)
+        factor = jax.lax.rsqrt((centred**2).mean(axes, keepdims=True) + 1e-3)
+        if order == "of the batch":  # of numbers that one example leaves as they are
+            factor = jax.lax.stop_gradient(factor * 0 + 2.0)
+        x = centred * factor * p["s"] if order == "scale last" else centred * (factor * p["s"])
+        return jnp.sum(jnp.sin((x + p["b"]) @ p["w"]))
+
+    x = normal(3, *inner, 4, seed=5)
+    many, whole = check(loss, params, x)
+    totals = None
+    for i in range(3):
+        one, statistics = check(loss, params, x[i : i + 1])
+        assert one.names == many.names
+        assert [layer.sizes for layer in one.layers] == [layer.sizes for layer in many.layers]
+        totals = statistics if totals is None else jax.tree.map(jnp.add, totals, statistics)
+    for got, expected in zip(jax.tree.leaves(totals), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_slices_of_a_fused_projection_are_layers_of_their_own():
     x = normal(6, 4)
 

@@ -58,6 +58,7 @@ class _Scaling:
     met: _Meeting
     rows: list[Site] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
+    is_met: bool = False  # is a scale of the activation
 
 
 def find_uses(program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> Uses:
@@ -358,14 +359,16 @@ class _Finder:
                 self.activations.outputs[site.value] = self.activations.made_by(site, site.value)
                 return
         for i in places:
-            first = self.scaled[node.inputs[i]].first  # type: ignore[index]
-            self.scalings[first].others.append(f"`{node.name}`, times an array of its shape")
+            scaling = self.scalings[self.scaled[node.inputs[i]].first]  # type: ignore[index]
+            if not scaling.rows and not scaling.others:  # a shift may follow
+                scaling.is_met = self.elementwise(scaling.node, scaling.met)
+            scaling.others.append(f"`{node.name}`, times an array of its shape")
 
     def settle_scalings(self) -> None:
         for scaling in self.scalings.values():
             if scaling.rows and not scaling.others:
                 self.uses.sites += scaling.rows
-            elif not self.elementwise(scaling.node, scaling.met):
+            elif not scaling.is_met and not self.elementwise(scaling.node, scaling.met):
                 for why in dict.fromkeys(scaling.others):
                     self.uses.rule_out(scaling.met.origin, why)
 
