@@ -1,8 +1,8 @@
 """What a step costs: plain, with new statistics, with new inverses, over AdamW's and over the floor.
 
     OMP_NUM_THREADS=1 python benchmarks/step_time.py [--workloads W1 W3 W4 W5] [--cycles 5] \
-        [--contenders AdamW 'Kron, dense'] [--peers] [--device cuda [--tf32] [--compile]] [--seed 0] \
-        [--json FILE] [--plot FILE]
+        [--contenders AdamW 'Kron, dense'] [--peers] [--device cuda [--tf32]] [--compile [blocks]] \
+        [--seed 0] [--json FILE] [--plot FILE]
 
 Contenders take turns, a cycle of ten steps each, in one process. Times are process CPU seconds on a CPU
 (one thread) and synchronized wall-clock seconds on a GPU; medians over all steps of a kind. On a GPU
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from floors import FLOORS, IN_BLOCKS, Floor
@@ -94,6 +95,14 @@ def clock(device: torch.device) -> float:
     return time.process_time()
 
 
+def compiled(model: nn.Module, what: str | None) -> list[nn.Module]:
+    """The modules to compile: none, the model, or its blocks: of one class, one after the other."""
+    if what == "model":
+        return [model]
+    lists = [list(part) for part in model.modules() if what and isinstance(part, nn.Sequential)]
+    return [block for part in lists if len(part) > 1 == len({*map(type, part)}) for block in part]
+
+
 def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One workload: its floors and its contenders, in turns."""
     device = torch.device(arguments.device)
@@ -109,8 +118,8 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         start = clock(device)
         try:
             found[contender] = make(workload)
-            if arguments.compile:
-                workload.model.compile()
+            for module in compiled(workload.model, arguments.compile):
+                module.compile()
             _step(found[contender], device)
         except Exception as error:  # a peer may fail in any way
             if contender not in PEERS:
@@ -118,6 +127,9 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             found.pop(contender, None)
             failed[contender] = repr(error)
         first[contender] = clock(device) - start
+        if arguments.compile and contender in found:  # for steps of each kind something is compiled
+            for _ in range(PERIOD):
+                _step(found[contender], device)
     torch.manual_seed(arguments.seed)
     plain = WORKLOADS[name](device)
     dense, blocks = Floor(plain, device), Floor(plain, device, Structure())
@@ -258,7 +270,13 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tf32", action="store_true", help="for products of float32 on a GPU")
-    parser.add_argument("--compile", action="store_true", help="models, by torch.compile")
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const="model",
+        choices=("model", "blocks"),
+        help="by torch.compile, models or each of their blocks",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)

@@ -227,6 +227,42 @@ def test_compilation_changes_no_number_and_stops_after_warm_up(what):
     assert graphs[10 + 3] == graphs[-1]
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return x + F.linear(torch.tanh(self.up(self.norm(x))), self.down.weight, self.down.bias)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks off at sets of functions")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
+def test_blocks_compiled_one_by_one_share_what_was_compiled():
+    """There are as many graphs for six blocks as for three, and no number changes."""
+    ends, graphs = [], []
+    for blocks, is_compiled in ((6, False), (6, True), (3, True)):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        body = [Block() for _ in range(blocks)]
+        model: nn.Module = nn.Sequential(nn.Linear(4, 4), *body, nn.Linear(4, 3)).double()
+        kfac = KFAC(model, sgd(model), factor_update_steps=2, inv_update_steps=4)
+        for block in body if is_compiled else ():
+            block.compile(backend="aot_eager", fullgraph=True)
+        for seed in range(6):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed), dtype=T64)
+            kfac.zero_grad()
+            F.cross_entropy(model(x), torch.arange(5) % 3).backward()
+            kfac.step()
+        ends.append(model)
+        graphs.append(torch._dynamo.utils.counters["stats"].get("unique_graphs", 0))
+        assert not torch._dynamo.utils.counters["recompile_limit"]
+    close(ends[0], ends[1], rtol=1e-9, atol=1e-12)
+    assert 0 == graphs[0] < graphs[1] == graphs[2]
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_hooks_that_a_compiled_model_ignores_are_an_error():
     torch._dynamo.reset()

@@ -97,6 +97,14 @@ def test_a_step_of_kron_reads_a_few_numbers_or_on_an_accelerator_none(monkeypatc
     assert reads_of_steps(model, x, kron, 4, after=3) == [3 * looks] * 4
 
 
+def test_blocks_to_compile_are_those_of_one_class():
+    blocks = [nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Sequential(*blocks), nn.Sequential(nn.Linear(2, 2)))
+    assert step_time.compiled(model, None) == []
+    assert step_time.compiled(model, "model") == [model]
+    assert step_time.compiled(model, "blocks") == blocks
+
+
 def test_the_least_capture_sums_what_a_layer_sees():
     layer, x = nn.Linear(3, 2, bias=False), torch.randn(8, 3)
     A, G = capture_floor.running_sums(layer)

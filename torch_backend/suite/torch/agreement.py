@@ -194,7 +194,8 @@ class Agreements:
             return transposed if last.transposed and transposed is not None else positions
         if clock.last_positions is not None:  # of a layer that is not covered, perhaps frozen
             return torch.as_tensor(clock.last_positions).to(rows[0])
-        table = clock.compiled_looked_up or clock.looked_up.layer
+        compiled = clock.compiled_looked_up
+        table = clock.looked_up.layer if compiled is None else compiled.layer.name
         if table in known:
             positions, transposed = known[table]  # there are no products but lookups
             return positions if transposed is None else transposed

@@ -30,7 +30,7 @@ from suite.torch.derivatives import (
     is_recorded,
 )
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.hooks import Hook, in_backward, is_batched, on_transformed, without_modes
+from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed, without_modes
 from suite.torch.layers import Layer, Site
 from suite.torch.prepared import prepared
 from suite.torch.rows import (
@@ -248,9 +248,10 @@ class LayerCapture:
         self.first_call = 0  # its number among all layers' calls
         self.looked_up: LookedUp | None = None  # the last call, of an embedding
         self.ran = False  # whether it was called in this step, and not only computed again
+        self.called = False  # the same, with its weight as it is, in compiled graphs, too
         self.began = 0  # how often sums began anew
         self._nodes: dict[bool, Any] = {}  # autograd's, of G of uses as the transpose, or of others
-        self.running: list[int] = []  # its modules whose calls are under way, if functional.py asks
+        self.running: list[object] = []  # its modules whose calls are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
         self.calls_of_made = 0  # of these, those of something made of the weight in its place
         self.uses = 0  # in the first step, of the weight
@@ -280,7 +281,7 @@ class LayerCapture:
                     continue
                 hook = Hook(self, site.module, i)
                 # First, so that it sees what the layer computed and not what other hooks made of it.
-                handle = site.module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+                handle = after_forward(site.module, hook, prepend=True)
                 self.handles.append(handle)
 
     def _slot(self, *shape: int) -> torch.Tensor:
@@ -397,7 +398,7 @@ class LayerCapture:
         if not again:
             self.forget_what_was_discarded()
         self.turn()
-        run = self.clock.ran(self, self.layer, True, again, False)
+        run = self.clock.ran(self, True, again, False)
         axes = None if spec.axes is None else spec.axes.turned()
         source = Source(self, replace(site, spec=spec._replace(axes=axes)), True)
         counts = self.transposed[2]
@@ -584,7 +585,7 @@ class LayerCapture:
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> Run | None:
         spec = site.spec
         looks_up = spec.kind in ("embedding", "bag")
-        run = self.clock.ran(self, self.layer, site.transposed, again, looks_up)
+        run = self.clock.ran(self, site.transposed, again, looks_up)
         if spec.kernel and y.ndim > 2:
             self.shape_of_places = math.prod(y.shape[-len(spec.kernel) :])
         if torch.compiler.is_compiling():

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from suite.core.noise import unit_noise
-from suite.torch.layers import Layer
 from suite.torch.rows import stratified
-from suite.torch.runs import Counting, Ending, Run
+from suite.torch.runs import Ending, Run
 
 if TYPE_CHECKING:
     from suite.torch.capture import LayerCapture
@@ -30,16 +29,15 @@ class CaptureClock:
         self.runs = 0
         self.last = Run(self, -1, None)  # the latest product that backward passes went through
         self.looked_up = Run(self, -1, None)  # and table, whose rows may be there for all examples
-        # A call in a compiled graph, after which no other ran: a layer's name and whether it was one
-        # with the transpose, or a layer that is not covered.
-        self.compiled_last: tuple[str, bool] | Ending | None = None
-        self.compiled_looked_up: str | None = None
+        # A call in a compiled graph, after which no other ran: a layer's and whether it was one with the
+        # transpose, or of a layer that is not covered. No names: graphs are for all layers alike.
+        self.compiled_last: tuple[LayerCapture, bool] | Ending | None = None
+        self.compiled_looked_up: LayerCapture | None = None
         self.is_compiled = False  # whether any layer ran in such a graph so far
         self.last_positions: Any = None  # of the last step, if that is not covered: number or tensor ()
         self.endings: list[Ending] = []  # of all layers that are not covered
         self.captures: list[LayerCapture] = []  # of all that are
-        self.called: dict[str, bool] = {}  # the layers that ran in this step, by name
-        self.taken = False  # whether these are of the last step, until a layer runs
+        self.taken = False  # whether what layers were called is of the last step, until one runs
         self.discovering = True  # which layers read the same inputs
         self.strangers: set[str] = set()  # layers that turned out not to
         self.strays: set[str] = set()  # free parameters with a use that is not understood
@@ -77,28 +75,25 @@ class CaptureClock:
             self._examples = key, self.chosen(self.stream, count, total, device)
         return self._examples[1]
 
-    def ran(
-        self, owner: Counting, layer: Layer, transposed: bool, again: bool, looks_up: bool
-    ) -> Run | None:
+    def ran(self, owner: LayerCapture, transposed: bool, again: bool, looks_up: bool) -> Run | None:
         """A covered layer produced an output, possibly one that was made before.
-
-        Args:
-            owner: the layer's capture.
 
         Returns:
             What the backward pass through this call is to say so to; None: nobody asks.
         """
         if self.taken and not torch.compiler.is_compiling():  # what is read there is compiled in
-            self.called.clear()
+            for capture in self.captures:
+                capture.called = False
             self.taken = False
         if not transposed:
-            self.called[layer.name] = True
+            owner.called = True
+        layer = owner.layer
         if torch.compiler.is_compiling():
             self.is_compiled = True
             if looks_up:
-                self.compiled_looked_up = layer.name
+                self.compiled_looked_up = owner
             elif layer.is_product:
-                self.compiled_last = layer.name, transposed
+                self.compiled_last = owner, transposed
             return None
         if again or not (looks_up or layer.is_product):
             return None
@@ -109,9 +104,9 @@ class CaptureClock:
             self.compiled_last = None
         return Run(self, self.runs, owner, layer.name, transposed=transposed, looks_up=looks_up)
 
-    def has_run(self, layer: Layer) -> bool:
+    def has_run(self, owner: LayerCapture) -> bool:
         """Whether a layer was called in this step, with its weight as it is."""
-        return not self.taken and layer.name in self.called
+        return not self.taken and owner.called
 
     def ends(self, ending: Ending) -> Run | None:
         """A layer that is not covered produced an output, perhaps the model's; see `ran`."""
@@ -130,8 +125,8 @@ class CaptureClock:
             return self.last
         if isinstance(self.compiled_last, Ending):
             return Run(self, -1, self.compiled_last)
-        name, transposed = self.compiled_last
-        return Run(self, -1, None, name, transposed=transposed)
+        owner, transposed = self.compiled_last
+        return Run(self, -1, None, owner.layer.name, transposed=transposed)
 
     def take_positions(self) -> None:
         """Note those of the layer that ran last, if it is not covered; all are counted anew then."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +46,17 @@ from suite.torch.free import (
     T,
     turns,
 )
-from suite.torch.hooks import Enter, Hook, Mode, ModeAround, graph_clock, in_traced_graph, packs_with
+from suite.torch.hooks import (
+    Enter,
+    Hook,
+    Mode,
+    ModeAround,
+    after_forward,
+    before_forward,
+    graph_clock,
+    in_traced_graph,
+    packs_with,
+)
 from suite.torch.layers import Layer, Site
 from suite.torch.made_weights import Made, node_of, reached_from, scale_of, tensors_in
 from suite.torch.rows import Axes, LayerSpec
@@ -88,15 +99,15 @@ class RunningLayer:
     """Knows when a module of a layer runs, whose own use of the weight is none of one around it."""
 
     def __init__(self, capture: LayerCapture, module: nn.Module) -> None:
-        self.capture, self.number = capture, id(module)
+        self.capture, self.module = capture, weakref.ref(module)
         end = Hook(self, module)
         self.handles = [
-            module.register_forward_pre_hook(Enter(self, module)),
-            module.register_forward_hook(end, with_kwargs=True, always_call=True),
+            before_forward(module, Enter(self, module)),
+            after_forward(module, end, always_call=True),
         ]
 
     def enter(self) -> None:
-        self.capture.running.append(self.number)
+        self.capture.running.append(self.module)
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         if self.capture.running:
@@ -111,7 +122,7 @@ class FunctionCapture(ModeAround):
         super().__init__(module)
         self.uses = list(uses)
         self.own = [capture.layer.sites[index].module is module for capture, index in uses]
-        self.number = id(module)
+        self.module = weakref.ref(module)
         self.found: set[int] = set()  # places in `uses`
         self.ran = False
 
@@ -175,7 +186,7 @@ class FunctionCapture(ModeAround):
     def is_inside(self, place: int) -> bool:
         """Whether a layer's own module runs, whose hook, or mode, sees what it does."""
         running = self.uses[place][0].running
-        return bool(running) and not (self.own[place] and running[-1] == self.number)
+        return len(running) > 0 and not (self.own[place] and running[-1] is self.module)
 
     def is_table(self, place: int) -> bool:
         """Whether it is an embedding's."""
@@ -233,7 +244,7 @@ class FunctionCapture(ModeAround):
             if spec.kind == "embedding":  # a head with the table's rows
                 spec = LayerSpec("dense", diagonal=layer.diagonal, max_rows=spec.max_rows)
             # A bias that follows this product is none of the layer's inputs.
-            if spec.kind == "dense" and (not spec.bias or capture.clock.has_run(layer)):
+            if spec.kind == "dense" and (not spec.bias or capture.clock.has_run(capture)):
                 self.found.add(place)
                 return capture.observe_transpose(index, x, output, spec._replace(axes=axes))
         return output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -13,11 +13,40 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 # torch 2.6 has none.
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 # Whether torch.compile sees all that modes do, and when they are off (pytorch/pytorch#149491).
 _TRACES_MODES = torch.__version__ >= "2.8"  # by version, not by letter
+
+
+def before_forward(module: nn.Module, hook: Any) -> RemovableHandle:
+    """`module.register_forward_pre_hook(hook)`, numbered as `after_forward` does."""
+    with _numbered_by(module):
+        return module.register_forward_pre_hook(hook)
+
+
+def after_forward(module: nn.Module, hook: Any, **how: bool) -> RemovableHandle:
+    """`module.register_forward_hook(hook, with_kwargs=True, **how)`, with a number by the module.
+
+    torch numbers hooks of all modules one after the other, and what torch.compile has made of a module
+    holds for hooks of the same numbers alone. With numbers by module it holds for modules alike: blocks
+    that are compiled one by one are compiled once.
+    """
+    with _numbered_by(module):
+        return module.register_forward_hook(hook, with_kwargs=True, **how)
+
+
+@contextlib.contextmanager
+def _numbered_by(module: nn.Module) -> Iterator[None]:
+    """torch's own numbers are not negative."""
+    before = RemovableHandle.next_id
+    RemovableHandle.next_id = min((0, *module._forward_hooks, *module._forward_pre_hooks)) - 1
+    try:
+        yield
+    finally:
+        RemovableHandle.next_id = before
 
 
 class Hook:
@@ -69,8 +98,8 @@ class ModeAround:
     def __init__(self, module: nn.Module) -> None:
         self.modes: list[TorchFunctionMode | None] = []
         self.handles = [
-            module.register_forward_pre_hook(Enter(self, module)),
-            module.register_forward_hook(Hook(self, module), with_kwargs=True, always_call=True),
+            before_forward(module, Enter(self, module)),
+            after_forward(module, Hook(self, module), always_call=True),
         ]
 
     def make_mode(self) -> TorchFunctionMode | None:

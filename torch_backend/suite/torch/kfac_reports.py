@@ -90,7 +90,7 @@ class Reports:
         if all(layer.spec.kind == "free" for layer in self.layers):
             names = ", ".join(repr(layer.name) for layer in self.layers)
             why = f"K-FAC does not know the operations in which {names} are used: see skip_layers"
-        elif any(layer.name in self.capture.clock.called for layer in self.layers):
+        elif any(capture.called for capture in self.capture.by_layer):
             why = (
                 "Its hooks ran, so these gradients are not those of a backward pass since: "
                 "torch.autograd.grad and backward(inputs=...) compute what they are asked for alone "

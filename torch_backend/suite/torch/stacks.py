@@ -260,8 +260,7 @@ def _probed(output: T, rows: _Rows, watched: _Watched) -> T:
     recorded = None
     if rows.x.requires_grad and not torch.compiler.is_compiling():
         recorded = watched.capture
-    layer = watched.capture.layer
-    run = watched.capture.clock.ran(watched.capture, layer, False, in_backward(), False)
+    run = watched.capture.clock.ran(watched.capture, False, in_backward(), False)
     given = rows, watched.diagonal, watched.clock, rows.ends, *watched.bases, recorded, run
     with without_modes():
         probed: T = apply(output, dense(rows.x), *slots, *given)

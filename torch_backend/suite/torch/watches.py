@@ -12,7 +12,7 @@ from torch import nn
 from suite.torch.capture import LayerCapture, Reached
 from suite.torch.clock import CaptureClock
 from suite.torch.free import FreeParameters, Watched
-from suite.torch.hooks import Hook, ModeAround, in_backward, is_exporting, without_modes
+from suite.torch.hooks import Hook, ModeAround, after_forward, in_backward, is_exporting, without_modes
 from suite.torch.runs import Ending
 
 
@@ -69,7 +69,7 @@ class OutputWatch:
         self.ending = Ending(clock, device)
         clock.endings.append(self.ending)
         hook = Hook(self, module)
-        self.handles = [module.register_forward_hook(hook, with_kwargs=True, prepend=True)]
+        self.handles = [after_forward(module, hook, prepend=True)]
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> Any:
         module, clock = self.owner(), self.clock
