@@ -209,6 +209,20 @@ def test_newton_schulz_inverse_uses_a_guess_only_if_it_converges_in_time(xp, res
     assert np.all(np.isnan(to_numpy(xp.run(linalg.newton_schulz_inverse, *far, iterations=needed))))
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+@pytest.mark.parametrize("condition", [1e8, 1e9])
+def test_newton_schulz_inverse_takes_nothing_that_overflows_for_an_inverse(xp, condition):
+    """Of matrices whose damping single precision cannot hold: NaN, or about as long as 1 / damping."""
+    rows = normal(200, 2, 3)
+    x = (np.swapaxes(rows, 1, 2) @ rows).astype(np.float32)
+    damping = (np.linalg.norm(x, 2, axis=(1, 2)) / condition).astype(np.float32)
+    arrays = (xp.asarray(a, "float32") for a in (x, damping, np.zeros_like(x)))
+    got = to_numpy(xp.run(linalg.newton_schulz_inverse, *arrays, iterations=30))
+    finite = np.isfinite(got).all((1, 2))
+    assert np.all(np.isnan(got[~finite]))
+    assert np.all(np.linalg.norm(got[finite], 2, axis=(1, 2)) * damping[finite] < 10)
+
+
 def test_newton_schulz_inverse_chooses_the_start_for_each_matrix(xp):
     x = np.stack([graded(4, 10.0)] * 5)
     good = np.linalg.inv(x[0]) * 1.01

@@ -343,6 +343,29 @@ def test_a_part_named_module_keeps_its_name():
     assert same(state, kfac.state_dict())
 
 
+def test_what_is_frozen_later_says_what_became_of_it():
+    """The bias of a weight that is frozen keeps its gradient, and is not said to be preconditioned."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+    kfac = KFAC(model)
+    step(kfac, model(randn(5, 3)).square().mean())
+    assert {route.treatment for route in kfac.routing()} == {"kfac"}
+    for parameter in (model[0].weight, model[1].weight, model[2].bias):
+        parameter.requires_grad_(False)
+    kfac.zero_grad()
+    model(randn(5, 3)).square().mean().backward()
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    kfac.step()
+    routing = kfac.routing()
+    for name in ("0.weight", "1.weight", "2.bias"):
+        assert routing[name].treatment == "frozen"
+    for name in ("0.bias", "1.bias"):
+        assert routing[name].treatment == "plain"
+        assert "frozen after K-FAC was attached" in routing[name].reason
+        close(dict(model.named_parameters())[name].grad, before[name], rtol=0)
+    assert routing["2.weight"].treatment == "kfac"
+    assert not torch.allclose(model[2].weight.grad, before["2.weight"])
+
+
 def test_a_parameter_that_is_unfrozen_later_is_plain_and_says_so_once():
     model = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     model[0].requires_grad_(False)
@@ -917,6 +940,37 @@ def test_passes_that_are_thrown_away_leave_nothing(how, freeze, parts, skip):
     for name, record in found[0].items():
         for key, tensor in record.items():
             torch.testing.assert_close(found[1][name][key], tensor, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("how", ["", "compiled", "a compiled layer"])
+def test_a_first_pass_is_thrown_away_after_gradients_were_cleared(how):
+    torch._dynamo.reset()
+    found = []
+    for thrown in (False, True):
+        torch.manual_seed(0)
+        model = Recomputing(how).double()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run, x = run_of(model, how), torch.randn(8, 4).double()
+        kfac.zero_grad()  # before anything has run, compiled or not
+        if thrown:
+            (9 * run(2 * x).logsumexp(-1).mean()).backward()
+            model.zero_grad()
+        run(x).logsumexp(-1).mean().backward()
+        kfac.step()
+        found.append(kfac.state_dict()["kfac"]["layers"])
+    assert same(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_a_model_can_be_traced_while_it_trains():
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), randn(6, 4)
+    kfac = KFAC(model)
+    traced = torch.jit.trace(model, x)
+    close(traced(x), model(x))
+    step(kfac, model(x).square().mean())
+    assert kfac.counted_terms == 6
 
 
 @pytest.mark.parametrize("when", ["before", "between", "after", "raised"])

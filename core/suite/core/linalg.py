@@ -302,7 +302,8 @@ def newton_schulz_inverse(x: Array, damping: Scalar, start: Array, iterations: i
             # Symmetrizing X in here would make it unstable for κ of 1e6 in single precision.
             change = xp.matmul(X, identity - xp.matmul(M, X))
             X = X + change
-    converged = _frobenius(change) <= 0.1 * _frobenius(X)  # False for NaN
+    size = _frobenius(X)
+    converged = (_frobenius(change) <= 0.1 * size) & xp.isfinite(size)  # False for NaN
     return xp.where(finite & converged, symmetrize(X) / bound, float("nan"))
 
 

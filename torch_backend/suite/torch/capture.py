@@ -332,8 +332,10 @@ class LayerCapture:
     def _training(self, site: Site) -> bool:
         if self.clock.pausing or not site.owner.training or not torch.is_grad_enabled():
             return False
+        if torch.compiler.is_compiling():
+            return True
         # Under torch.func's transforms tensors are wrapped, and hooks cannot tell what is summed.
-        return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+        return not torch._C._are_functorch_transforms_active() and not torch.jit.is_tracing()
 
     def observe(self, index: int, args: Any, kwargs: Any, y: Any) -> Any:
         """Probe a call of the layer, if it is part of training and this step wants statistics."""

@@ -108,7 +108,8 @@ class ModeAround:
     def enter(self) -> None:
         # An interrupted forward may have left a mode, which goes on watching until `unwind`.
         watched = any([mode is not None for mode in self.modes])  # noqa: C419 (torch.compile)
-        mode = None if watched else self.make_mode()
+        traced = not torch.compiler.is_compiling() and torch.jit.is_tracing()  # which sees the mode
+        mode = None if watched or traced else self.make_mode()
         if mode is not None:
             mode.__enter__()
         self.modes.append(mode)

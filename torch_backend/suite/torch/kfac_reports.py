@@ -202,7 +202,10 @@ class Reports:
         """The routing report; a layer without evidence yet says so, one that shares an A, too."""
         notes: dict[int, list[str]] = {}
         ready: set[int] = set()  # parameters with a layer that is
+        weights: dict[int, list[nn.Parameter]] = {}  # by parameter, of the layers that it is of
         for i, layer in enumerate(self.layers):
+            for parameter in layer.parameters():
+                weights.setdefault(id(parameter), []).append(layer.weight.parameter)
             said = notes.setdefault(id(layer.weight.parameter), [])
             leader = factors.input_of.get(i)
             if leader is not None:
@@ -237,6 +240,8 @@ class Reports:
                 reason = "; ".join([route.reason, *dict.fromkeys(said)])
                 treatment = "kfac" if id(parameter) in ready else "waiting"
                 route = Route(name, route.shape, treatment, route.factors, reason)
+            if route.treatment in ("kfac", "waiting"):
+                route = _frozen_since(route, parameter, weights.get(id(parameter), []))
             routes.append(route)
         # Of the optimizer's parameters that are none of the model's.
         routes += [route for route in self._routing if route.parameter not in self._known]
@@ -253,3 +258,14 @@ class Reports:
                 record["update_to_weight"] = float(linalg.norm(gradient)) / max(norm, 1e-30)
             layers[layer.name] = record
         return layers
+
+
+def _frozen_since(route: Route, parameter: nn.Parameter, weights: Sequence[nn.Parameter]) -> Route:
+    """The route of what was frozen after K-FAC was attached, or is of layers whose weights were."""
+    since = "frozen after K-FAC was attached"
+    if not parameter.requires_grad:
+        return Route(route.parameter, route.shape, "frozen", "", f"was {since}")
+    if weights and not any(weight.requires_grad for weight in weights):
+        reason = f"its layer's weight was {since}: attach again to cover it"
+        return Route(route.parameter, route.shape, "plain", "", reason)
+    return route

@@ -179,8 +179,6 @@ class ModelCapture:
         """
         self.clock.taken = True
         self.clock.take_positions()
-        if self._watches_passes != self.clock.is_compiled:
-            self._watch_passes(self.clock.is_compiled)
         nothing = all(slot.grad is None for slot in self._slots)
         turned = [slot for capture in self.by_layer for slot in capture.transposed[1:2]]
         nothing = nothing and all(slot.grad is None for slot in turned)  # which derivatives may add
@@ -188,6 +186,8 @@ class ModelCapture:
             for capture in self.by_layer:
                 capture.take_nothing()
             return [None for _ in self.by_layer]
+        if self._watches_passes != self.clock.is_compiled:  # which is known now, for something ran
+            self._watch_passes(self.clock.is_compiled)
         taken = [capture.take() for capture in self.by_layer]
         return self.all_unscaled(taken, loss_scale())
 
