@@ -500,6 +500,37 @@ def test_norms_of_one_example_are_those_of_many(order, inner):
         np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
 
 
+def test_no_examples_are_an_error_that_says_so():
+    """Nothing tells then which axes are a batch's."""
+    params = {"w": normal(3, 2), "b": normal(2, seed=1)}
+    vag = value_and_grad(lambda p, x: jnp.sum((x @ p["w"] + p["b"]) ** 2))
+    for call in (vag.plan, vag):
+        with pytest.raises(ValueError, match=r"at least one example, got one of shape \(0, 3\)"):
+            call(params, jnp.ones((0, 3)))
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 2)])
+def test_an_empty_weight_is_no_layer(shape):
+    params = {"w": jnp.zeros(shape), "v": normal(3, 2)}
+
+    def loss(p, x):
+        y = x @ p["v"]
+        return jnp.sum(jnp.sin(y + x[:, :0] @ p["w"] if shape[0] == 0 else y)) + jnp.sum(
+            x[:, : shape[0]] @ p["w"]
+        )
+
+    x = normal(4, 3, seed=1)
+    vag = value_and_grad(loss)
+    plan = vag.plan(params, x)
+    assert [layer.name for layer in plan.layers] == ["['v']"]
+    assert "empty" in vag.routing(params, x)["['w']"].reason
+    tx = kfac(plan, 0.1)
+    _, grads, statistics = vag(params, x)
+    updates, _ = tx.update(grads, tx.init(params), params, statistics=statistics)
+    assert updates["w"].shape == shape
+    assert float(jnp.abs(updates["v"]).max()) > 0
+
+
 def test_slices_of_a_fused_projection_are_layers_of_their_own():
     x = normal(6, 4)
 

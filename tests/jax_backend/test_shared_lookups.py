@@ -204,3 +204,37 @@ def test_a_slice_of_positions_has_a_row_for_each_example(batch):
     squares = sum(jnp.square(part / batch) for part in parts) * terms
     expected = grads["positions"][:7] / (squares + 0.01)
     np.testing.assert_allclose(updates["positions"][:7], expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["time first", "samples", "pairs"])
+def test_what_arguments_look_up_is_each_examples_own(how):
+    """Along whatever new axis it is broadcast: G is of the lookups' own gradients, one a row."""
+    p = {"table": normal(7, D), "head": normal(D, 3, seed=1)}
+    looked, others = jnp.asarray([1, 4, 1]), normal(T, 3, D, seed=2)
+
+    def of_rows(found, p):
+        if how == "samples":
+            keys = jax.random.split(jax.random.key(0), 4)
+            h = jax.vmap(lambda key: found + jax.random.normal(key, (3, D)))(keys)
+        else:
+            h = found[:, None] + found[None] if how == "pairs" else others + found[None]
+        return jnp.mean(jnp.sin(jnp.tanh(h) @ p["head"]) ** 2)
+
+    def loss(p, looked):
+        return of_rows(p["table"][looked], p)
+
+    A, G, rows = moments(loss, p, looked)[0]["['table']"]
+    g = np.asarray(jax.grad(of_rows)(p["table"][looked], p))
+    np.testing.assert_allclose(G[0], g.T @ g, rtol=1e-9)
+    np.testing.assert_array_equal(A[0], [0, 2, 0, 0, 1, 0, 0])
+    assert rows[0] == 3
+
+
+def test_positions_that_are_an_argument_say_by_an_axis_of_their_own_that_they_are_for_all():
+    def loss(p, x, places):
+        return loss_of(SUMS["indexed"], lambda x, indices: places)(p, x)
+
+    places = jnp.arange(T)[None]
+    expected = moments(loss_of(SUMS["indexed"], each), parameters(), TOKENS)[0]["['positions']"]
+    found = moments(loss, parameters(), TOKENS, places)[0]["['positions']"]
+    assert_same(found, expected)

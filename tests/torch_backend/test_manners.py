@@ -963,6 +963,44 @@ def test_a_first_pass_is_thrown_away_after_gradients_were_cleared(how):
     assert same(*found)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("how", ["", "not reentrant", "reentrant", "compiled", "a compiled layer"])
+def test_gradients_may_be_summed_elsewhere_as_they_come(how):
+    """In another dtype, or a bucket: micro-batches add up all the same; what is thrown away still is."""
+    torch._dynamo.reset()
+    found = []
+    for elsewhere in (False, True):
+        torch.manual_seed(0)
+        model = Recomputing(how).double()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run, totals, hooks = run_of(model, how), {}, []
+
+        def take(p, totals=totals):
+            totals[p] = totals.get(p, 0) + p.grad
+            p.grad = None
+
+        for seed in range(3):
+            x = torch.randn(9, 4, generator=torch.Generator().manual_seed(seed)).double()
+            kfac.zero_grad()
+            run(x).logsumexp(-1).mean().backward()
+            model.zero_grad()  # a pass thrown away
+            if elsewhere:
+                hooks = [p.register_post_accumulate_grad_hook(take) for p in model.parameters()]
+            for part in x.chunk(3):
+                (run(part).logsumexp(-1).mean() / 3).backward()
+            for hook in hooks:
+                hook.remove()
+            for p in model.parameters() if elsewhere else ():
+                assert p.grad is None
+                p.grad = totals.pop(p)
+            kfac.step()
+            assert kfac.counted_terms == 9
+        found.append((list(model.parameters()), kfac.state_dict()["kfac"]["layers"]))
+    for got, expected in zip(*map(torch.utils._pytree.tree_leaves, found), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 def test_a_model_can_be_traced_while_it_trains():
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), randn(6, 4)

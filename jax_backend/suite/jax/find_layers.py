@@ -74,10 +74,19 @@ class _Finder:
         data = {*program.inputs[leaves:], *program.constants}
         self.data = data
         self.of_data = jaxprs.dependent_values(program, data)
+        self.of_arguments = jaxprs.dependent_values(program, set(program.inputs[leaves:]))
         self.origins: dict[int, Origin] = {}
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
             self.origins[value] = Origin(i, (), (), (), shape, ())
+            if 0 in shape:
+                self.uses.rule_out(self.origins.pop(value), "nothing: it is empty")
+        for value in self.live.intersection(program.inputs[leaves:]):
+            if program.avals[value].shape[:1] == (0,):  # nothing would tell what layers make of it
+                raise ValueError(
+                    "arguments of the loss must have at least one example, got one of shape "
+                    f"{program.avals[value].shape}"
+                )
         shapes = (program.avals[value].shape for value in program.inputs[leaves:])
         # Of one example is what has a batch axis of length 1; keys and statistics have none. Of several
         # arrays most must: masks are of length 1 there, too, and tables of others. A tie is the first's.
@@ -189,9 +198,9 @@ class _Finder:
                         self.uses.by_hand.setdefault(site.leaf, []).append(site)
                     out = node.outputs[0]
                     self.activations.outputs[out] = self.activations.made_by(site, out)
-                    if isinstance(site.use.product, Lookup) and len(site.use.product.offset_axes) == 1:
-                        found = LookedUp(site, site.use.product.offset_axes[0])
-                        self.activations.looked_up[out] = (found,) if node.custom is None else ()
+                    product = site.use.product
+                    if isinstance(product, Lookup) and self.may_be_for_all(node, product, site.input):
+                        self.activations.looked_up[out] = (LookedUp(site, product.offset_axes[0]),)
                     return
         how = op.how if isinstance(op, operations.Moved) else ""
         for one in met:
@@ -456,6 +465,16 @@ class _Finder:
         )
         hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
+
+    def may_be_for_all(self, node: jaxprs.Node, product: Lookup, index: int | None) -> bool:
+        """Whether what a lookup finds may be for all examples, as positions are.
+
+        What arguments look up is each example's, whatever it is broadcast along later, but where they
+        have an axis of length 1 for the examples.
+        """
+        if len(product.offset_axes) != 1 or node.custom is not None or index is None:
+            return False
+        return index not in self.of_arguments or self.shape(index)[:1] == (1,)
 
     def sum_lookups(self, node: jaxprs.Node) -> None:
         """See to it that a lookup once for all examples has the gradients of each."""

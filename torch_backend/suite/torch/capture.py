@@ -275,6 +275,7 @@ class LayerCapture:
         self.terms = 0.0  # of the losses that those are about
         self.kept: KeptRows | None = None  # set to keep rows of the passes
         self.held_back = False  # whether fully_shard may hold gradients back until it reduces them
+        self.taken_elsewhere = False  # whether gradients were when the last backward pass was over
         if layer.spec.kind != "free":
             for i, site in enumerate(layer.sites):
                 if site.functional:
@@ -652,15 +653,24 @@ class LayerCapture:
         Args:
             again: whether a checkpoint runs the layer for the backward pass.
         """
-        if self.held_back:  # then None may mean that a micro-batch's are not reduced yet
+        # Then None may mean that a micro-batch's are not reduced yet, or summed up elsewhere.
+        if self.held_back or self.taken_elsewhere:
             return
-        sums = [self._sum(slot) for slot in (self.G, *self.transposed[1:2])]
-        if all(x is None for x in sums):
-            return
-        trained = [p for p in self.layer.parameters() if p.requires_grad]  # others never have one
-        if trained and all(p.grad is None for p in trained):
+        if self._has_sums() and self._has_no_gradients():
             self.clear()
             self.clock.discarded(again=again)
+
+    def _has_sums(self) -> bool:
+        return any(self._sum(slot) is not None for slot in (self.G, *self.transposed[1:2]))
+
+    def _has_no_gradients(self) -> bool:
+        trained = [p for p in self.layer.parameters() if p.requires_grad]  # others never have one
+        return bool(trained) and all(p.grad is None for p in trained)
+
+    def note_gradients(self) -> None:
+        """A backward pass is over: hooks may have taken its gradients elsewhere as they came."""
+        if not self.clock.sampled and self._has_sums():
+            self.taken_elsewhere = self._has_no_gradients()
 
     def watch_passes(self) -> None:
         """Have every backward pass ask what was discarded before it adds to any sum.
@@ -679,6 +689,7 @@ class LayerCapture:
             before, clock = now, capture.clock
             if clock.wanted and not clock.pausing and not clock.sampled:
                 capture.forget_what_was_discarded()
+                clock.passes()
 
         self._began = began
         trained = [p for p in self.layer.parameters() if p.requires_grad]

@@ -43,6 +43,7 @@ class CaptureClock:
         self.strays: set[str] = set()  # free parameters with a use that is not understood
         self.transformed: set[str] = set()  # layers that ran where there are no statistics
         self.missed: set[str] = set()  # layers whose uses in derivatives are not understood
+        self._pass = -1  # the backward pass that came to a layer last
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
         self.calls = 0
@@ -103,6 +104,18 @@ class CaptureClock:
         else:
             self.compiled_last = None
         return Run(self, self.runs, owner, layer.name, transposed=transposed, looks_up=looks_up)
+
+    def passes(self) -> None:
+        """A backward pass has come to a layer. When it is over, layers look where gradients are."""
+        now = torch._C._current_graph_task_id()
+        if now not in (-1, self._pass):
+            self._pass = now
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._passed)
+
+    def _passed(self) -> None:
+        for capture in self.captures:
+            capture.note_gradients()
 
     def has_run(self, owner: LayerCapture) -> bool:
         """Whether a layer was called in this step, with its weight as it is."""

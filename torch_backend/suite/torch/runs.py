@@ -58,6 +58,7 @@ class Run:
         Parts of a loss that go backward one by one come to one call: they are of the same terms.
         """
         clock = self.clock
+        clock.passes()
         if self.looks_up:
             if self.number > clock.looked_up.number:
                 clock.looked_up = self
