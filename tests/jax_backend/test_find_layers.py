@@ -505,8 +505,33 @@ def test_no_examples_are_an_error_that_says_so():
     params = {"w": normal(3, 2), "b": normal(2, seed=1)}
     vag = value_and_grad(lambda p, x: jnp.sum((x @ p["w"] + p["b"]) ** 2))
     for call in (vag.plan, vag):
-        with pytest.raises(ValueError, match=r"at least one example, got one of shape \(0, 3\)"):
+        with pytest.raises(ValueError, match="at least one example, got empty ones"):
             call(params, jnp.ones((0, 3)))
+
+
+def test_an_argument_may_be_empty_where_others_are_not():
+    params = {"w": normal(3, 2), "b": normal(2, seed=1)}
+    x, boxes = normal(4, 3, seed=2), jnp.zeros((0, 3))
+
+    def loss(p, x, boxes):
+        return jnp.sum(jnp.sin(jnp.concatenate([x, boxes]) @ p["w"] + p["b"]))
+
+    def steps(p, x, numbers):
+        total, _ = jax.lax.scan(lambda c, n: (c + n, None), 1.0, numbers)
+        return total * loss(p, x, boxes)
+
+    expected = value_and_grad(loss)(params, x, x[:0])[2]
+    for function, other in ((loss, boxes), (steps, jnp.zeros(0))):
+        found = value_and_grad(function)(params, x, other)[2]
+        for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-12)
+    plain = value_and_grad(lambda p, x: loss(p, x, boxes))(params, x)[2]
+    np.testing.assert_allclose(
+        plain.layers["['w']"].main.A[0],
+        np.pad(x, ((0, 0), (0, 1)), constant_values=1).T
+        @ np.pad(x, ((0, 0), (0, 1)), constant_values=1),
+        rtol=1e-12,
+    )
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 2)])

@@ -230,6 +230,19 @@ def test_what_arguments_look_up_is_each_examples_own(how):
     assert rows[0] == 3
 
 
+@pytest.mark.parametrize("how", ["a start", "a key"])
+def test_positions_may_begin_at_a_number_that_is_an_argument(how):
+    def loss(p, x, given):
+        start = jax.random.randint(given, (), 1, 2) if how == "a key" else given
+        return loss_of(SUMS["indexed"], lambda x, indices: indices + start)(p, x)
+
+    given = jax.random.PRNGKey(0) if how == "a key" else 1
+    expected = moments(
+        loss_of(SUMS["indexed"], lambda x, indices: each(x, indices + 1)), parameters(), TOKENS
+    )[0]["['positions']"]
+    assert_same(moments(loss, parameters(), TOKENS, given)[0]["['positions']"], expected)
+
+
 def test_positions_that_are_an_argument_say_by_an_axis_of_their_own_that_they_are_for_all():
     def loss(p, x, places):
         return loss_of(SUMS["indexed"], lambda x, indices: places)(p, x)

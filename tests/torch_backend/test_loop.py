@@ -239,7 +239,8 @@ class Block(nn.Module):
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks off at sets of functions")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
-def test_blocks_compiled_one_by_one_share_what_was_compiled():
+@pytest.mark.parametrize("settings", [{}, {"max_rows": 3}], ids=str)
+def test_blocks_compiled_one_by_one_share_what_was_compiled(settings):
     """There are as many graphs for six blocks as for three, and no number changes."""
     ends, graphs = [], []
     for blocks, is_compiled in ((6, False), (6, True), (3, True)):
@@ -248,7 +249,7 @@ def test_blocks_compiled_one_by_one_share_what_was_compiled():
         torch.manual_seed(0)
         body = [Block() for _ in range(blocks)]
         model: nn.Module = nn.Sequential(nn.Linear(4, 4), *body, nn.Linear(4, 3)).double()
-        kfac = KFAC(model, sgd(model), factor_update_steps=2, inv_update_steps=4)
+        kfac = KFAC(model, sgd(model), factor_update_steps=2, inv_update_steps=4, **settings)
         for block in body if is_compiled else ():
             block.compile(backend="aot_eager", fullgraph=True)
         for seed in range(6):

@@ -1001,6 +1001,40 @@ def test_gradients_may_be_summed_elsewhere_as_they_come(how):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize("thrown", ["one head", "both"])
+def test_a_pass_is_thrown_away_before_losses_go_backward_one_by_one(thrown, reentrant):
+    """Of heads that the first of them does not reach; of parts that are checkpointed by themselves."""
+
+    def run(part, x):
+        return part(x) if reentrant is None else checkpoint(part, x, use_reentrant=reentrant)
+
+    found = []
+    for is_thrown in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("first", "second", "one", "other")})
+        model = model.double()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def loss(x, *heads, model=model):
+            h = torch.tanh(run(model["second"], torch.tanh(run(model["first"], x))))
+            return sum(model[head](h).logsumexp(-1).mean() for head in heads)
+
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed)
+            x = torch.randn(6, 4, generator=generator).double().requires_grad_()
+            if is_thrown:
+                (9 * loss(3 * x, *(["other"] if thrown == "one head" else ["one", "other"]))).backward()
+            model.zero_grad()
+            loss(x, "one").backward()
+            loss(x, "other").backward()
+            kfac.step()
+        found.append((kfac.counted_terms, kfac.state_dict()["kfac"]["layers"]))
+    assert found[0][0] == found[1][0]
+    for got, expected in zip(*(torch.utils._pytree.tree_leaves(one[1]) for one in found), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 def test_a_model_can_be_traced_while_it_trains():
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), randn(6, 4)

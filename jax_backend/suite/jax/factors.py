@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from suite.core import buckets, ekfac, moments, padding, statistics
 from suite.core import kfac as core_kfac
@@ -183,7 +184,7 @@ class Factors(FactorLayout):
         counts = [[len(self.numbers(n)) for n in numbers] for _, numbers in classes]
         order = np.concatenate([np.asarray(self.numbers(n)) for _, numbers in classes for n in numbers])
         back, spans = np.argsort(order), list(zip(*_bounds([sum(c) for c in counts]), strict=True))
-        weights, prepared, means = state.weight[order], [], []
+        weights, prepared, means = _picked(state.weight, order), [], []
         for ((m, diagonal, *_), numbers), own, (start, stop) in zip(classes, counts, spans, strict=True):
             average = jnp.concatenate([_behind(state.averages[number], m) for number in numbers])
             weight = weights[start:stop]
@@ -194,7 +195,7 @@ class Factors(FactorLayout):
                 average, found = padding.fill(average, weight, sides, below=self.rule.keeps_eigenbases)
             means.append(found)
             prepared.append((average, weight))
-        dampings = self._dampings(jnp.concatenate(means)[back], damping)[order]
+        dampings = self._dampings(jnp.concatenate(means), damping, order)
         new: list[Any] = [None] * len(self.stacks)
         fine = []
         for (_, numbers), own, (start, stop), (average, weight) in zip(
@@ -204,9 +205,9 @@ class Factors(FactorLayout):
             fine.append(core_kfac.usable(inverse, 1))
             for number, first, last in zip(numbers, *_bounds(own), strict=True):
                 new[number] = _in_front(inverse, slice(first, last), self.stacks[number].n)
-        seen, computed = state.weight > 0, jnp.concatenate(fine)[back]
+        seen, computed = state.weight > 0, _picked(jnp.concatenate(fine), back)
         replaces = seen & computed
-        replaces &= (replaces | state.ready)[self.partners]
+        replaces &= _picked(replaces | state.ready, self.partners)
         inverses = [
             core_kfac.where(replaces[self.entries(number)], x, old)
             for number, (x, old) in enumerate(zip(new, state.inverses, strict=True))
@@ -247,14 +248,18 @@ class Factors(FactorLayout):
     def _refreshed(self, factor: core_kfac.Factor, damping: jax.Array) -> core_kfac.Factor:
         if not self.warm_start or factor.average.ndim == 2:
             return self.rule.refresh_factor(factor, damping)
-        return jax.lax.cond(
+        return lax.cond(
             jnp.all(factor.ready),
             lambda: self.rule.refresh_factor(factor, damping, warm=True),
             lambda: self.rule.refresh_factor(factor, damping),
         )
 
-    def _dampings(self, means: jax.Array, damping: Any) -> jax.Array:
-        """What goes onto the diagonal of each factor, from the mean eigenvalues of all."""
+    def _dampings(self, means: jax.Array, damping: Any, order: np.ndarray | None = None) -> jax.Array:
+        """What goes onto the diagonal of each factor, from the mean eigenvalues of all.
+
+        Args:
+            order: the factors' numbers, as they are in `means`, and in the result; None: 0, 1, 2, ...
+        """
         if self.rule.keeps_eigenbases:
             return jnp.zeros_like(means)
         groups: dict[int, list[int]] = {}
@@ -265,23 +270,25 @@ class Factors(FactorLayout):
             numbers = [tuple(side == 1 for side in self.layers[i].sizes) for i in members]
             for b in range(self.layers[leader].groups):
                 alike.setdefault(tuple(numbers), []).append((leader, b, members))
-        order, parts = [], []
+        order = np.arange(self.first[-1]) if order is None else order
+        at, found, parts = np.argsort(order), [], []
         for kinds, blocks in alike.items():
-            mean_A = means[np.asarray([self.number(i, 0, b) for i, b, _ in blocks])]
+            inputs = [self.number(i, 0, b) for i, b, _ in blocks]
             sides = np.asarray([[self.number(i, 1, b) for i in members] for _, b, members in blocks])
+            mean_A, alone = _picked(means, at[inputs]), len(kinds) == 1
             # One A, so one π for all that share it: from the mean of their G's. No number among
             # these G's may leave its damping to an A that has to suit the others, too.
-            mean_G = jnp.mean(means[sides], axis=1)
-            alone = len(kinds) == 1
+            mean_G = _picked(means, at[sides[:, 0] if alone else sides])
+            mean_G = mean_G if alone else jnp.mean(mean_G, axis=1)
             for place, kind in enumerate(kinds):
                 sizes = 1 if kind[0] else 2, 1 if kind[1] and alone else 2
                 split = self.rule.split_damping(mean_A, mean_G, damping, sizes)
                 if place == len(kinds) - 1:
-                    order += [self.number(i, 0, b) for i, b, _ in blocks]
+                    found += inputs
                     parts.append(split[0])
-                order += [int(f) for f in sides[:, place]]
+                found += [int(f) for f in sides[:, place]]
                 parts.append(split[1])
-        return jnp.concatenate(parts)[np.argsort(order)]
+        return _picked(jnp.concatenate(parts), np.argsort(found)[order])
 
     def _means(self, state: FactorsState) -> jax.Array:
         """Mean eigenvalues of all factors."""
@@ -377,7 +384,7 @@ def _behind(average: jax.Array, side: int) -> jax.Array:
     missing = side - average.shape[-1]
     if not missing:
         return average
-    return jax.lax.pad(
+    return lax.pad(
         average, jnp.zeros((), average.dtype), ((0, 0, 0), *((0, missing, 0),) * (average.ndim - 1))
     )
 
@@ -391,6 +398,17 @@ def _in_front(inverse: Any, own: slice, side: int) -> Any:
         padded = inverse.vectors.shape[-1] - side
         return core_kfac.Eigen(inverse.vectors[own, :side, padded:], values)
     return inverse[own, :side] if inverse.ndim == 2 else inverse[own, :side, :side]
+
+
+def _picked(x: jax.Array, at: Any) -> jax.Array:
+    """x[at], for places that are known: indexing would be six operations, for negative ones."""
+    return lax.gather(
+        x,
+        np.asarray(at, np.int32)[..., None],
+        lax.GatherDimensionNumbers((), (0,), (0,)),
+        (1,),
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
 
 
 def _bounds(counts: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -74,19 +74,18 @@ class _Finder:
         data = {*program.inputs[leaves:], *program.constants}
         self.data = data
         self.of_data = jaxprs.dependent_values(program, data)
-        self.of_arguments = jaxprs.dependent_values(program, set(program.inputs[leaves:]))
+        # Numbers and random keys (`PRNGKey`s are of this kind) have no axis for examples.
+        with_axes = {v for v in program.inputs[leaves:] if self.shape(v) and self.kind(v) != np.uint32}
+        self.of_arguments = jaxprs.dependent_values(program, with_axes)
         self.origins: dict[int, Origin] = {}
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
             self.origins[value] = Origin(i, (), (), (), shape, ())
             if 0 in shape:
                 self.uses.rule_out(self.origins.pop(value), "nothing: it is empty")
-        for value in self.live.intersection(program.inputs[leaves:]):
-            if program.avals[value].shape[:1] == (0,):  # nothing would tell what layers make of it
-                raise ValueError(
-                    "arguments of the loss must have at least one example, got one of shape "
-                    f"{program.avals[value].shape}"
-                )
+        lengths = {self.shape(value)[0] for value in self.live & with_axes}
+        if lengths == {0}:  # nothing would tell what layers make of them
+            raise ValueError("arguments of the loss must have at least one example, got empty ones")
         shapes = (program.avals[value].shape for value in program.inputs[leaves:])
         # Of one example is what has a batch axis of length 1; keys and statistics have none. Of several
         # arrays most must: masks are of length 1 there, too, and tables of others. A tie is the first's.
@@ -143,6 +142,9 @@ class _Finder:
 
     def shape(self, value: int) -> Shape:
         return self.program.avals[value].shape
+
+    def kind(self, value: int) -> Any:
+        return self.program.avals[value].dtype
 
     # ---- values that are a leaf's --------------------------------------------------------------
 
@@ -673,6 +675,8 @@ class _Finder:
             return site if same and same_entries(scaled, index, output.axes, k) else None
         features = feature_axes(site.use.product)
         rows = [i for i, axis in enumerate(output.axes) if axis not in features]
+        if 0 in index.shape:
+            return None
         if any(index.shape[i + k] != 1 and index.strides[i + k] != 0 for i in rows):
             return None
         index = index[(..., *(0 if i in rows else slice(None) for i in range(len(output.axes))))]

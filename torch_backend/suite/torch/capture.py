@@ -234,9 +234,11 @@ class LayerCapture:
     """One layer's slots and hooks."""
 
     def __init__(self, layer: Layer, dtype: torch.dtype, clock: CaptureClock, stream: int) -> None:
+        """`stream`: of the noise that chooses rows or examples."""
         self.layer = layer
         self.clock = clock
-        self.stream = stream  # of the noise that chooses rows or examples
+        # A tensor: what torch.compile makes of a layer holds for others, too.
+        self.stream = torch.full((1,), stream, dtype=torch.int32, device=layer.device)
         self.bases: Bases | None = None  # set to sum second moments in
         self.input_of: LayerCapture | None = None  # whose A is this layer's, too
         self.leads = False  # whether this layer's A is another's, too
@@ -276,6 +278,7 @@ class LayerCapture:
         self.kept: KeptRows | None = None  # set to keep rows of the passes
         self.held_back = False  # whether fully_shard may hold gradients back until it reduces them
         self.taken_elsewhere = False  # whether gradients were when the last backward pass was over
+        self._noted: list[tuple[int, int]] = []  # which sums there were then
         if layer.spec.kind != "free":
             for i, site in enumerate(layer.sites):
                 if site.functional:
@@ -596,6 +599,8 @@ class LayerCapture:
         # Of reentrant checkpoints, whose forward passes are not seen, when they compute again.
         if not again or not self.ran:
             self.forget_what_was_discarded(again=again)
+        if again:
+            self.clock.passes()
         if again and not self.ran:
             for ending in self.clock.endings:
                 ending.believe()
@@ -669,8 +674,10 @@ class LayerCapture:
 
     def note_gradients(self) -> None:
         """A backward pass is over: hooks may have taken its gradients elsewhere as they came."""
-        if not self.clock.sampled and self._has_sums():
-            self.taken_elsewhere = self._has_no_gradients()
+        sums = [slot.grad for slot in (self.G, *self.transposed[1:2]) if slot.grad is not None]
+        marks = [(id(x), x._version) for x in sums]
+        if marks and marks != self._noted:  # else the pass did not come here
+            self._noted, self.taken_elsewhere = marks, self._has_no_gradients()
 
     def watch_passes(self) -> None:
         """Have every backward pass ask what was discarded before it adds to any sum.
@@ -711,6 +718,7 @@ class LayerCapture:
         self.sampled.clear()
         self.seen.clear()
         self.read.clear()
+        self._noted.clear()
         self.looked_up = None
         self.left_out = self.ran = False
         self.began += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -43,11 +44,11 @@ class CaptureClock:
         self.strays: set[str] = set()  # free parameters with a use that is not understood
         self.transformed: set[str] = set()  # layers that ran where there are no statistics
         self.missed: set[str] = set()  # layers whose uses in derivatives are not understood
-        self._pass = -1  # the backward pass that came to a layer last
+        self._passing: set[int] = set()  # the backward passes that came to a layer and are not over
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
         self.calls = 0
-        self.stream = 0  # of the noise that chooses examples
+        self.stream = torch.zeros(1, dtype=torch.int32)  # of the noise that chooses examples
         self._examples: tuple[Any, torch.Tensor] | None = None
 
     @contextlib.contextmanager
@@ -60,9 +61,13 @@ class CaptureClock:
         finally:
             self.wanted, self.pausing = before
 
-    def chosen(self, stream: int, count: int, total: int, device: torch.device) -> torch.Tensor:
-        """(count,), indices below `total`: from the step count, not from torch's generator."""
-        streams = torch.full((1,), stream, dtype=torch.int32, device=device)
+    def chosen(self, stream: torch.Tensor, count: int, total: int, device: torch.device) -> torch.Tensor:
+        """(count,), indices below `total`: from the step count, not from torch's generator.
+
+        Args:
+            stream: (1,), int32.
+        """
+        streams = stream.to(device, non_blocking=True)
         now = self.count.to(device, non_blocking=True)
         noise = unit_noise(streams, now, (count,), torch.float32)
         return stratified((noise[0] / (2 * 3**0.5) + 0.5).clamp(0, 1 - 2**-24), total)
@@ -108,12 +113,14 @@ class CaptureClock:
     def passes(self) -> None:
         """A backward pass has come to a layer. When it is over, layers look where gradients are."""
         now = torch._C._current_graph_task_id()
-        if now not in (-1, self._pass):
-            self._pass = now
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._passed)
+        if now == -1 or now in self._passing:
+            return
+        self._passing.add(now)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(functools.partial(self._passed, now))
 
-    def _passed(self) -> None:
+    def _passed(self, now: int) -> None:
+        self._passing.discard(now)
         for capture in self.captures:
             capture.note_gradients()
 
@@ -143,6 +150,7 @@ class CaptureClock:
 
     def take_positions(self) -> None:
         """Note those of the layer that ran last, if it is not covered; all are counted anew then."""
+        self._passing.clear()  # those that raised
         last = self.last_run().owner
         self.last_positions = last.positions() if isinstance(last, Ending) else None
         for ending in self.endings:

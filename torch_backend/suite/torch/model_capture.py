@@ -42,7 +42,7 @@ class ModelCapture:
         """
         self.layers = found.layers
         self.clock = CaptureClock()
-        (self.clock.stream,) = stream_numbers(-1, 1, seed)  # apart from that of every layer
+        self.clock.stream = torch.tensor(stream_numbers(-1, 1, seed), dtype=torch.int32)  # of its own
         self.by_layer: list[LayerCapture] = []
         self.kept: dict[int, KeptRows] = {}  # by layer
         self._attached: list[Any] = []  # everything with hooks
