@@ -25,6 +25,17 @@ def test_inverses(way, n):
     np.testing.assert_allclose(got.numpy(), expected, rtol=0, atol=1e-10 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("batch", [(), (0,), (2, 0), (2, 3)])
+def test_stacks_of_any_shape(way, batch):
+    x = np.broadcast_to(positive_definite(1, 300)[0], (*batch, 300, 300))
+    got, factored = getattr(inverses, way)(torch.tensor(x))
+    assert got.shape == x.shape
+    assert factored.shape == batch
+    assert bool(factored.all())
+    assert_close(got, np.linalg.inv(x), rtol=1e-8)
+
+
 @pytest.mark.parametrize("way", ["by_strips", "on_device"])
 @pytest.mark.parametrize(("n", "rows"), [(300, 50), (600, 100), (1100, 100)])
 def test_products_are_as_robust_as_solves(way, n, rows):

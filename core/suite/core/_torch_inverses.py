@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from suite.core._torch_known import is_itself, usually
@@ -39,17 +41,34 @@ def by_library(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def by_strips(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`inverses` of large matrices, of products that leave out most of a triangle's zeros."""
-    n = x.shape[-1]
-    found = torch.empty_like(x, memory_format=torch.contiguous_format).reshape(-1, n, n)
-    infos = [torch.zeros(0, dtype=torch.int32)]
-    for matrix, inverse in zip(x.reshape(-1, n, n), found, strict=True):
+
+    def invert(part: torch.Tensor, inverses: torch.Tensor) -> torch.Tensor:
+        (matrix,), (inverse,) = part, inverses
         root = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
-        infos.append(_factorize(matrix, torch.empty_like(root), root).reshape(1))
-        for start, stop in strips(n):  # of rootᵀ root, what is left of the diagonal and on it
+        info = _factorize(matrix, torch.empty_like(root), root)
+        for start, stop in strips(len(matrix)):  # of rootᵀ root, what is left of the diagonal and on it
             own = inverse[start:stop, :stop]
             torch.mm(root[start:, start:stop].mT, root[start:, :stop], out=own)
             own[:, start:] = (own[:, start:] + own[:, start:].mT) * 0.5
             inverse[:start, start:stop] = own[:, :start].mT
+        return info[None]
+
+    return _in_parts(x, 1, invert)
+
+
+def _in_parts(
+    x: torch.Tensor, count: int, invert: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`inverses`, so many matrices at a time.
+
+    Args:
+        invert: writes inverses of (k, n, n) into its second argument; returns LAPACK's (k,) info.
+    """
+    n = x.shape[-1]
+    found = torch.empty_like(x, memory_format=torch.contiguous_format).reshape(-1, n, n)
+    infos = [torch.zeros(0, dtype=torch.int32, device=x.device)]
+    parts = zip(x.reshape(-1, n, n).split(count), found.split(count), strict=True)
+    infos += [invert(part, inverses) for part, inverses in parts if len(part)]
     return found.reshape(x.shape), (torch.cat(infos) == 0).reshape(x.shape[:-2])
 
 
@@ -90,16 +109,14 @@ def strips(n: int) -> list[tuple[int, int]]:
 
 def on_device(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`inverses` of a stack at once, by products: a GPU's libraries solve one matrix after another."""
-    n = x.shape[-1]
-    found = torch.empty_like(x, memory_format=torch.contiguous_format).reshape(-1, n, n)
-    infos = [torch.zeros(0, dtype=torch.int32, device=x.device)]
-    count = max(1, _ON_DEVICE // (n * n))
-    for part, inverse in zip(x.reshape(-1, n, n).split(count), found.split(count), strict=True):
+
+    def invert(part: torch.Tensor, inverses: torch.Tensor) -> torch.Tensor:
         _, root, info = _factor_and_inverse(part)
         product = gram_of_lower(root)
-        torch.add(product, product.mT, out=inverse).mul_(0.5)
-        infos.append(info)
-    return found.reshape(x.shape), (torch.cat(infos) == 0).reshape(x.shape[:-2])
+        torch.add(product, product.mT, out=inverses).mul_(0.5)
+        return info
+
+    return _in_parts(x, max(1, _ON_DEVICE // x.shape[-1] ** 2), invert)
 
 
 def _factor_and_inverse(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

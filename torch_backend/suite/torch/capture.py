@@ -601,8 +601,7 @@ class LayerCapture:
             self.forget_what_was_discarded(again=again)
         if again:
             self.clock.passes()
-        if again and not self.ran:
-            for ending in self.clock.endings:
+            for ending in () if self.ran else self.clock.endings:
                 ending.believe()
         self.ran |= not again
         if self.leads:
