@@ -153,8 +153,12 @@ CASES = {
         moments.mix,
         (normal(B, 4, 2), normal(B, 4, 2, seed=1), np.array([0.5, 1.0, 0.0])),
     ),
+    "padding.mean_eigenvalues": (
+        lambda x, w: padding.mean_eigenvalues([x], w, [3] * x.shape[0]),
+        (positive_definite(B, 4), np.abs(normal(B)) + 0.1),
+    ),
     "padding.fill": (
-        lambda x, w: padding.fill(x, w, [3] * x.shape[0], below=True),
+        lambda x, w: padding.fill(x, w, w, [3] * x.shape[0], below=True),
         (positive_definite(B, 4), np.array([0.5, 1.0, 0.1])),
     ),
     "packing.pack": (packing.pack, (normal(B, 5, 5),)),
@@ -203,6 +207,10 @@ CASES = {
     "kfac.rows_fit": (
         lambda A, G, a, g: kfac.rows_fit((g.mT @ a, None), a, g, kfac.probes_for(A, G)),
         (positive_definite(B, 4), positive_definite(B, 3), normal(B, 6, 4), normal(B, 6, 3)),
+    ),
+    "kfac.all_usable": (
+        lambda x: kfac.all_usable([kfac.KFAC("inverse").invert(x, x[:, 0, 0] * 0 + 1, -2.0)]),
+        (positive_definite(B, 4) * np.array([0.0, 1.0, 1e3])[:, None, None],),
     ),
     "kfac.usable": (
         lambda x: kfac.usable(kfac.KFAC("inverse").invert(x, x[:, 0, 0] * 0 + 1, -2.0), 1),
@@ -258,6 +266,7 @@ CASES = {
     "linalg.for_sums": (linalg.for_sums, (normal(B, 4, 4),)),
     "linalg.diagonal": (linalg.diagonal, (normal(B, 4, 4),)),
     "linalg.trace": (linalg.trace, (normal(B, 4, 4),)),
+    "linalg.traces": (lambda x: linalg.traces([x]), (normal(B, 4, 4),)),
     "linalg.row_norms": (linalg.row_norms, (normal(B, 4, 2),)),
     "linalg.condition_number": (linalg.condition_number, (positive_definite(B, 4),)),
     "linalg.add_diagonal": (linalg.add_diagonal, (normal(B, 4, 4), normal(B))),

@@ -16,7 +16,7 @@ from conftest import (
     to_numpy,
 )
 from oracles import kfac_direction, kfac_direction_factored
-from suite.core.kfac import KFAC, probes_for, rows_fit
+from suite.core.kfac import KFAC, all_usable, probes_for, rows_fit, usable
 
 METHODS = ("eigen", "inverse", "newton_schulz", "ekfac")
 ORACLES = {
@@ -492,3 +492,15 @@ def test_rows_do_not_fit_a_gradient_whose_direction_is_off_by_a_matrix_of_rank_o
 
     assert fits(gradient).all()
     assert not fits(gradient + off).any()
+
+
+def test_inverses_that_overflow_are_not_usable(xp):
+    inverses = np.stack([np.eye(3)] * 5)
+    inverses[1, 2, 2] = np.inf
+    inverses[2] = np.nan
+    inverses[3, 1, 1] = -np.inf
+    expected = np.array([True, False, False, False, True])
+    assert_identical(xp.run(lambda x: usable(x, 1), xp.asarray(inverses)), expected)
+    together = xp.run(lambda x: all_usable([x, x[:2, ...], x[:, 2, :]]), xp.asarray(inverses))
+    diagonals = np.array([True, False, False, True, True])
+    assert_identical(together, np.concatenate([expected, expected[:2], diagonals]))

@@ -119,6 +119,18 @@ def test_damped_inverse_of_single_precision_handles_difficult_matrices(xp, x):
     assert_close(inverse.astype(np.float64) @ damped, np.eye(4), rtol=1e-3)
 
 
+@pytest.mark.parametrize("n", [2, 3, 40])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_damped_inverse_is_nan_throughout_wherever_one_number_is_not_finite(xp, n, value):
+    places = [(i, i) for i in sorted({0, 1, n // 2, n - 1})] + [(n - 1, 0), (n - 1, n - 2)]
+    x = np.stack([positive_definite(n)] * (len(places) + 1))
+    for k, (i, j) in enumerate(places):
+        x[k, i, j] = x[k, j, i] = value
+    found = to_numpy(xp.run(linalg.damped_inverse, xp.asarray(x), 0.1))
+    assert np.isnan(found[:-1]).all()
+    assert_close(found[-1], np.linalg.inv(x[-1] + 0.1 * np.eye(n)))
+
+
 @pytest.mark.parametrize("name", ["not finite", "indefinite"])
 @pytest.mark.parametrize("batch", ["neighbours", "alone"])
 def test_damped_inverse_of_a_bad_matrix_is_nan_throughout_and_alone(xp, name, batch):
@@ -419,6 +431,15 @@ def test_trace_transpose_and_symmetrize_act_on_each_matrix(xp):
     assert_close(linalg.trace(xp.asarray(x)), np.trace(x, axis1=-2, axis2=-1))
     assert_identical(linalg.transpose(xp.asarray(x)), np.swapaxes(x, -1, -2))
     assert_close(linalg.symmetrize(xp.asarray(x)), (x + np.swapaxes(x, -1, -2)) / 2)
+
+
+def test_traces_of_several_sizes_are_in_the_order_of_their_stacks(xp):
+    stacks = [normal(2, 3, 3), normal(1, 7, seed=1), normal(3, 5, 5, seed=2), normal(2, 1, 1, seed=3)]
+    found = xp.run(lambda *given: linalg.traces(given), *map(xp.asarray, stacks))
+    each = [np.trace(x, axis1=1, axis2=2) if x.ndim == 3 else x.sum(1) for x in stacks]
+    assert_close(found, np.concatenate(each))
+    only = xp.run(lambda x: linalg.traces([x]), xp.asarray(stacks[1].astype(np.float32)))
+    assert_close(only, stacks[1].sum(1), rtol=1e-6)
 
 
 def test_norm_is_that_of_all_entries(xp):

@@ -20,10 +20,27 @@ def stack(scale=1.0):
     return sums
 
 
+def filled(average, weight, sides, *, below):
+    means = padding.mean_eigenvalues([average], weight, sides)
+    return padding.fill(average, weight, means, sides, below=below), means
+
+
+def test_means_of_several_stacks_are_each_factors(xp):
+    sums = stack()
+    parts = [sums[:2, :3, :3], sums[2:], np.abs(sums[:1, :, 0])]
+    weight = np.array([0.5, 1.0, 0.1, 0.0])
+    means = xp.run(
+        lambda w, *stacks: padding.mean_eigenvalues(stacks, w, (2, 3, 5, 5)),
+        *xp.convert((weight, *parts)),
+    )
+    expected = [np.trace(sums[i]) / n / weight[i] for i, n in enumerate(SIDES)]
+    assert_close(to_numpy(means), np.array([*expected, 0.0]))
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 def test_inverses_are_those_of_each_factor(xp, scale):
     average, means = xp.run(
-        lambda x, w: padding.fill(x, w, SIDES, below=False), *xp.convert((stack(scale), WEIGHT))
+        lambda x, w: filled(x, w, SIDES, below=False), *xp.convert((stack(scale), WEIGHT))
     )
     for i, n in enumerate(SIDES):
         alone = stack(scale)[i, :n, :n] / WEIGHT[i]
@@ -38,7 +55,7 @@ def test_inverses_are_those_of_each_factor(xp, scale):
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 0.0])
 def test_eigenbases_have_the_padding_first(xp, scale):
     def run(x, w):
-        average, _ = padding.fill(x, w, SIDES, below=True)
+        average, _ = filled(x, w, SIDES, below=True)
         return linalg.eigh(average / w[:, None, None])
 
     values, vectors = map(to_numpy, xp.run(run, *xp.convert((stack(scale), WEIGHT))))
@@ -52,7 +69,7 @@ def test_eigenbases_have_the_padding_first(xp, scale):
 
 def test_without_evidence_the_mean_is_zero(xp):
     average, means = xp.run(
-        lambda x, w: padding.fill(x, w, SIDES, below=False),
+        lambda x, w: filled(x, w, SIDES, below=False),
         *xp.convert((np.zeros((3, 5, 5)), np.zeros(3))),
     )
     assert_close(to_numpy(means), np.zeros(3))
@@ -83,6 +100,6 @@ def test_sides_that_half_precision_cannot_count():
     sums = torch.convert(
         np.stack([np.diag([1.0] * n + [0.0] * (515 - n)) for n in (513, 515)]), "bfloat16"
     )
-    average, means = padding.fill(sums, torch.convert(np.ones(2)), (513, 515), below=False)
+    average, means = filled(sums, torch.convert(np.ones(2)), (513, 515), below=False)
     assert_close(to_numpy(average), np.stack([np.eye(515)] * 2))
     np.testing.assert_allclose(to_numpy(means), 1.0, rtol=1e-6)

@@ -12,6 +12,7 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -473,13 +474,26 @@ def _eigen(average: Array, old: Any, batch: int, extra: Scalar, warm: bool) -> E
 
 
 def usable(inverse: Eigen | Array, batch: int) -> Array:
-    """(...,) bool: which of `KFAC.invert`'s results are inverses; one that is not is NaN throughout."""
+    """(...,) bool: which of `KFAC.invert`'s results are inverses: all of their diagonal is finite.
+
+    One that is no inverse is NaN throughout, or infinite on its diagonal where it overflowed.
+    """
     if isinstance(inverse, Eigen):
         marks = inverse.values if inverse.vectors is None else inverse.values[..., :1]
+    elif inverse.ndim == batch + 1:
+        marks = inverse
     else:
-        marks = inverse if inverse.ndim == batch + 1 else inverse[..., 0, :1]
+        marks = linalg.trace(inverse)[..., None]
     xp = array_namespace(marks)
     return xp.all(xp.isfinite(marks), axis=-1)
+
+
+def all_usable(inverses: Sequence[Eigen | Array]) -> Array:
+    """`usable` of stacks (k, ...) of several sizes, one behind the other: (Σ k,)."""
+    xp = array_namespace(*(x.values if isinstance(x, Eigen) else x for x in inverses))
+    if any(isinstance(x, Eigen) for x in inverses):
+        return xp.concat([usable(x, 1) for x in inverses], axis=0)
+    return xp.isfinite(linalg.traces(inverses))
 
 
 def where(condition: Array, new: Any, old: Any) -> Any:

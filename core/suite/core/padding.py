@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from suite.core._namespace import Array, array_namespace, device_of, lift
 from suite.core.checks import check_number
-from suite.core.linalg import eye_like, trace
+from suite.core.linalg import eye_like, traces
 
 
 def size_classes(counts: Mapping[int, int], allowance: float = 0.05) -> dict[int, int]:
@@ -40,32 +40,43 @@ def size_classes(counts: Mapping[int, int], allowance: float = 0.05) -> dict[int
     return {n: m for m, own in members.items() for n in own}
 
 
-def fill(average: Array, weight: Array, sides: Sequence[int], *, below: bool) -> tuple[Array, Array]:
-    """A diagonal behind each factor, and the mean eigenvalues.
+def mean_eigenvalues(averages: Sequence[Array], weight: Array, sides: Sequence[int]) -> Array:
+    """tr F / n of unbiased averages, (k,), in at least single precision; 0 without evidence.
+
+    Args:
+        averages: stacks (k_i, m_i, m_i), zero behind the first n rows and columns of each factor, or
+            diagonals (k_i, m_i); of k factors together.
+        weight: (k,), how much evidence the sums hold.
+        sides: n of each.
+    """
+    sums = traces(averages)
+    xp = array_namespace(sums)
+    weight = xp.astype(weight, sums.dtype)
+    usable = weight > 0
+    parts = xp.where(usable, weight, xp.zeros_like(weight) + 1)
+    means = sums / xp.asarray(sides, dtype=sums.dtype, device=device_of(sums)) / parts
+    return xp.where(usable, means, xp.zeros_like(means))
+
+
+def fill(average: Array, weight: Array, means: Array, sides: Sequence[int], *, below: bool) -> Array:
+    """A diagonal behind each factor of a stack: (k, m, m).
 
     Args:
         average: (k, m, m), zero behind the first n rows and columns of each factor.
         weight: (k,), how much evidence the sums hold.
-        sides: n of each, k numbers.
+        means: (k,), `mean_eigenvalues`.
+        sides: n of each.
         below: whether what is behind is below all eigenvalues of a positive semi-definite factor (minus
             their mean), so that an ascending order starts with it; else it is 1, times `weight`.
-
-    Returns:
-        average (k, m, m), and in at least single precision the means tr / n, (k,), of sums divided by
-        their weights; 0 without evidence.
     """
     xp = array_namespace(average)
     wide, device = lift(average), device_of(average)
-    eye = eye_like(wide)
-    own = xp.asarray(sides, device=device)
-    weight = xp.astype(weight, wide.dtype)
-    usable = weight > 0
-    one = xp.zeros_like(weight) + 1
-    sums = trace(wide) / xp.astype(own, wide.dtype)
-    behind = xp.where(usable, weight, one)
-    means = xp.where(usable, sums / behind, xp.zeros_like(sums))
+    weight, means = xp.astype(weight, wide.dtype), xp.astype(means, wide.dtype)
+    behind = xp.where(weight > 0, weight, xp.zeros_like(weight) + 1)
     if below:
-        behind = -xp.where(sums > 0, sums, behind)
+        behind = -xp.where(means > 0, means * weight, behind)
+    own = xp.asarray(sides, device=device)
     outside = xp.arange(average.shape[-1], device=device)[None, :] >= own[:, None]
-    added = (xp.astype(outside, wide.dtype) * behind[:, None])[:, :, None] * eye
-    return average + xp.astype(added, average.dtype), means
+    added = (xp.astype(outside, wide.dtype) * behind[:, None])[:, :, None] * eye_like(wide)
+    filled: Array = average + xp.astype(added, average.dtype)
+    return filled

@@ -184,28 +184,27 @@ class Factors(FactorLayout):
         counts = [[len(self.numbers(n)) for n in numbers] for _, numbers in classes]
         order = np.concatenate([np.asarray(self.numbers(n)) for _, numbers in classes for n in numbers])
         back, spans = np.argsort(order), list(zip(*_bounds([sum(c) for c in counts]), strict=True))
-        weights, prepared, means = _picked(state.weight, order), [], []
-        for ((m, diagonal, *_), numbers), own, (start, stop) in zip(classes, counts, spans, strict=True):
-            average = jnp.concatenate([_behind(state.averages[number], m) for number in numbers])
-            weight = weights[start:stop]
-            sides = np.repeat([self.stacks[n].n for n in numbers], own).tolist()
-            if diagonal:
-                found = core_kfac.mean_eigenvalue(average, weight)
-            else:
-                average, found = padding.fill(average, weight, sides, below=self.rule.keeps_eigenbases)
-            means.append(found)
-            prepared.append((average, weight))
-        dampings = self._dampings(jnp.concatenate(means), damping, order)
+        weights = _picked(state.weight, order)
+        sides = [self.stacks[n].n for _, numbers in classes for n in numbers for _ in self.numbers(n)]
+        averages = [
+            jnp.concatenate([_behind(state.averages[number], m) for number in numbers])
+            for (m, *_), numbers in classes
+        ]
+        means = padding.mean_eigenvalues(averages, weights, sides)
+        dampings = self._dampings(means, damping, order)
+        below = self.rule.keeps_eigenbases
+        found: list[Any] = []
+        for average, (start, stop) in zip(averages, spans, strict=True):
+            weight, own = weights[start:stop], sides[start:stop]
+            if average.ndim == 3:
+                average = padding.fill(average, weight, means[start:stop], own, below=below)
+            found.append(self.rule.invert(average, weight, dampings[start:stop].astype(weight.dtype)))
+        fine = core_kfac.all_usable(found)
         new: list[Any] = [None] * len(self.stacks)
-        fine = []
-        for (_, numbers), own, (start, stop), (average, weight) in zip(
-            classes, counts, spans, prepared, strict=True
-        ):
-            inverse = self.rule.invert(average, weight, dampings[start:stop].astype(weight.dtype))
-            fine.append(core_kfac.usable(inverse, 1))
+        for inverse, (_, numbers), own in zip(found, classes, counts, strict=True):
             for number, first, last in zip(numbers, *_bounds(own), strict=True):
                 new[number] = _in_front(inverse, slice(first, last), self.stacks[number].n)
-        seen, computed = state.weight > 0, _picked(jnp.concatenate(fine), back)
+        seen, computed = state.weight > 0, _picked(fine, back)
         replaces = seen & computed
         replaces &= _picked(replaces | state.ready, self.partners)
         inverses = [
