@@ -118,14 +118,17 @@ def test_affine_reparametrisation_leaves_the_trajectory_unchanged():
     "rates", [(0.5, 0.5, 0.5), (0.5, 0.1, 0.5), (torch.tensor(0.5), 0.1, torch.tensor(0.2))]
 )
 @pytest.mark.parametrize("skipped", [None, 1])
-def test_kl_clip_is_of_all_layers_each_with_its_rate(rates, skipped):
+@pytest.mark.parametrize("of_biases", [None, 2.0])
+def test_kl_clip_is_of_all_parameters_each_with_its_rate(rates, skipped, of_biases):
     """Σ lr² ⟨direction, gradient⟩, layer by layer in numpy, of layers that share a bucket or do not."""
     directions, kl_clip = {}, 1e-6
     for clip in (None, kl_clip):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)), nn.Linear(5, 2)).double()
-        groups = [{"params": model[i].parameters(), "lr": lr} for i, lr in enumerate(rates)]
-        groups.append({"params": model[3].parameters(), "lr": 0.3})
+        groups = []
+        for layer, lr in zip(model, (*rates, 0.3), strict=True):
+            groups.append({"params": [layer.weight], "lr": lr})
+            groups.append({"params": [layer.bias], "lr": lr if of_biases is None else of_biases})
         kfac = KFAC(model, torch.optim.SGD(groups, lr=0.0), damping=0.1, kl_clip=clip)
         for _ in range(2):
             kfac.zero_grad()
@@ -138,7 +141,7 @@ def test_kl_clip_is_of_all_layers_each_with_its_rate(rates, skipped):
             for p, old in zip(model.parameters(), saved, strict=True):
                 p.data.copy_(old)
         directions[clip] = [0.0 if p.grad is None else p.grad.numpy() for p in model.parameters()]
-    lrs = [float(lr) for lr in (*rates, 0.3) for _ in range(2)]
+    lrs = [float(x) for lr in (*rates, 0.3) for x in (lr, lr if of_biases is None else of_biases)]
     plain = directions[None]
     change = sum(lr**2 * np.sum(d * g) for lr, d, g in zip(lrs, plain, before, strict=True))
     assert change > kl_clip
@@ -339,9 +342,10 @@ def test_schedules_are_functions_of_the_step():
     assert kfac.hyperparameter("damping") == pytest.approx(0.1 / 4)
 
 
-def test_a_schedule_that_leaves_its_range_is_an_error_before_anything_changes():
+@pytest.mark.parametrize("value", [-1.0, torch.tensor(-1.0)])
+def test_a_schedule_that_leaves_its_range_is_an_error_before_anything_changes(value):
     model = network()
-    kfac = KFAC(model, sgd(model), damping=lambda step: -1.0)
+    kfac = KFAC(model, sgd(model), damping=lambda step: value)
     backward(model)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=r"damping must be >= 0, got -1\.0"):
@@ -702,6 +706,10 @@ def test_gradients_of_any_size_stay_finite():
     [
         ({"damping": -1.0}, ValueError, r"damping must be >= 0, got -1\.0"),
         ({"damping": float("nan")}, ValueError, "damping"),
+        ({"damping": torch.tensor(float("nan"))}, ValueError, "damping must be >= 0, got nan"),
+        ({"kl_clip": torch.tensor(-1.0)}, ValueError, "kl_clip must be > 0, got -1.0"),
+        ({"factor_decay": torch.tensor(1.0)}, ValueError, "factor_decay must be >= 0 and < 1"),
+        ({"lr": torch.ones(2)}, TypeError, "lr must be a number or a 0-d tensor"),
         ({"damping": "0.1"}, TypeError, "damping must be a number"),
         ({"factor_decay": 1.0}, ValueError, "factor_decay must be >= 0 and < 1"),
         ({"factor_update_steps": 0}, ValueError, "factor_update_steps must be >= 1, got 0"),

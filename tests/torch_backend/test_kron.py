@@ -462,6 +462,14 @@ def test_refusals():
         ({"maximize": "yes"}, TypeError, "maximize"),
         ({"seed": -1}, ValueError, "seed must be >= 0"),
         ({"betas": (0.9, 0.99)}, TypeError, "betas"),
+        ({"lr": lambda step: 0.1}, TypeError, "lr must be a number"),
+        ({"weight_decay": lambda step: 0.1}, TypeError, "weight_decay must be a number"),
+        ({"maximize": lambda: True}, TypeError, "maximize must be True or False"),
+        ({"mu_dtype": float}, TypeError, "mu_dtype must be a floating"),
+        ({"seed": lambda: 0}, TypeError, "seed must be an integer"),
+        ({"damping": torch.tensor(-1.0)}, TypeError, "damping must be a number, got a tensor"),
+        ({"clip": torch.tensor(-1.0)}, TypeError, "clip must be a number, got a tensor"),
+        ({"clip": (1.0, torch.tensor(0.0))}, TypeError, "clip must be a number, got a tensor"),
     ],
 )
 def test_bad_settings_are_errors(settings, error, message):
@@ -475,6 +483,9 @@ def test_bad_settings_are_errors(settings, error, message):
         ("preconditioner_lr", lambda updates: 2.0),
         ("preconditioner_update_probability", lambda step: -0.1),
         ("b1", 1.0),
+        ("lr", -0.1),
+        ("lr", torch.tensor(float("nan"))),
+        ("weight_decay", -5.0),
         ("geometry", "QQ"),
         ("block_size", 3),  # too late
         ("packed_factors", True),

@@ -134,17 +134,70 @@ def test_finite_differences_agree_with_the_second_derivative():
         ({"clip": (1.0,)}, ValueError, "clip must be a number or"),
         ({"whiten": "g"}, ValueError, "whiten must be one of"),
         ({"preconditioner_lr": 1.0}, ValueError, "preconditioner_lr must be > 0"),
+        ({"damping": torch.tensor(-1.0)}, TypeError, "damping must be a number, got a tensor"),
+        ({"lr": lambda step: 0.1}, TypeError, "lr must be a number"),
     ],
 )
 def test_bad_settings_are_errors(settings, error, message):
     with pytest.raises(error, match=message):
         LRA(torch.nn.Linear(2, 2).parameters(), **settings)
+    with pytest.raises(error, match=message):
+        LRA([{"params": torch.nn.Linear(2, 2).parameters(), **settings}])
+
+
+@every_door
+@pytest.mark.parametrize("key", ["betas", "precond_lr", "preconditioner_init_scal"])
+def test_a_group_with_settings_of_others_is_an_error(make, key):
+    with pytest.raises(TypeError, match=f"unknown settings in a parameter group: .'{key}'"):
+        make([{"params": torch.nn.Linear(2, 2).parameters(), key: 0.5}])
+
+
+@every_door
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", -1.0), ("b1", 1.0), ("damping", -1.0), ("maximize", 1)]
+)
+def test_a_setting_that_went_bad_is_an_error_before_anything_changes(make, name, value):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters())
+    step(optimizer, loss_fn)
+    before = [p.detach().clone() for p in model.parameters()]
+    steps, optimizer.param_groups[0][name] = optimizer.param_groups[0]["steps"], value
+    with pytest.raises((ValueError, TypeError), match=name):
+        step(optimizer, loss_fn)
+    assert optimizer.param_groups[0]["steps"] == steps
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (LRA, {"betaL": 0.3, "damping": 1e-3, "preconditioner_init_scale": 2.0}),
+        (DenseNewton, {"geometry": "EQ", "betaL": 0.3, "hvp": None}),
+    ],
+)
+def test_a_checkpoint_brings_its_rule_along(kind, settings):
+    models, losses = zip(*(problem() for _ in range(2)), strict=True)
+    one, other = kind(models[0].parameters(), **settings), kind(models[1].parameters())
+    for _ in range(3):
+        step(one, losses[0])
+    models[1].load_state_dict(models[0].state_dict())
+    other.load_state_dict(one.state_dict())
+    for _ in range(3):
+        step(one, losses[0])
+        step(other, losses[1])
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
 def test_refusals():
     layer = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="one group"):
         LRA([{"params": [layer.weight]}, {"params": [layer.bias]}])
+    with pytest.raises(ValueError, match="at least one number"):
+        LRA([torch.nn.Parameter(torch.zeros(0, 3))])
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="gradients must be dense"):
+        LRA(table.parameters()).step()
     with pytest.raises(ValueError, match="complex"):
         LRA([torch.zeros(2, dtype=torch.complex64, requires_grad=True)])
     with pytest.raises(ValueError, match="one dtype"):

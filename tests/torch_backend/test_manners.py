@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable
@@ -1121,3 +1122,90 @@ def test_attention_takes_a_batch_without_examples(need_weights):
     out, _ = model(x, x, x, need_weights=need_weights)
     assert out.shape == (0, 3, 6)
     out.sum().backward()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_covers_what_the_original_does_after_a_head_was_exchanged(how):
+    model = seeded(lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)))
+    base = sgd(model)
+    kfac, x = KFAC(model, base, damping=0.03), randn(12, 5)
+    step(kfac, model(x).square().mean())
+    model[2] = nn.Linear(7, 3).double()
+    base.param_groups[0]["params"] = list(model.parameters())
+    copied = (
+        copy.deepcopy((model, kfac)) if how == "deepcopy" else pickle.loads(pickle.dumps((model, kfac)))
+    )
+    for own_model, own in ((model, kfac), copied):
+        own.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # that the head is plain
+            step(own, own_model(x).square().mean())
+        assert [r.treatment for r in own.routing().routes] == ["kfac", "kfac", "plain", "plain"]
+    assert all(map(torch.equal, model.parameters(), copied[0].parameters()))
+
+
+def test_a_copy_does_without_a_layer_that_was_taken_away():
+    model = seeded(lambda: nn.ModuleDict({"a": nn.Linear(5, 3), "aux": nn.Linear(5, 3)}))
+    kfac, x = KFAC(model, sgd(model), damping=0.03), randn(12, 5)
+    step(kfac, (model["a"](x) + model["aux"](x)).square().mean())  # the two share an A
+    del model["aux"]
+    copied = copy.deepcopy((model, kfac))
+    for own_model, own in ((model, kfac), copied):
+        own.zero_grad()
+        step(own, own_model["a"](x).square().mean())
+    assert all(map(torch.equal, model.parameters(), copied[0].parameters()))
+
+
+def test_a_bias_that_is_frozen_later_is_named_with_its_weight():
+    model = seeded(lambda: nn.Linear(5, 3))
+    kfac = KFAC(model)
+    model.bias.requires_grad_(False)
+    weight, bias = kfac.routing().routes
+    assert weight.treatment == "kfac"
+    assert "its bias, a coordinate of A, is frozen now" in weight.reason
+    assert bias.treatment == "frozen"
+
+
+def test_after_a_step_that_saw_nothing_layers_are_waiting():
+    model = seeded(lambda: nn.Linear(5, 3)).eval()
+    kfac = KFAC(model)
+    model(randn(4, 5)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="saw no layer run in training mode"):
+        kfac.step()
+    assert {route.treatment for route in kfac.routing().routes} == {"waiting"}
+    model.train()
+    step(kfac, model(randn(4, 5)).square().mean())
+    assert {route.treatment for route in kfac.routing().routes} == {"kfac"}
+
+
+def test_examples_behind_positions_are_a_warning_with_reduce():
+    make = nn.TransformerEncoderLayer
+    with pytest.warns(RuntimeWarning, match=r"takes the first axis.*\(batch_first=False\): self_attn"):
+        KFAC(make(8, 2, 16), weight_sharing="reduce")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KFAC(make(8, 2, 16, batch_first=True), weight_sharing="reduce")
+        KFAC(make(8, 2, 16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda saved: saved["kfac"].pop("steps"), "got none of .'steps'"),
+        (lambda saved: saved["kfac"]["hyperparameters"].update(dampink=1.0), "got .'dampink'"),
+        (lambda saved: saved.pop("kfac"), r"a 'kfac' entry, got keys \['param_groups', 'state'\]"),
+    ],
+)
+def test_a_checkpoint_that_lacks_something_is_an_error_before_anything_changes(change, message):
+    model = seeded(lambda: nn.Linear(5, 3))
+    kfac = KFAC(model, sgd(model))
+    step(kfac, model(randn(4, 5)).square().mean())
+    saved = copy.deepcopy(kfac.state_dict())
+    change(saved)
+    for group in saved["param_groups"]:
+        group.pop("kfac", None)
+    step(kfac, model(randn(4, 5, seed=1)).square().mean())
+    before = copy.deepcopy(kfac.state_dict())
+    with pytest.raises(ValueError, match=message):
+        kfac.load_state_dict(saved)
+    assert same(before, kfac.state_dict())

@@ -224,3 +224,11 @@ def test_lambda_scheduler_does_not_make_a_value_invalid():
     with pytest.raises(ValueError, match=r"inv_update_steps must be >= 1, got 0"):
         scheduler.step()
     assert kfac.hyperparameter("inv_update_steps") == 3
+
+
+def test_lambda_scheduler_sets_nothing_if_one_value_would_be_bad():
+    kfac = KFAC(nn.Linear(2, 2), damping=0.1)
+    functions = {"damping_lambda": lambda steps: 0.5, "factor_decay_lambda": lambda steps: 2.0}
+    with pytest.raises(ValueError, match="factor_decay must be"):
+        LambdaParamScheduler(kfac, **functions).step()
+    assert kfac.damping == 0.1

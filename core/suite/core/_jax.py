@@ -71,8 +71,8 @@ def _in_place(vectors: int, function: Callable[..., Any], stack: jax.Array) -> A
 
 
 def _cholesky_inverse(x: jax.Array) -> jax.Array:
-    # LAPACK's L⁻¹ is in memory L⁻ᵀ row by row. The barrier has the compiler leave it at that, which takes
-    # less time to compile and to run; where the product is in parts it does not.
+    # LAPACK's L⁻¹ is in memory L⁻ᵀ row by row. The barrier has the compiler leave it at that, which
+    # takes less time to compile and to run; where the product is in parts it does not.
     root = lax.optimization_barrier(_inverse_root(x).T)
     return _symmetric(times_transposed(root, root))
 
@@ -87,9 +87,9 @@ def _large_cholesky_inverse(x: jax.Array) -> jax.Array:
 
 
 def _inverse_root(x: jax.Array) -> jax.Array:
-    """L⁻¹ of x = L Lᵀ, by LAPACK and its like; its last row is NaN where x is not finite or not positive.
+    """L⁻¹ of x = L Lᵀ, by LAPACK and its like; where there is none its last row is NaN.
 
-    So the inverse is NaN throughout. Infinities on the diagonal alone would have a finite one.
+    So the inverse is NaN throughout. Of infinities on the diagonal alone there would be a finite one.
     """
     marked = jnp.where(jnp.isfinite(x), x, jnp.nan)
     factor = lax.linalg.cholesky_p.bind(marked)  # the solver does not read what is above the diagonal

@@ -152,7 +152,7 @@ def trace(x: Array) -> Array:
 
 
 def traces(stacks: Sequence[Array]) -> Array:
-    """Traces of stacks (k, n, n), and sums of the rows of stacks (k, n), of any n: (Σ k,), in their order.
+    """Traces of stacks (k, n, n), and sums of rows of stacks (k, n), of any n: (Σ k,), in their order.
 
     Of matrices as one product, for a compiler has less to do than for one of each size. In at least
     single precision.

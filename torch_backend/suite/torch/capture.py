@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from suite.core.statistics import LayerStatistics
 from suite.torch.clock import CaptureClock
@@ -39,10 +40,11 @@ from suite.torch.rows import (
     Sums,
     example_count,
     keeps_half,
+    output_positions,
     row_count,
     sums,
 )
-from suite.torch.runs import Run
+from suite.torch.runs import Ending, Run
 from suite.torch.thin import KeptRows
 
 
@@ -71,10 +73,16 @@ class _Probe(torch.autograd.Function):
         reading: _Reading | None,
         source: Source | None,
         run: Run | None,
+        told: CaptureClock | None,
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`rest`: slot of products, scale, chosen rows, bases of A and G, a factor of x; or nothing."""
+        """
+        Args:
+            told: of backward passes.
+            rest: slot of products, scale, chosen rows, bases of A and G, a factor of x; or nothing.
+        """
         ctx.clock, ctx.reading, ctx.source, ctx.run, ctx.call = clock, reading, source, run, None
+        ctx.told = told
         ctx.save_for_backward(x, *rest[1:])
         ctx.spec, ctx.slot = spec, G
         # An alias, not a view: an output that is a view of an input breaks in-place ops after it.
@@ -92,10 +100,12 @@ class _Probe(torch.autograd.Function):
             waits = waits and is_awaited(ctx.slot)
         if not waits or not (ctx.run is None or ctx.run.is_awaited()):
             return (on, *(None,) * (len(wanted) - 1))
+        if ctx.told is not None:
+            ctx.told.passes()
         counted = ctx.run is None or ctx.run.reached()
         if ctx.reading is not None:
             ctx.reading.read.append(ctx.reading.token)
-        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[10] else None
+        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[11] else None
         given = ctx, gradient, x, scale, chosen, bases, vectors[2] if vectors else None
         if _is_plain(gradient.device.type):
             A, G, counts, products = _Probe._sums(*given)
@@ -105,8 +115,8 @@ class _Probe(torch.autograd.Function):
         if not counted or (ctx.call is not None and not ctx.call.is_first()):
             counts = torch.stack([counts[0], torch.zeros_like(counts[0])])
         if not rest:
-            return on, None, A, G, counts, *(None,) * 5
-        return on, None, A, G, counts, *(None,) * 5, products, *(None,) * 5
+            return on, None, A, G, counts, *(None,) * 6
+        return on, None, A, G, counts, *(None,) * 6, products, *(None,) * 5
 
     @staticmethod
     def _sums(
@@ -230,6 +240,18 @@ class LookedUp(NamedTuple):
         return index.select(axes[0], 0), axes[0]
 
 
+def _places_of(layer: Layer) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+    """Where modules keep a layer's parameters: torch.func.functional_call puts others there."""
+    modules = dict.fromkeys(m for site in layer.sites for m in (*site.module.modules(), site.owner))
+    ours = {id(parameter): parameter for parameter in layer.parameters()}
+    return [
+        (module._parameters, name, ours[id(parameter)])
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if id(parameter) in ours
+    ]
+
+
 class LayerCapture:
     """One layer's slots and hooks."""
 
@@ -252,6 +274,11 @@ class LayerCapture:
         self.ran = False  # whether it was called in this step, and not only computed again
         self.called = False  # the same, with its weight as it is, in compiled graphs, too
         self.began = 0  # how often sums began anew
+        self._trained = layer.parameters()
+        self._places = _places_of(layer)
+        self.with_others = False  # whether a call of this step was with other weights than the layer's
+        self.had_others = False  # the same of what was taken last
+        self._ending: Ending | None = None  # of calls that train nothing of it
         self._nodes: dict[bool, Any] = {}  # autograd's, of G of uses as the transpose, or of others
         self.running: list[object] = []  # its modules whose calls are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
@@ -328,10 +355,43 @@ class LayerCapture:
 
     def _keeps(self, site: Site, x: Any, y: Any) -> bool:
         usable = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and y.requires_grad
-        return usable and self._training(site) and not torch.compiler.is_compiling()
+        return (
+            usable and self._training(site) and self._is_trained() and not torch.compiler.is_compiling()
+        )
 
     def wanted(self, site: Site) -> bool:
-        return self.clock.wanted and self._training(site)
+        """Whether a call is to have a part in statistics."""
+        return self.clock.wanted and self._training(site) and self._is_trained()
+
+    def _is_trained(self) -> bool:
+        """Whether a call trains what the layer has: that is not frozen, nor are others in its place."""
+        if torch.compiler.is_compiling():
+            return True
+        frozen = not any([p.requires_grad for p in self._trained])  # noqa: C419 (faster)
+        return not frozen and not self._is_with_others()
+
+    def _is_with_others(self) -> bool:
+        """Whether the module that is called has leaves in place of the layer's parameters.
+
+        What is made of these in their place (fast weights, a mask) is no leaf, and may train them.
+        """
+        if self.held_back:  # while fully_shard's forward runs it has whole parameters
+            return False
+        for held, name, parameter in self._places:
+            x = held.get(name)
+            if x is not parameter and x is not None and x.is_leaf:
+                self.with_others = True
+                return True
+        return False
+
+    def _passes_by(self, site: Site, y: torch.Tensor) -> None:
+        """A call that trains nothing of the layer may be the model's last, whose positions count."""
+        if not self.layer.is_product or torch.compiler.is_compiling() or not y.numel():
+            return
+        if self._ending is None:
+            self._ending = Ending(self.clock, self.layer.device)
+            self.clock.endings.append(self._ending)
+        self._ending.sees(y, output_positions(site.spec, y))
 
     def _training(self, site: Site) -> bool:
         if self.clock.pausing or not site.owner.training or not torch.is_grad_enabled():
@@ -343,6 +403,9 @@ class LayerCapture:
 
     def observe(self, index: int, args: Any, kwargs: Any, y: Any) -> Any:
         """Probe a call of the layer, if it is part of training and this step wants statistics."""
+        clock = self.clock
+        if self.kept is None and not clock.wanted and not clock.discovering:
+            return y
         if type(y) is not torch.Tensor or torch.compiler.is_compiling():
             return self._observe(index, args, kwargs, y)
         with torch._C.DisableTorchFunction():  # modes would be asked for each attribute of a tensor
@@ -351,8 +414,9 @@ class LayerCapture:
     def _observe(self, index: int, args: Any, kwargs: Any, y: Any) -> Any:
         site = self.layer.sites[index]
         x = args[0] if args else kwargs.get("input")
+        trained = self._is_trained()
         if self.clock.discovering and not torch.compiler.is_compiling():
-            self.calls += 1
+            self.calls += trained
             watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
             if watched:
                 on_transformed(y, functools.partial(self.clock.transformed.add, self.layer.name))
@@ -361,7 +425,11 @@ class LayerCapture:
             return y
         if self.kept is not None and self._keeps(site, x, y):
             y = self.kept.probe(x, y)
-        if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.requires_grad:
+        seen = self.clock.wanted and self._training(site) and isinstance(x, torch.Tensor)
+        if not seen or not y.requires_grad:
+            return y
+        if not trained:
+            self._passes_by(site, y)
             return y
         if not y.numel():  # an expert without tokens has seen nothing
             # Passes of our own must still go through what fully_shard has to gather on all ranks.
@@ -381,11 +449,18 @@ class LayerCapture:
             made: () or (d_out,), of what was made of the weight and took its place: what the weight's
                 rows were multiplied with.
         """
-        if self.clock.discovering and not torch.compiler.is_compiling():
+        trained = self._is_trained()
+        if self.clock.discovering and trained and not torch.compiler.is_compiling():
             self.calls += 1
             self.calls_of_made += made is not None
         site, x = self.layer.sites[index], dense(x)
-        if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
+        if (
+            not trained
+            or not self.wanted(site)
+            or not isinstance(x, torch.Tensor)
+            or not y.numel()
+            or is_sharded(y)
+        ):
             return y
         return self._probed(replace(site, spec=spec), x, y, (), {}, made=made)
 
@@ -395,10 +470,16 @@ class LayerCapture:
         Args:
             spec: the layer's, of 'dense', but for the axes, which are those of the product.
         """
-        if self.clock.discovering:
-            self.calls += 1
+        trained = self._is_trained()
+        self.calls += trained and self.clock.discovering
         site, x = self.layer.sites[index], dense(x)
-        if not self.wanted(site) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
+        if (
+            not trained
+            or not self.wanted(site)
+            or not isinstance(x, torch.Tensor)
+            or not y.numel()
+            or is_sharded(y)
+        ):
             return y
         again = in_backward()
         if not again:
@@ -456,7 +537,8 @@ class LayerCapture:
         if any([v is not None for v in (bases, scale, chosen, factor)]):  # noqa: C419 (torch.compile)
             slot = None if bases is None else self.products
             rest = (slot, scale, chosen, *(bases or (None, None)), factor)
-        apply = _Probe.apply if torch.compiler.is_compiling() else _ProbeOfDuals.apply
+        compiling = torch.compiler.is_compiling()
+        apply = _Probe.apply if compiling else _ProbeOfDuals.apply
         with without_modes():
             probed = apply(
                 y,
@@ -469,6 +551,7 @@ class LayerCapture:
                 self._reading(x),
                 source,
                 run,
+                None if compiling else self.clock,
                 *rest,
             )
         if isinstance(clock, _UnlessBroadcast):
@@ -730,10 +813,14 @@ class LayerCapture:
 
     def take_nothing(self) -> None:
         """`take` where no slot has a sum."""
-        self.incomplete, self.left_out = self.left_out, False
+        self._begin_step()
         self.ran = False
         self.seen.clear()
         self.terms = 0.0
+
+    def _begin_step(self) -> None:
+        self.incomplete, self.left_out = self.left_out, False
+        self.had_others, self.with_others = self.with_others, False
 
     def take(self) -> Captured | None:
         """What was summed since the last `take`; None if no backward pass went through the layer."""
@@ -743,7 +830,7 @@ class LayerCapture:
         if sums and sums[0] is not None and sums[1] is not None and sums[2] is not None:
             transposed, positions = LayerStatistics(sums[0], sums[1], sums[2][0]), sums[2][1]
         products, terms, read = self._sum(self.products), self.terms, tuple(sorted(self.read))
-        self.incomplete, self.left_out = self.left_out, False
+        self._begin_step()
         self.clear()
         if counts is None or G is None:
             if transposed is None:

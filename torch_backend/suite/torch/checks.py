@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from suite.core import checks
+from suite.torch.inplace import HOST_DEVICES
 
 
 def check_number(name: str, value: Any, **bounds: float) -> None:
@@ -18,6 +19,17 @@ def check_number(name: str, value: Any, **bounds: float) -> None:
             raise TypeError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}")
         value = value.item()
     checks.check_number(name, value, **bounds)
+
+
+def is_at_hand(value: Any) -> bool:
+    """Whether the host knows a setting without waiting for a device."""
+    return not isinstance(value, torch.Tensor) or value.device.type in HOST_DEVICES
+
+
+def require_known(name: str, value: Any) -> None:
+    """TypeError if a setting is a tensor, whose value the rules that it is for do not ask."""
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a number, got a tensor of shape {tuple(value.shape)}")
 
 
 def check_dtype(name: str, value: Any) -> None:

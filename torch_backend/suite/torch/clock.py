@@ -111,10 +111,16 @@ class CaptureClock:
         return Run(self, self.runs, owner, layer.name, transposed=transposed, looks_up=looks_up)
 
     def passes(self) -> None:
-        """A backward pass has come to a layer. When it is over, layers look where gradients are."""
+        """A backward pass has come to a layer, before it adds to any sum.
+
+        Layers ask what was discarded, and when it is over where gradients are.
+        """
         now = torch._C._current_graph_task_id()
         if now == -1 or now in self._passing:
             return
+        if not self._passing and self.wanted and not self.pausing and not self.sampled:
+            for capture in self.captures:
+                capture.forget_what_was_discarded()
         self._passing.add(now)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(functools.partial(self._passed, now))

@@ -22,9 +22,14 @@ class Directions:
         gradients: Mapping[int, Sequence[torch.Tensor]],
         known: Mapping[int, list[torch.Tensor]],
         damping: float,
-        rates: Mapping[int, Any],
+        rates: Mapping[int, Sequence[Any]],
     ) -> None:
-        """`gradients`: the weight's and perhaps the bias's; `known`: directions that need no product."""
+        """
+        Args:
+            gradients: the weight's and perhaps the bias's.
+            known: directions that need no product.
+            rates: learning rates of the weight and perhaps the bias, of layers that `products` are of.
+        """
         self._factors, self._gradients, self._damping = factors, gradients, damping
         self._rates = rates
         self._asked = {i for i in gradients if i not in known}
@@ -41,8 +46,8 @@ class Directions:
             self._compute(self._number_of[index])
         return self._found[index]
 
-    def products(self, chosen: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
-        """⟨direction, gradient⟩: (layer, its product, or that of all layers of one bucket and rate)."""
+    def products(self, chosen: Sequence[int]) -> list[tuple[Any, torch.Tensor]]:
+        """⟨direction, gradient⟩: (rate, product) of parameters, or of all layers of a bucket."""
         by_bucket: dict[int, list[int]] = {}
         found = []
         for i in chosen:
@@ -54,15 +59,15 @@ class Directions:
             self.parts(layers[0])
             count = sum(m.index in self._asked for m in self._factors.buckets[number].members)
             if number in self._product and len(layers) == count:
-                found.append((layers[0], self._product[number]))
+                found.append((self._rates[layers[0]][0], self._product[number]))
                 continue
             for i in layers:
                 found += self._products_of(i)
         return found
 
-    def _products_of(self, index: int) -> list[tuple[int, torch.Tensor]]:
-        pairs = zip(self.parts(index), self._gradients[index], strict=False)  # a bias may have none
-        return [(index, inner_product(d, g.to(d.dtype))) for d, g in pairs]
+    def _products_of(self, index: int) -> list[tuple[Any, torch.Tensor]]:
+        given = zip(self._rates[index], self.parts(index), self._gradients[index], strict=False)
+        return [(rate, inner_product(d, g.to(d.dtype))) for rate, d, g in given]  # a bias may have none
 
     def _compute(self, number: int) -> None:
         indices = [m.index for m in self._factors.buckets[number].members]
@@ -74,7 +79,7 @@ class Directions:
         ]
         joined = joined_gradients(layers, given)
         direction = self._factors.directions(number, joined, self._damping)
-        rates = [self._rates[i] for i in indices if i in self._rates]
+        rates = [rate for i in indices for rate in self._rates.get(i, ())]
         if rates and all(_is_same(rate, rates[0]) for rate in rates):
             self._product[number] = inner_product(direction, joined)
         for i, parts in zip(indices, split_directions(layers, direction), strict=True):

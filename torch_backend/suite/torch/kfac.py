@@ -327,8 +327,9 @@ class KFAC(torch.optim.Optimizer):
             )
         named = list(model.named_parameters())
         moved = {id(p) for _, p in named} if optimizer is None else _moved_by(optimizer)
-        self._trained = frozenset(name for name, p in named if p.requires_grad)
-        self._given = frozenset(name for name, p in named if id(p) in moved)
+        # By name, of the parameters that it was made for: what had a gradient, what the optimizer had.
+        self._trained = {name: p for name, p in named if p.requires_grad}
+        self._given = {name: p for name, p in named if id(p) in moved}
         self._settings = {**settings, "gradient_worker_fraction": workers / ranks.world}
         covered = {id(p): p for layer in self._engine.layers for p in layer.parameters()}
         super().__init__(list(covered.values()), {})
@@ -661,8 +662,21 @@ class KFAC(torch.optim.Optimizer):
         # A copy is a new KFAC on the copied model, whose hooks do not come along.
         # What this rank has: others need not copy theirs.
         state = self.state_dict(gather=not self._engine.factors.allocated)["kfac"]
-        given = self._engine.model, self._base, self._settings, state, self._trained, self._given
-        return _rebuilt, (type(self), *given)
+        # Layers whose parameters were exchanged since, or taken away, stay behind.
+        now = dict(self._engine.model.named_parameters())
+        present = {id(p) for p in now.values()}
+        gone = {
+            layer.name
+            for layer in self._engine.layers
+            if any(id(p) not in present for p in layer.parameters())
+        }
+        state["layers"] = {name: x for name, x in state["layers"].items() if name not in gone}
+        state["inputs"] = [pair for pair in state["inputs"] if gone.isdisjoint(pair)]
+        known = [
+            frozenset(name for name, p in names.items() if now.get(name) is p)
+            for names in (self._trained, self._given)
+        ]
+        return _rebuilt, (type(self), self._engine.model, self._base, self._settings, state, *known)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and statistics of backward passes that no step has used.
@@ -798,7 +812,8 @@ class KFAC(torch.optim.Optimizer):
         groups = [dict(group) for group in state_dict.get("param_groups", [])]
         if groups:
             of_group = [group.pop("kfac", None) for group in groups]
-            state_dict = {"kfac": of_group[0], **state_dict, "param_groups": groups}
+            record = {} if of_group[0] is None else {"kfac": of_group[0]}
+            state_dict = {**record, **state_dict, "param_groups": groups}
         problem, ranks = self._misfit(state_dict), self._engine.ranks
         if any(ranks.gather(problem is not None, "K-FAC's agreement on a checkpoint")):
             raise ValueError(problem or "the state_dict of another rank does not fit, as its error says")
@@ -835,8 +850,15 @@ class KFAC(torch.optim.Optimizer):
             if "steps" in state_dict:
                 said += ": kfac-pytorch's factors do not fit these, which begin anew"
             return said
-        if kfac["version"] != 3:
-            return f"state_dict version must be 3, got {kfac['version']!r}"
+        if kfac.get("version") != 3:
+            return f"state_dict version must be 3, got {kfac.get('version')!r}"
+        missing = sorted(_SAVED - kfac.keys())
+        if missing:
+            return f"the state_dict's 'kfac' entry must have {sorted(_SAVED)}, got none of {missing}"
+        unknown = sorted(kfac["hyperparameters"].keys() - self._hyperparameters.keys())
+        if unknown:
+            known = sorted(self._hyperparameters)
+            return f"hyperparameters of the state_dict must be among {known}, got {unknown}"
         if kfac["compute_method"] != own:
             return f"compute_method of the state_dict must be {own!r}, got {kfac['compute_method']!r}"
         if kfac["gathered"] and (self._base is not None) != ("param_groups" in state_dict):
@@ -867,6 +889,11 @@ class KFAC(torch.optim.Optimizer):
 
 
 KFACPreconditioner = KFAC
+
+_SAVED = {  # in a checkpoint, under 'kfac'
+    *("version", "compute_method", "steps", "skipped_steps", "refreshed_at", "draws", "hyperparameters"),
+    *("layers", "inputs", "discovered", "gathered", "factors", "inverses"),
+}
 
 
 @functools.cache

@@ -278,12 +278,13 @@ class KFACEngine:
             return
         whole = self.gradients.whole(agreed.present)
         known = self._directions_of_rows(whole)
-        rates = {i: lr_of(self.layers[i].weight.parameter) for i in whole} if kl_clip is not None else {}
+        rates: dict[int, list[Any]] = {}
+        if kl_clip is not None:
+            rates = {i: [lr_of(parameter) for parameter in self.layers[i].parameters()] for i in whole}
         directions = Directions(self.factors, whole, known, damping, rates)
 
         def change_of(chosen: Sequence[int]) -> torch.Tensor:
-            products = directions.products(chosen)
-            return squared_rates_times([(rates[i], product) for i, product in products])
+            return squared_rates_times(directions.products(chosen))
 
         def changes_of(chosen: Sequence[int]) -> torch.Tensor:
             if self.tensor_ranks.alone:

@@ -40,7 +40,16 @@ class Reports:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._known = {found.name_of(name): p for name, p in model.named_parameters()}
         self._unseen_reported = self._torn_reported = False
+        self._saw_nothing = False  # in a step
         self._missed: set[str] = set()  # of whose derivatives was warned
+        if any(layer.spec.reduce for layer in self.layers):
+            modules = model.named_modules()
+            names = [name for name, m in modules if getattr(m, "batch_first", None) is False]
+            if names:
+                warn_user(
+                    "weight_sharing='reduce' takes the first axis for the examples, also in modules "
+                    f"beside these, which have positions there (batch_first=False): {', '.join(names)}"
+                )
 
     def require_parameters(self, taken: Taken) -> None:
         """RuntimeError if a layer ran whose weight is not the model's, or not as it was, any more."""
@@ -51,8 +60,11 @@ class Reports:
                 "the parameters of these layers must have the shapes that they had when K-FAC was "
                 f"attached, got others: {', '.join(map(repr, resized))}. {_ATTACH_AGAIN}"
             )
-        pairs = zip(self.layers, taken, strict=True)
-        ran = [layer for layer, t in pairs if t is not None and layer.weight.parameter.grad is None]
+        ran = [
+            layer
+            for layer, t, capture in zip(self.layers, taken, self.capture.by_layer, strict=True)
+            if (t is not None or capture.had_others) and layer.weight.parameter.grad is None
+        ]
         if not ran:
             return
         present = {id(p) for p in self.model.parameters()}
@@ -95,7 +107,8 @@ class Reports:
                 "Its hooks ran, so these gradients are not those of a backward pass since: "
                 "torch.autograd.grad and backward(inputs=...) compute what they are asked for alone "
                 "(call loss.backward()), adjoint methods among those who call them (torchdiffeq's "
-                "odeint_adjoint: take odeint), and kfac.zero_grad() forgets the pass before it"
+                "odeint_adjoint: take odeint), kfac.zero_grad() forgets the pass before it, and a "
+                "factor_update_steps that changes after a forward pass finds no statistics of that"
             )
         if self.capture.clock.sampled:
             said = "K-FAC saw no backward pass through the model's output since the last step"
@@ -106,6 +119,7 @@ class Reports:
         moving, given = self._gradients()
         if given and not moving:
             return False
+        self._saw_nothing = True
         if not self.capture.attached:
             said = "K-FAC was detached: there are no statistics"
         elif self.model.training and moving:
@@ -211,7 +225,11 @@ class Reports:
             if leader is not None:
                 said.append(f"shares A with {self.layers[leader].name}")
             own = {id(parameter) for parameter in layer.parameters()}
-            if not self._unseen_reported or factors.is_ready(i):
+            if _has_frozen_bias(layer):
+                said.append(
+                    "its bias, a coordinate of A, is frozen now: attach again for an A without it"
+                )
+            if not (self._unseen_reported or self._saw_nothing) or factors.is_ready(i):
                 ready |= own
                 continue
             why = ["no statistics yet, its gradient passes through, times kl_clip's coefficient"]
@@ -258,6 +276,13 @@ class Reports:
                 record["update_to_weight"] = float(linalg.norm(gradient)) / max(norm, 1e-30)
             layers[layer.name] = record
         return layers
+
+
+def _has_frozen_bias(layer: Layer) -> bool:
+    """Whether the bias was frozen after K-FAC was attached, and the weight was not."""
+    bias = layer.bias
+    frozen = bias is not None and not bias.parameter.requires_grad
+    return frozen and layer.weight.parameter.requires_grad
 
 
 def _frozen_since(route: Route, parameter: nn.Parameter, weights: Sequence[nn.Parameter]) -> Route:

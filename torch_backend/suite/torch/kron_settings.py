@@ -13,7 +13,7 @@ from suite.core import kron as core_kron
 from suite.core.checks import check_choice, check_flag, check_integer
 from suite.core.schedules import advance_clock
 from suite.core.step_size import check_clip
-from suite.torch.checks import check_dtype, check_number
+from suite.torch.checks import check_dtype, check_number, is_at_hand, require_known
 from suite.torch.kron_engine import StepSettings
 from suite.torch.kron_storage import KronStorage
 
@@ -54,6 +54,7 @@ RENAMED = {
 # Settings of other optimizers, which would be ignored in silence. What else is in a group is the user's.
 _OTHERS = {"betas", "b2", "eps", "momentum", "nesterov", "dampening", "amsgrad", "capturable", "fused",
            "foreach", "rho", "precondition_frequency"}  # fmt: skip
+SCHEDULES = ("preconditioner_update_probability", "preconditioner_lr")  # may be functions of counts
 _STEP = ("b1", "whiten", "update_first", "clip", "normalize_grads", "stochastic_rounding")
 FIXED = (
     *STRUCTURE,
@@ -73,7 +74,7 @@ _FLAGS = (
 
 def check_group(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
-        if not callable(value):
+        if not (callable(value) and name in SCHEDULES):
             _check_setting(name, value)
     blocks.Structure(**{name: settings[name] for name in STRUCTURE})
     rule = rule_of(settings)
@@ -84,8 +85,9 @@ def check_group(settings: dict[str, Any]) -> None:
 @torch._disable_dynamo  # the host's arithmetic, of numbers that change in every step
 def planned(group: dict[str, Any]) -> tuple[core_kron.Kron, StepSettings, dict[str, Any]]:
     """A group's rule and next step, checked, and the counts after it."""
-    for name in _STEP:
-        _check_setting(name, group[name])
+    for name in (*_STEP, "lr", "weight_decay", "maximize"):
+        if is_at_hand(group[name]):
+            _check_setting(name, group[name])
     step, updates = group["steps"] + 1, group["updates"]
     probability = _at("preconditioner_update_probability", group, step)
     due, clock = advance_clock(group["update_clock"], probability)
@@ -129,7 +131,11 @@ def _check_setting(name: str, value: Any) -> None:
         check_number(name, value, above=0, below=1)
     elif name == "whiten":
         check_choice(name, value, get_args(Whiten))
+    elif name in ("betaL", "damping", "preconditioner_init_scale"):
+        require_known(name, value)  # the rule has the bounds
     elif name == "clip":
+        for bound in value if isinstance(value, tuple | list) else (value,):
+            require_known(name, bound)
         check_clip(value)
     elif name in _FLAGS or (name == "cache_preconditioner" and value is not None):
         check_flag(name, value)

@@ -15,9 +15,10 @@ from suite.core.checks import check_choice, check_flag, check_integer
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip, clipped
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import check_number
+from suite.torch.checks import check_number, is_at_hand, require_known
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
+from suite.torch.kron_settings import is_misplaced
 
 Schedule = float | Callable[[int], float]
 Hvp = Literal["exact", "finite_difference"] | None
@@ -30,14 +31,20 @@ class _WholeVector(torch.optim.Optimizer):
     The preconditioner's state belongs to no parameter; it lies with the first one's.
     """
 
-    _rule: Any
-
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         _check(defaults)
         super().__init__(params, defaults)
         if len(self.param_groups) != 1:
             raise ValueError(f"params must be one group, got {len(self.param_groups)}")
+        (group,) = self.param_groups
+        _check(group)
+        self._rule_of(group)
+        unknown = sorted(k for k in group.keys() - defaults.keys() if is_misplaced(k, tuple(defaults)))
+        if unknown:
+            raise TypeError(f"unknown settings in a parameter group: {unknown}")
         own = self._parameters
+        if not own:
+            raise ValueError("params must have at least one number, got none")
         if any(p.is_complex() for p in own):
             raise ValueError(
                 "complex parameters are not covered: make the parameter of real and imaginary parts, "
@@ -61,7 +68,16 @@ class _WholeVector(torch.optim.Optimizer):
         return [p for p in self.param_groups[0]["params"] if p.numel()]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_rule": self._rule, "_held": self._held}
+        return {**super().__getstate__(), "_held": self._held}
+
+    @property
+    def _rule(self) -> Any:
+        return self._rule_of(self.param_groups[0])
+
+    @staticmethod
+    def _rule_of(group: dict[str, Any]) -> Any:
+        """The core's, with a group's settings; raises where these are bad."""
+        raise NotImplementedError
 
     @property
     def skipped_steps(self) -> int:
@@ -127,9 +143,13 @@ class _WholeVector(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: no closure where `hvp` needs one; the group holds other parameters.
+            ValueError, TypeError: a setting in the group is bad; sparse gradients.
         """
         self._require_parameters()
         group, parameters = self.param_groups[0], self._parameters
+        _check({name: value for name, value in group.items() if is_at_hand(value)})
+        if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+            raise ValueError("gradients must be dense: build the embedding with sparse=False")
         step = group["steps"] + 1
         probability = _at("preconditioner_update_probability", group, step)
         due, clock = advance_clock(group["update_clock"], probability)
@@ -285,8 +305,14 @@ class LRA(_WholeVector):
     ) -> None:
         shared = _shared(lr, b1, weight_decay, preconditioner_update_probability, preconditioner_lr)
         own = {"whiten": whiten, "clip": clip, "maximize": maximize, "seed": seed, "hvp": hvp}
-        self._rule = core_lra.LRA(rank, betaL, damping, preconditioner_init_scale)
-        super().__init__(params, {**shared, **own})
+        scale = {"preconditioner_init_scale": preconditioner_init_scale}
+        rule = {"rank": rank, "betaL": betaL, "damping": damping, **scale}
+        super().__init__(params, {**shared, **own, **rule})
+
+    @staticmethod
+    def _rule_of(group: dict[str, Any]) -> core_lra.LRA:
+        names = ("rank", "betaL", "damping", "preconditioner_init_scale")
+        return core_lra.LRA(**{name: group[name] for name in names})
 
     def _init_preconditioner(
         self, numbers: int, like: torch.Tensor, group: dict[str, Any]
@@ -363,8 +389,14 @@ class DenseNewton(_WholeVector):
     ) -> None:
         shared = _shared(lr, b1, weight_decay, preconditioner_update_probability, preconditioner_lr)
         own = {"whiten": whiten, "clip": clip, "maximize": maximize, "seed": seed, "hvp": hvp}
-        self._rule = core_dense.Dense(geometry, betaL, damping, preconditioner_init_scale)
-        super().__init__(params, {**shared, **own})
+        scale = {"preconditioner_init_scale": preconditioner_init_scale}
+        rule = {"geometry": geometry, "betaL": betaL, "damping": damping, **scale}
+        super().__init__(params, {**shared, **own, **rule})
+
+    @staticmethod
+    def _rule_of(group: dict[str, Any]) -> core_dense.Dense:
+        names = ("geometry", "betaL", "damping", "preconditioner_init_scale")
+        return core_dense.Dense(**{name: group[name] for name in names})
 
     def _init_preconditioner(
         self, numbers: int, like: torch.Tensor, group: dict[str, Any]
@@ -424,7 +456,11 @@ def _check(settings: dict[str, Any]) -> None:
             check_choice(name, value, ("momentum", "gradient"))
         elif name == "hvp":
             check_choice(name, value, (None, "exact", "finite_difference"))
+        elif name in ("betaL", "damping", "preconditioner_init_scale"):
+            require_known(name, value)  # the rule has the bounds
         elif name == "clip":
+            for bound in value if isinstance(value, tuple | list) else (value,):
+                require_known(name, bound)
             check_clip(value)
         elif name == "maximize":
             check_flag(name, value)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from suite.torch.derivatives import Noted, is_recorded
+from suite.torch.hooks import in_backward
 
 if TYPE_CHECKING:
     from suite.torch.clock import CaptureClock
@@ -96,6 +97,11 @@ class Ending:
         if now != self.came:
             counted = self.slot.grad
             self.came, self.before = now, (self.count, None if counted is None else counted.clone())
+
+    def sees(self, output: torch.Tensor, positions: int) -> None:
+        """A call that no graph was compiled of."""
+        if not self.clock.sampled and not torch._C._are_functorch_transforms_active():
+            self.watch(output, positions, None if in_backward() else self.clock.ends(self))
 
     def watch(self, output: torch.Tensor, positions: int, run: Run | None) -> None:
         """Have backward passes through an output count it, also those through its derivatives.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from suite.core.checks import check_integer, check_number
+from suite.torch.settings import check_hyperparameter
 
 if TYPE_CHECKING:
     from suite.torch.kfac import KFAC
@@ -164,6 +165,8 @@ class LambdaParamScheduler:
         for name, function in self._functions.items():
             value = _number(self.preconditioner, name) * function(steps)
             values[name] = int(value) if name.endswith("_steps") else value
+        for name, value in values.items():
+            check_hyperparameter(name, value)  # all of them before any is set
         for name, value in values.items():
             self.preconditioner.set_hyperparameter(name, value)
 

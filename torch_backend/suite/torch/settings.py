@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from suite.core.checks import check_choice, check_integer, check_number
+from suite.core.checks import check_choice, check_integer
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.placement import gradient_workers
 from suite.torch.agreement import check_terms
-from suite.torch.checks import check_dtype
+from suite.torch.checks import check_dtype, check_number
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import data_group
 from suite.torch.find_layers import FoundLayers

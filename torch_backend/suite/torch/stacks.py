@@ -72,11 +72,11 @@ class StackCapture(ModeAround):
         self.owner = weakref.ref(module)
 
     def make_mode(self) -> _Watching | None:
-        first = self.captures[0]
-        if self.owner() is None or not first.wanted(first.layer.sites[0]):
+        wanted = [capture for capture in self.captures if capture.wanted(capture.layer.sites[0])]
+        if self.owner() is None or not wanted:
             return None
         watched = []
-        for capture in self.captures:
+        for capture in wanted:
             if not torch.compiler.is_compiling() and not in_backward():
                 capture.forget_what_was_discarded()
             layer, site = capture.layer, capture.layer.sites[0]

@@ -47,7 +47,8 @@ class UseCounter(ModeAround):
             return None
         if not self.model.training or not torch.is_grad_enabled():
             return None
-        return _Counting({id(c.layer.weight.parameter): c for c in self.captures})
+        weights = [(c.layer.weight.parameter, c) for c in self.captures]
+        return _Counting({id(weight): c for weight, c in weights if weight.requires_grad})
 
     def strays(self) -> list[str]:
         """The layers whose weights were used more often than the layers ran."""

@@ -27,11 +27,11 @@ class FreeCapture(ModeAround):
         self.names = [names.get(id(capture.layer.weight.parameter)) for capture in captures]
 
     def make_mode(self) -> FreeParameters | None:
-        first = self.captures[0]
-        if not first.wanted(first.layer.sites[0]):
-            return None
         pairs = zip(self.captures, self.names, strict=True)
-        watched = [self._watched(capture, name) for capture, name in pairs]
+        wanted = [(capture, name) for capture, name in pairs if capture.wanted(capture.layer.sites[0])]
+        if not wanted:
+            return None
+        watched = [self._watched(capture, name) for capture, name in wanted]
         module = self.owner()
         own = [] if module is None else [*module._parameters.values(), *module._buffers.values()]
         return FreeParameters(watched, [x for x in own if x is not None])
@@ -84,7 +84,5 @@ class OutputWatch:
             clock.ends(self.ending)
             with without_modes():
                 return Reached.apply(output, self.ending.slot, positions)
-        if not clock.sampled and not torch._C._are_functorch_transforms_active():
-            run = None if in_backward() else clock.ends(self.ending)
-            self.ending.watch(output, positions, run)
+        self.ending.sees(output, positions)
         return output

@@ -1,0 +1,175 @@
+"""Calls that train nothing of a layer, and backward passes that are thrown away, leave no trace."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from suite.torch import KFAC
+
+
+class Own(nn.Module):
+    """A free parameter, a stack of matrices, and a weight that a function gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(5))
+        self.experts = nn.Parameter(torch.randn(2, 5, 5))
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x):
+        x = F.linear(x + self.shift, self.weight)
+        return sum(F.linear(x, self.experts[i]) for i in range(2))
+
+
+MODELS = {
+    "linear": lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)),
+    "without bias": lambda: nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 1)),
+    "norm": lambda: nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)),
+    "norm last": lambda: nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)),
+    "own": lambda: nn.Sequential(Own(), nn.Tanh(), nn.Linear(5, 1)),
+    "weight norm": lambda: nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 1)
+    ),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(9, 1)
+    ),
+}
+every_model = pytest.mark.parametrize("kind", list(MODELS))
+
+
+def made(kind):
+    torch.manual_seed(0)
+    model = MODELS[kind]().double()
+    return model, torch.randn(12, 5).double(), torch.randn(7, 5).double()
+
+
+def trained(model, passes, steps=2):
+    """(directions, terms) of steps, each after `passes(model)`."""
+    kfac, found = KFAC(model, damping=0.03, kl_clip=None, factor_decay=0.5), []
+    for _ in range(steps):
+        passes(model)
+        kfac.step()
+        found.append(([p.grad.clone() for p in model.parameters()], kfac.counted_terms))
+        model.zero_grad()
+    return found
+
+
+def assert_alike(some, others):
+    for (directions, terms), (expected, expected_terms) in zip(some, others, strict=True):
+        assert terms == expected_terms
+        for x, y in zip(directions, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def own_pass(model, x):
+    model(x).square().mean().backward()
+
+
+@every_model
+@pytest.mark.parametrize("before", [True, False])
+def test_a_pass_through_a_frozen_model_has_no_part_in_its_statistics(kind, before):
+    model, x, z = made(kind)
+
+    def frozen(model):
+        model.requires_grad_(False)
+        (3 * model(z.clone().requires_grad_()) - 1).square().mean().backward()
+        model.requires_grad_(True)
+
+    def both(model):
+        for one in (frozen, lambda m: own_pass(m, x)) if before else (lambda m: own_pass(m, x), frozen):
+            one(model)
+
+    assert_alike(trained(copy.deepcopy(model), both), trained(model, lambda m: own_pass(m, x)))
+
+
+@every_model
+@pytest.mark.parametrize("which", ["leaves", "constants"])
+def test_calls_with_other_weights_have_no_part(kind, which):
+    model, x, z = made(kind)
+
+    def both(model):
+        other = {n: 3 * p.detach() for n, p in model.named_parameters()}
+        other = {n: p.requires_grad_(which == "leaves") for n, p in other.items()}
+        loss = functional_call(model, other, (z.clone().requires_grad_(),)).square().mean()
+        (loss + model(x).square().mean()).backward()
+
+    assert_alike(trained(copy.deepcopy(model), both), trained(model, lambda m: own_pass(m, x)))
+
+
+def test_calls_with_its_own_parameters_by_name_or_weights_made_of_them_have_one():
+    model, x, _ = made("linear")
+
+    def by_name(model):
+        functional_call(model, dict(model.named_parameters()), (x,)).square().mean().backward()
+
+    def fast(model):
+        made_of = {n: p - 0.0 for n, p in model.named_parameters()}
+        functional_call(model, made_of, (x,)).square().mean().backward()
+
+    for passes in (by_name, fast):
+        assert_alike(
+            trained(copy.deepcopy(model), passes),
+            trained(copy.deepcopy(model), lambda m: own_pass(m, x)),
+        )
+
+
+def test_a_frozen_head_says_how_many_terms_there_are():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.body(x)).mean(1))
+
+    torch.manual_seed(0)
+    model, x = Pooled().double(), torch.randn(6, 3, 5).double()
+    kfac = KFAC(model, damping=0.1)
+    model.head.requires_grad_(False)
+    for _ in range(2):
+        own_pass(model, x)
+        kfac.step()
+        model.zero_grad()
+        assert kfac.counted_terms == 6
+
+
+@every_model
+def test_a_backward_pass_whose_gradients_are_set_to_none_leaves_no_trace(kind):
+    model, x, z = made(kind)
+
+    def with_discarded(model):
+        out = model(x)
+        other = model(z)  # before any backward pass: no forward pass comes between the two
+        (2 * out - 1).square().mean().backward(retain_graph=True)
+        model.zero_grad()
+        other.exp().mean().backward()
+        model.zero_grad()
+        out.square().mean().backward()
+
+    assert_alike(trained(copy.deepcopy(model), with_discarded), trained(model, lambda m: own_pass(m, x)))
+
+
+def test_gradients_that_are_zeroed_in_place_keep_the_statistics_of_their_pass():
+    """As where tasks go backward one by one, and what is made of their gradients is put together."""
+    model, x, z = made("linear")
+
+    def by_task(model):
+        parts = [model(y).square().sum() / 19 for y in (x, z)]
+        kept = []
+        for part in parts:
+            model.zero_grad(set_to_none=False)
+            part.backward()
+            kept.append([p.grad.clone() for p in model.parameters()])
+        for p, *each in zip(model.parameters(), *kept, strict=True):
+            p.grad = sum(each)
+
+    def at_once(model):
+        model(torch.cat([x, z])).square().mean().backward()
+
+    assert_alike(trained(copy.deepcopy(model), by_task), trained(model, at_once))
