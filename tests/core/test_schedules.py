@@ -142,3 +142,12 @@ def test_clock_of_single_precision_keeps_time(xp):
         if xp.numpy(due):
             due_at.append(step)
     assert due_at == list(range(0, 300, 10))
+
+
+def test_an_array_clock_goes_on_after_a_probability_that_is_none(xp):
+    clock, due_at = xp.asarray(1.0, "float32"), []
+    for step, probability in enumerate([0.5, np.nan, 0.5, -3.0, 7.0, 0.5, 0.5, 0.5]):
+        due, clock = xp.run(advance_clock, clock, xp.asarray(probability, "float32"))
+        if xp.numpy(due):
+            due_at.append(step)
+    assert due_at == [0, 3, 5, 7]

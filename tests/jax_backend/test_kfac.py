@@ -697,3 +697,19 @@ def test_a_triangular_system_may_vary_over_devices_where_its_right_side_does_not
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
     found = jax.jit(jax.shard_map(solve, mesh=mesh, in_specs=spec, out_specs=spec))(x)
     np.testing.assert_allclose(x @ found, y, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_without_jit_steps_are_the_same(method):
+    tx, found = kfac(PLAN, 0.1, damping=0.1, compute_method=method), []
+    for disabled in (False, True):
+        with jax.disable_jit(disabled):
+            _, grads, statistics = VAG(PARAMS, X, Y)
+            found.append(tx.update(grads, tx.init(PARAMS), PARAMS, statistics=statistics)[0])
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9)
+
+
+def test_a_mask_of_weight_decay_that_does_not_fit_is_an_error():
+    with pytest.raises(ValueError, match="weight_decay_mask must have the structure of the parameters"):
+        kfac(PLAN, 0.1, weight_decay=0.1, weight_decay_mask={"w": True}).init(PARAMS)

@@ -223,6 +223,22 @@ def test_bad_settings_are_errors(settings, error, message):
         kron(**settings)
 
 
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        ({"w": True}, ValueError, "weight_decay_mask must have the structure of the parameters"),
+        (lambda params: [True], ValueError, "weight_decay_mask must have the structure"),
+        ("w", TypeError, "weight_decay_mask must have leaves True or False, got 'w'"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_an_error(mask, error, message):
+    with pytest.raises(error, match=message):
+        kron(weight_decay=0.1, weight_decay_mask=mask).init(PARAMS)
+    kron(weight_decay=0.1, weight_decay_mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)).init(
+        PARAMS
+    )
+
+
 def test_refusals():
     with pytest.raises(ValueError, match=r"complex.*split_real_and_imaginary"):
         kron().init(jnp.ones(2, jnp.complex64))

@@ -150,6 +150,58 @@ def test_relative_positions_of_attention():
     assert_same(found, (counts[None] * 1.0, (g.T @ g)[None], jnp.asarray([N * T * T * 1.0])))
 
 
+@pytest.mark.parametrize("how", ["constant", "computed", "column", "permuted"])
+def test_numbers_that_are_looked_up_for_all_examples(how):
+    """A table without features, as of relative positions of one head, or entries in another order."""
+    distance = np.abs(np.arange(T)[:, None] - np.arange(T))
+    indices = distance[0, ::-1] if how == "permuted" else distance
+
+    def added(numbers, p, x):
+        h = x @ p["w"]
+        if how == "permuted":
+            return jnp.mean(jnp.sin(h[..., 0] + numbers) ** 2)
+        return jnp.mean(jnp.sin(jax.nn.softmax(jnp.einsum("nqd,nkd->nqk", h, h) + numbers)) ** 2)
+
+    def loss(p, x):
+        table = p["relative"]
+        if how == "computed":
+            i = jnp.arange(T)
+            return added(table[jnp.abs(i[:, None] - i)], p, x)
+        return added(table[:, None][indices][..., 0] if how == "column" else table[indices], p, x)
+
+    params, x = {"relative": normal(T, seed=4), "w": normal(D, D, seed=5)}, normal(N, T, D, seed=6)
+    found = moments(loss, params, x)[0]["['relative']"]
+    every = jnp.broadcast_to(params["relative"][indices], (N, *indices.shape))
+    g = jax.grad(added)(every, params, x)
+    counts = N * np.bincount(indices.ravel(), minlength=T)
+    assert_same(
+        found, (counts[None] * 1.0, jnp.sum(g**2)[None, None, None], jnp.asarray([1.0 * g.size]))
+    )
+    verify(loss, params, x)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        lambda w: w[np.array([2, 0, 1, 3])],
+        lambda w: jnp.take(w, jnp.arange(D)[::-1], axis=0),
+        lambda w: w.T[np.array([1, 2, 0])].T,
+    ],
+)
+def test_weights_that_are_looked_up_are_plain(weights):
+    """Once for all examples: what they would be preconditioned with vanishes near a minimum."""
+
+    def loss(p, x):
+        return jnp.mean(jnp.sum((jnp.tanh(x @ p["v"]) @ weights(p["w"])) ** 2, -1))
+
+    params, x = {"v": normal(3, D), "w": normal(D, 3, seed=1)}, normal(N, 3, seed=2)
+    plan = value_and_grad(loss).plan(params, x)
+    (route,) = (route for route in plan.routing if route.parameter == "['w']")
+    assert route.treatment == "plain"
+    assert "a lookup of what is then a product's weight" in route.reason
+    assert [layer.name for layer in plan.layers] == ["['v']"]
+
+
 def test_within_shard_map_inputs_and_rows_belong_together():
     mesh = Mesh(np.array(jax.devices()[:1]), ("d",))
     local = loss_of(SUMS["indexed"], once)

@@ -61,7 +61,7 @@ def _in_place(vectors: int, function: Callable[..., Any], stack: jax.Array) -> A
     """`_mapped` of one stack that is not empty; results take the place of its matrices."""
 
     def step(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
-        i = i.astype(jnp.uint32)  # never negative, which need not be asked then
+        i = jnp.asarray(i, jnp.uint32)  # never negative, which need not be asked then
         new = function(lax.dynamic_index_in_dim(found[-1], i, keepdims=False))
         new = new if vectors else (new,)
         return [lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(found, new, strict=True)]

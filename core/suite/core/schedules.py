@@ -98,7 +98,7 @@ def advance_clock(clock: Scalar, probability: Scalar) -> tuple[Scalar, Scalar]:
 
     Args:
         clock: a number or a 0-d array.
-        probability: in [0, 1].
+        probability: in [0, 1]; a traced one, of which nobody can complain, is cut to that, and NaN is 0.
 
     Returns:
         (whether to update now, the new clock).
@@ -111,4 +111,6 @@ def advance_clock(clock: Scalar, probability: Scalar) -> tuple[Scalar, Scalar]:
     due = clock >= 1.0 - _TOLERANCE
     xp = array_namespace(clock)
     rest = xp.where(due, clock - 1.0, clock)  # what an update comes early is owed
-    return due, rest + as_scalar(probability, clock)
+    added = xp.zeros_like(clock) + as_scalar(probability, clock)
+    added = xp.where(added >= 0, added, xp.zeros_like(clock))
+    return due, rest + xp.where(added <= 1, added, xp.zeros_like(clock) + 1)

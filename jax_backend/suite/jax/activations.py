@@ -23,7 +23,7 @@ class LookedUp(NamedTuple):
     """
 
     site: Any  # find_layers.Site
-    features: int  # the axis that they are on
+    features: int | None  # the axis that they are on; None: of a table of numbers
     examples: int = 1
 
 
@@ -110,12 +110,14 @@ class Activations:
         for one in known:
             if step is None:
                 found.append(one)
-            elif axes is not None and axes[one.features] >= 0 and one.examples == 1:
+            elif axes is not None and one.examples == 1:
+                features = one.features
+                if features is not None:
+                    features = None if self.shape(old)[features] == 1 else axes[features]
                 shape, kept = self.shape(new), [axis for axis in axes if axis >= 0]
                 grown = [i for i, n in enumerate(shape) if n > 1 and i not in kept]
-                if grown in ([], [0]):
-                    examples = shape[0] if grown else 1
-                    found.append(LookedUp(one.site, axes[one.features], examples))
+                if grown in ([], [0]) and features != -1:
+                    found.append(LookedUp(one.site, features, shape[0] if grown else 1))
         if found:
             self.looked_up[new] = tuple(found)
 

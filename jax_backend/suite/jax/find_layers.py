@@ -95,6 +95,7 @@ class _Finder:
         self.scaled: dict[int, _Scaled] = {}
         self.scalings: dict[int, _Scaling] = {}
         self.early: dict[int, tuple[Site, tuple[Step, ...]]] = {}  # a leaf times rows, re-indexed
+        self.rows_found: dict[int, Origin] = {}  # what known indices look up, moved about
         self.aside: dict[int, Site] = {}  # products that the loss does not depend on
         self.near: set[int] = set()  # made entry by entry of what it depends on: sin z, beside cos z
         self.late: dict[Any, Site] = {}  # by place: of which site it is what it may be moved to
@@ -117,6 +118,7 @@ class _Finder:
             elif not any(known):
                 self.activations.follow(node)
                 if live:
+                    self.weigh_lookups(node)
                     self.sum_lookups(node)
                     self.scale_later(node)
                 elif self.is_entrywise(node, self.live | self.near):
@@ -201,8 +203,11 @@ class _Finder:
                     out = node.outputs[0]
                     self.activations.outputs[out] = self.activations.made_by(site, out)
                     product = site.use.product
+                    if isinstance(product, Lookup) and site.input not in self.of_arguments:
+                        self.rows_found[out] = met[-1].origin
                     if isinstance(product, Lookup) and self.may_be_for_all(node, product, site.input):
-                        self.activations.looked_up[out] = (LookedUp(site, product.offset_axes[0]),)
+                        features = product.offset_axes[0] if product.offset_axes else None
+                        self.activations.looked_up[out] = (LookedUp(site, features),)
                     return
         how = op.how if isinstance(op, operations.Moved) else ""
         for one in met:
@@ -474,9 +479,27 @@ class _Finder:
         What arguments look up is each example's, whatever it is broadcast along later, but where they
         have an axis of length 1 for the examples.
         """
-        if len(product.offset_axes) != 1 or node.custom is not None or index is None:
+        if len(product.offset_axes) > 1 or node.custom is not None or index is None:
             return False
         return index not in self.of_arguments or self.shape(index)[:1] == (1,)
+
+    def weigh_lookups(self, node: jaxprs.Node) -> None:
+        """Rule out tables of which a weight is made: of products with what each example has.
+
+        Rows that are the same for all examples have the examples' summed gradient.
+        """
+        op = node.operation
+        if isinstance(op, operations.Reindex) and node.inputs[0] in self.rows_found:
+            self.rows_found[node.outputs[0]] = self.rows_found[node.inputs[0]]
+        if not isinstance(op, operations.DotGeneral):
+            return
+        for i, (value, other) in enumerate((node.inputs[:2], node.inputs[1::-1])):
+            origin = None if value is None else self.rows_found.get(value)
+            if origin is None or other not in self.of_data or other in self.rows_found or op.batch[i]:
+                continue
+            shape, contracted = self.shape(other), op.contracted[1 - i]
+            if math.prod(n for axis, n in enumerate(shape) if axis not in contracted) > 1:
+                self.uses.rule_out(origin, "a lookup of what is then a product's weight")
 
     def sum_lookups(self, node: jaxprs.Node) -> None:
         """See to it that a lookup once for all examples has the gradients of each."""

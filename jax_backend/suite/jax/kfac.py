@@ -24,6 +24,7 @@ from suite.jax.given import any_rows, finite_signs, require_fit
 from suite.jax.kept_factors import KeptFactors
 from suite.jax.kfac_state import KFACOptState, ScaleByKFACState, explicit_state_specs
 from suite.jax.layers import gradient_matrix, write_gradient
+from suite.jax.masks import decayed_weights
 from suite.jax.plan import Plan, Statistics
 from suite.jax.spread import spread_of
 from suite.jax.spread_factors import SpreadFactors
@@ -298,6 +299,7 @@ def kfac(
                     f"fallback must be given where parameters are complex, got {name} of "
                     f"{jnp.result_type(leaf)}: their gradients are conjugates in JAX"
                 )
+        decayed_weights(0.0, weight_decay_mask).init(params)
         kept = [
             jnp.zeros_like(p) if ours else optax.MaskedNode() for p, ours in zip(flat, mine, strict=True)
         ]
@@ -316,7 +318,7 @@ def kfac(
         others, new_fallback = rest.update(directions, state.fallback, params, **extra)
         if decays:
             # In a step that is not finite directions are zero, and so is all that is done to momentum.
-            decay = optax.add_decayed_weights(jnp.where(finite, weight_decay, 0.0), weight_decay_mask)
+            decay = decayed_weights(jnp.where(finite, weight_decay, 0.0), weight_decay_mask)
             directions, _ = decay.update(directions, decay.init(params), params)
         rate = jnp.where(finite, _at(learning_rate, state.preconditioner.steps), 0.0)
         keep = jnp.where(finite, momentum, 1.0)

@@ -25,7 +25,7 @@ from suite.jax.dtypes import check_dtype, check_precision
 from suite.jax.explicit_axes import across_explicit_axes, explicit_specs, on_automatic_axes
 from suite.jax.finite import zero_unless
 from suite.jax.kron_engine import ScaleByKronState, Schedule, Settings, at
-from suite.jax.masks import like
+from suite.jax.masks import decayed_weights, like
 from suite.jax.sharding import layout_of, specs_like
 
 # Defaults are numpy integers because optax.inject_hyperparams makes traced arrays of Python's, and block
@@ -320,7 +320,7 @@ def with_learning_rate(
         check_number("learning_rate", learning_rate, at_least=0)
     check_number("weight_decay", weight_decay, at_least=0)
     decays = not isinstance(weight_decay, (int, float)) or weight_decay != 0
-    decay = optax.add_decayed_weights(weight_decay, weight_decay_mask) if decays else optax.identity()
+    decay = decayed_weights(weight_decay, weight_decay_mask) if decays else optax.identity()
 
     def init(params: Any) -> KronOptState:
         return KronOptState(preconditioner.init(params), decay.init(unbox(params)))

@@ -108,7 +108,7 @@ class Use(NamedTuple):
     once: bool = False  # whether its input is the same for all examples
     half: Half = "both"
     shared_by: int = 1  # examples, of a lookup's inputs
-    features: int = -1  # the axis of what a lookup found, of its outputs
+    features: int | None = None  # the axis of what a lookup found, of its outputs; None: numbers
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -236,7 +236,8 @@ def use_sums(
         return Sums(jnp.full((1, 1), use.rows, dtype), diagonal.reshape(1, -1), rows, None)
     diagonal_A, diagonal_G = layer.diagonal[::-1] if use.transposed else layer.diagonal
     if isinstance(product, Lookup) and use.half == "outputs":
-        outputs = jnp.moveaxis(gradient, use.features, -1)
+        features = use.features
+        outputs = gradient[..., None] if features is None else jnp.moveaxis(gradient, features, -1)
         outputs = outputs.reshape(1, -1, outputs.shape[-1])
         G = second_moment_sum(outputs, diagonal=diagonal_G)
         return Sums(jnp.zeros((1, product.rows), dtype), G, rows, None)

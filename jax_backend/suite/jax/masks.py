@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
@@ -40,6 +41,34 @@ def like(updates: Any, tree: Any) -> Any:
     if expected != found:
         raise ValueError(f"vector and hvp must have the shapes {expected} of the updates, got {found}")
     return jax.tree.unflatten(treedef, own)
+
+
+def decayed_weights(weight_decay: Any, mask: Any) -> optax.GradientTransformation:
+    """`optax.add_decayed_weights`, whose `init` says what is wrong with a mask.
+
+    Raises:
+        ValueError: `mask` has another structure than the parameters, or a part of it, have.
+        TypeError: it has a leaf that is no boolean.
+    """
+    decay = optax.add_decayed_weights(weight_decay, mask)
+    if mask is None:
+        return decay
+
+    def init(params: Any) -> Any:
+        given = mask(params) if callable(mask) else mask
+        for leaf in jax.tree.leaves(given):
+            if not isinstance(leaf, bool | np.bool_):
+                raise TypeError(f"weight_decay_mask must have leaves True or False, got {leaf!r}")
+        try:
+            jax.tree.map(lambda *_: None, given, params)
+        except ValueError as error:
+            raise ValueError(
+                "weight_decay_mask must have the structure of the parameters, or a prefix of it, "
+                f"{jax.tree.structure(params)}, got {jax.tree.structure(given)}"
+            ) from error
+        return decay.init(params)
+
+    return optax.GradientTransformation(init, decay.update)
 
 
 def is_masked(x: Any) -> bool:
