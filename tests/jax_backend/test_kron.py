@@ -234,9 +234,9 @@ def test_bad_settings_are_errors(settings, error, message):
 def test_a_mask_that_does_not_fit_is_an_error(mask, error, message):
     with pytest.raises(error, match=message):
         kron(weight_decay=0.1, weight_decay_mask=mask).init(PARAMS)
-    kron(weight_decay=0.1, weight_decay_mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)).init(
-        PARAMS
-    )
+    fine = {"w": np.array(True), "b": jnp.array(False), "v": 1, "s": np.False_}
+    for good in (fine, True, lambda params: jax.tree.map(lambda x: x.ndim > 1, params)):
+        kron(weight_decay=0.1, weight_decay_mask=good).init(PARAMS)
 
 
 def test_refusals():

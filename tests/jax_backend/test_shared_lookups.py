@@ -200,6 +200,7 @@ def test_weights_that_are_looked_up_are_plain(weights):
     assert route.treatment == "plain"
     assert "a lookup of what is then a product's weight" in route.reason
     assert [layer.name for layer in plan.layers] == ["['v']"]
+    assert set(value_and_grad(loss)(params, x[:1])[2].layers) == {"['v']"}  # a last batch of one, too
 
 
 def test_within_shard_map_inputs_and_rows_belong_together():

@@ -27,7 +27,17 @@ class Own(nn.Module):
         return sum(F.linear(x, self.experts[i]) for i in range(2))
 
 
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(5, 1, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
+
+
 MODELS = {
+    "attention": lambda: nn.Sequential(Attending(), nn.Linear(5, 1)),
     "linear": lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)),
     "without bias": lambda: nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 1)),
     "norm": lambda: nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)),
@@ -49,9 +59,9 @@ def made(kind):
     return model, torch.randn(12, 5).double(), torch.randn(7, 5).double()
 
 
-def trained(model, passes, steps=2):
+def trained(model, passes, steps=2, **settings):
     """(directions, terms) of steps, each after `passes(model)`."""
-    kfac, found = KFAC(model, damping=0.03, kl_clip=None, factor_decay=0.5), []
+    kfac, found = KFAC(model, damping=0.03, kl_clip=None, factor_decay=0.5, **settings), []
     for _ in range(steps):
         passes(model)
         kfac.step()
@@ -73,8 +83,10 @@ def own_pass(model, x):
 
 @every_model
 @pytest.mark.parametrize("before", [True, False])
-def test_a_pass_through_a_frozen_model_has_no_part_in_its_statistics(kind, before):
+@pytest.mark.parametrize("fisher", ["empirical", "mc", "type-2"])
+def test_a_pass_through_a_frozen_model_has_no_part_in_its_statistics(kind, before, fisher):
     model, x, z = made(kind)
+    settings = {} if fisher == "empirical" else {"fisher": fisher, "likelihood": "gaussian"}
 
     def frozen(model):
         model.requires_grad_(False)
@@ -85,7 +97,8 @@ def test_a_pass_through_a_frozen_model_has_no_part_in_its_statistics(kind, befor
         for one in (frozen, lambda m: own_pass(m, x)) if before else (lambda m: own_pass(m, x), frozen):
             one(model)
 
-    assert_alike(trained(copy.deepcopy(model), both), trained(model, lambda m: own_pass(m, x)))
+    found = trained(copy.deepcopy(model), both, **settings)
+    assert_alike(found, trained(model, lambda m: own_pass(m, x), **settings))
 
 
 @every_model
@@ -173,3 +186,54 @@ def test_gradients_that_are_zeroed_in_place_keep_the_statistics_of_their_pass():
         model(torch.cat([x, z])).square().mean().backward()
 
     assert_alike(trained(copy.deepcopy(model), by_task), trained(model, at_once))
+
+
+def test_a_weight_that_another_module_had_too_and_has_no_more_is_still_trained():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Tanh(), nn.Linear(5, 5, bias=False)).double()
+    model[2].weight = model[0].weight
+    x = torch.randn(12, 5).double()
+    kfac = KFAC(model, damping=0.03, factor_decay=0.0)
+    model[2].weight = nn.Parameter(torch.eye(5).double())
+    for scale in (1.0, 2.0):
+        own_pass(model, scale * x)
+        kfac.step()
+        model.zero_grad()
+        A = kfac.state_dict()["kfac"]["layers"]["0"]["A"][0]
+        torch.testing.assert_close(A, scale**2 * x.T @ x / 12)
+
+
+@pytest.mark.parametrize("how", ["exchanged", "by functional_call"])
+def test_a_layer_with_another_bias_is_still_trained(how):
+    model, x, _ = made("linear")
+    kfac = KFAC(model, damping=0.03, factor_decay=0.0)
+    if how == "exchanged":
+        model[0].bias = nn.Parameter(torch.ones(4).double())
+    for scale in (1.0, 2.0):
+        if how == "exchanged":
+            own_pass(model, scale * x)
+        else:
+            functional_call(
+                model, {"0.bias": torch.ones(4).double()}, (scale * x,)
+            ).square().mean().backward()
+        kfac.step()
+        model.zero_grad()
+        A = kfac.state_dict()["kfac"]["layers"]["0"]["A"][0]
+        torch.testing.assert_close(A[:5, :5], scale**2 * x.T @ x / 12)
+
+
+def test_a_backward_pass_that_raised_does_not_keep_what_is_thrown_away_later():
+    model, x, z = made("linear")
+
+    def interrupted(model):
+        out = model(x)
+        out.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.sum().backward()
+        model.zero_grad()
+        one, other = model(x), model(z)
+        other.sum().backward()
+        model.zero_grad()
+        one.square().mean().backward()
+
+    assert_alike(trained(copy.deepcopy(model), interrupted), trained(model, lambda m: own_pass(m, x)))

@@ -491,7 +491,7 @@ def usable(inverse: Eigen | Array, batch: int) -> Array:
 def all_usable(inverses: Sequence[Eigen | Array]) -> Array:
     """`usable` of stacks (k, ...) of several sizes, one behind the other: (Σ k,)."""
     xp = array_namespace(*(x.values if isinstance(x, Eigen) else x for x in inverses))
-    if any(isinstance(x, Eigen) for x in inverses):
+    if any(isinstance(x, Eigen) or x.ndim == 2 for x in inverses):
         return xp.concat([usable(x, 1) for x in inverses], axis=0)
     return xp.isfinite(linalg.traces(inverses))
 

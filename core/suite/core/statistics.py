@@ -51,10 +51,12 @@ def second_moment_sum(rows: Array, *, diagonal: bool = False, bias: bool = False
     Returns:
         (blocks, d', d') or (blocks, d'), d' = d + bias, in at least single precision.
     """
+    if not bias and not diagonal:
+        return linalg.gram_in_single(rows)
     xp = array_namespace(rows)
     rows = lift(rows) if diagonal else linalg.for_sums(rows)
     if not bias:
-        return xp.sum(rows * rows, axis=1) if diagonal else linalg.gram_in_single(rows)
+        return xp.sum(rows * rows, axis=1)
     lifted = xp.finfo(rows.dtype).bits >= 32  # else a column more would leave rows that are not aligned
     if not diagonal and rows.shape[1] < 10 * rows.shape[2] and lifted:
         ones = xp.ones((*rows.shape[:2], 1), dtype=rows.dtype, device=device_of(rows))

@@ -497,8 +497,7 @@ class _Finder:
             origin = None if value is None else self.rows_found.get(value)
             if origin is None or other not in self.of_data or other in self.rows_found or op.batch[i]:
                 continue
-            shape, contracted = self.shape(other), op.contracted[1 - i]
-            if math.prod(n for axis, n in enumerate(shape) if axis not in contracted) > 1:
+            if len(self.shape(other)) > len(op.contracted[1 - i]):  # of however many examples
                 self.uses.rule_out(origin, "a lookup of what is then a product's weight")
 
     def sum_lookups(self, node: jaxprs.Node) -> None:

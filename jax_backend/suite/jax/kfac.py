@@ -16,7 +16,7 @@ from suite.core import statistics as core_statistics
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.linalg import inner_product
 from suite.core.step_size import kl_clip_coefficient
-from suite.jax.dtypes import check_dtype
+from suite.jax.dtypes import at_least_float32, check_dtype
 from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.factors import Factors
 from suite.jax.finite import all_finite, select, zero_unless
@@ -190,7 +190,9 @@ def scale_by_kfac(
         directions = factors.precondition(new, gradients, at["damping"])
         if at["kl_clip"] is not None and directions:
             parts = [inner_product(d, g) for d, g in zip(directions, gradients, strict=True)]
-            total = jnp.where(finite, jnp.sum(jnp.stack(parts)), 0.0)
+            dtype = at_least_float32(*(x.dtype for x in parts))
+            total = jnp.sum(jnp.stack([x.astype(dtype) for x in parts]))
+            total = jnp.where(finite, total, jnp.zeros_like(total))
             coefficient = kl_clip_coefficient(at["lr"] ** 2 * total, at["kl_clip"])
             directions = [d * coefficient.astype(d.dtype) for d in directions]
         for layer, direction in zip(factors.layers, zero_unless(finite, directions), strict=True):
@@ -299,7 +301,8 @@ def kfac(
                     f"fallback must be given where parameters are complex, got {name} of "
                     f"{jnp.result_type(leaf)}: their gradients are conjugates in JAX"
                 )
-        decayed_weights(0.0, weight_decay_mask).init(params)
+        if decays:
+            decayed_weights(0.0, weight_decay_mask).init(params)
         kept = [
             jnp.zeros_like(p) if ours else optax.MaskedNode() for p, ours in zip(flat, mine, strict=True)
         ]

@@ -57,7 +57,7 @@ def decayed_weights(weight_decay: Any, mask: Any) -> optax.GradientTransformatio
     def init(params: Any) -> Any:
         given = mask(params) if callable(mask) else mask
         for leaf in jax.tree.leaves(given):
-            if not isinstance(leaf, bool | np.bool_):
+            if not isinstance(leaf, bool | int) and getattr(leaf, "dtype", None) != np.bool_:
                 raise TypeError(f"weight_decay_mask must have leaves True or False, got {leaf!r}")
         try:
             jax.tree.map(lambda *_: None, given, params)

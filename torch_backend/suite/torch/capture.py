@@ -240,16 +240,13 @@ class LookedUp(NamedTuple):
         return index.select(axes[0], 0), axes[0]
 
 
-def _places_of(layer: Layer) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
-    """Where modules keep a layer's parameters: torch.func.functional_call puts others there."""
-    modules = dict.fromkeys(m for site in layer.sites for m in (*site.module.modules(), site.owner))
-    ours = {id(parameter): parameter for parameter in layer.parameters()}
-    return [
-        (module._parameters, name, ours[id(parameter)])
-        for module in modules
-        for name, parameter in module._parameters.items()
-        if id(parameter) in ours
-    ]
+def _place_of(site: Site, weight: nn.Parameter) -> tuple[dict[str, Any], str] | None:
+    """Where a site's module, or its owner, keeps a weight: functional_call puts others there."""
+    for module in (*site.module.modules(), *site.owner.modules()):
+        for name, parameter in module._parameters.items():
+            if parameter is weight:
+                return module._parameters, name
+    return None
 
 
 class LayerCapture:
@@ -275,7 +272,7 @@ class LayerCapture:
         self.called = False  # the same, with its weight as it is, in compiled graphs, too
         self.began = 0  # how often sums began anew
         self._trained = layer.parameters()
-        self._places = _places_of(layer)
+        self._places = [_place_of(site, layer.weight.parameter) for site in layer.sites]
         self.with_others = False  # whether a call of this step was with other weights than the layer's
         self.had_others = False  # the same of what was taken last
         self._ending: Ending | None = None  # of calls that train nothing of it
@@ -355,34 +352,31 @@ class LayerCapture:
 
     def _keeps(self, site: Site, x: Any, y: Any) -> bool:
         usable = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and y.requires_grad
-        return (
-            usable and self._training(site) and self._is_trained() and not torch.compiler.is_compiling()
-        )
+        return usable and self._training(site) and not torch.compiler.is_compiling()
 
-    def wanted(self, site: Site) -> bool:
-        """Whether a call is to have a part in statistics."""
-        return self.clock.wanted and self._training(site) and self._is_trained()
+    def wanted(self, index: int) -> bool:
+        """Whether a call of a site is to have a part in statistics."""
+        site = self.layer.sites[index]
+        return self.clock.wanted and self._training(site) and self.is_trained(index)
 
-    def _is_trained(self) -> bool:
-        """Whether a call trains what the layer has: that is not frozen, nor are others in its place."""
+    def is_trained(self, index: int) -> bool:
+        """Whether a call of a site trains the layer: it is not frozen, and the call is with its weight.
+
+        A leaf in the weight's place is another's. What is made of the weight (fast weights, a mask) is
+        no leaf, and may train it.
+        """
         if torch.compiler.is_compiling():
             return True
-        frozen = not any([p.requires_grad for p in self._trained])  # noqa: C419 (faster)
-        return not frozen and not self._is_with_others()
-
-    def _is_with_others(self) -> bool:
-        """Whether the module that is called has leaves in place of the layer's parameters.
-
-        What is made of these in their place (fast weights, a mask) is no leaf, and may train them.
-        """
-        if self.held_back:  # while fully_shard's forward runs it has whole parameters
+        if not any([p.requires_grad for p in self._trained]):  # noqa: C419 (faster)
             return False
-        for held, name, parameter in self._places:
-            x = held.get(name)
-            if x is not parameter and x is not None and x.is_leaf:
-                self.with_others = True
-                return True
-        return False
+        place = self._places[index]
+        if place is None or self.held_back:  # while fully_shard's forward runs it has whole parameters
+            return True
+        held, name = place
+        weight = held.get(name)
+        own = weight is self.layer.weight.parameter or weight is None or not weight.is_leaf
+        self.with_others |= not own
+        return own
 
     def _passes_by(self, site: Site, y: torch.Tensor) -> None:
         """A call that trains nothing of the layer may be the model's last, whose positions count."""
@@ -414,7 +408,7 @@ class LayerCapture:
     def _observe(self, index: int, args: Any, kwargs: Any, y: Any) -> Any:
         site = self.layer.sites[index]
         x = args[0] if args else kwargs.get("input")
-        trained = self._is_trained()
+        trained = self.is_trained(index)
         if self.clock.discovering and not torch.compiler.is_compiling():
             self.calls += trained
             watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
@@ -423,7 +417,7 @@ class LayerCapture:
         x = dense(x)
         if getattr(x, "is_nested", False) or getattr(y, "is_nested", False):
             return y
-        if self.kept is not None and self._keeps(site, x, y):
+        if self.kept is not None and trained and self._keeps(site, x, y):
             y = self.kept.probe(x, y)
         seen = self.clock.wanted and self._training(site) and isinstance(x, torch.Tensor)
         if not seen or not y.requires_grad:
@@ -449,18 +443,12 @@ class LayerCapture:
             made: () or (d_out,), of what was made of the weight and took its place: what the weight's
                 rows were multiplied with.
         """
-        trained = self._is_trained()
-        if self.clock.discovering and trained and not torch.compiler.is_compiling():
+        counts = self.clock.discovering and not torch.compiler.is_compiling()
+        if counts and self.is_trained(index):
             self.calls += 1
             self.calls_of_made += made is not None
         site, x = self.layer.sites[index], dense(x)
-        if (
-            not trained
-            or not self.wanted(site)
-            or not isinstance(x, torch.Tensor)
-            or not y.numel()
-            or is_sharded(y)
-        ):
+        if not self.wanted(index) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
         return self._probed(replace(site, spec=spec), x, y, (), {}, made=made)
 
@@ -470,16 +458,9 @@ class LayerCapture:
         Args:
             spec: the layer's, of 'dense', but for the axes, which are those of the product.
         """
-        trained = self._is_trained()
-        self.calls += trained and self.clock.discovering
+        self.calls += self.clock.discovering and self.is_trained(index)
         site, x = self.layer.sites[index], dense(x)
-        if (
-            not trained
-            or not self.wanted(site)
-            or not isinstance(x, torch.Tensor)
-            or not y.numel()
-            or is_sharded(y)
-        ):
+        if not self.wanted(index) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
         again = in_backward()
         if not again:
@@ -653,7 +634,7 @@ class LayerCapture:
         width = self.layer.weight.shape[-1]
         if last is None or total.numel() <= last.x.numel() * width:
             return total
-        if self.leads or self.input_of is not None or not self.wanted(last.site):
+        if self.leads or self.input_of is not None or not self.clock.wanted:
             return total
         found = last.positions(width)
         if found is None or total.ndim < -found[1] or total.shape[found[1]] != width:

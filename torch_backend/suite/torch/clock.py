@@ -87,6 +87,8 @@ class CaptureClock:
         Returns:
             What the backward pass through this call is to say so to; None: nobody asks.
         """
+        if self._passing and not again and not torch.compiler.is_compiling():
+            self._passing.clear()  # of those that raised
         if self.taken and not torch.compiler.is_compiling():  # what is read there is compiled in
             for capture in self.captures:
                 capture.called = False

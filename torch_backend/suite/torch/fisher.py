@@ -70,7 +70,7 @@ class FisherSampler:
                 f"the model's output must be a tensor for fisher={self.fisher!r}, got {kind}: "
                 "give output_of=, a function that picks the tensor the likelihood is about"
             )
-        if f.requires_grad:
+        if f.requires_grad and any(capture.is_trained(0) for capture in self.captures):
             number = self._forwards
             self._forwards += 1
             self._waiting[number] = f
@@ -102,8 +102,6 @@ class FisherSampler:
         columns = self.likelihood.columns(tuple(f.shape))
         count = self.samples if self.fisher == "mc" else columns
         outputs = f.detach()
-        for capture in self.captures:
-            capture.terms += outputs.numel() / columns
         scale = self.scale()
         self.clock.sampling = True
         model = self.model()
@@ -115,7 +113,7 @@ class FisherSampler:
                     found = torch.autograd.grad(
                         [f], slots, [gradient.to(f.dtype)], retain_graph=True, allow_unused=True
                     )
-                    self._add(found, count)
+                    self._add(found, count, outputs.numel() / columns if i == 0 else 0.0)
         finally:
             self.clock.sampling = False
 
@@ -132,12 +130,18 @@ class FisherSampler:
         sampled: torch.Tensor = self.likelihood.sample_gradient(outputs, uniform)
         return sampled
 
-    def _add(self, found: tuple[torch.Tensor | None, ...], count: int) -> None:
-        """Sums of one pass of `count`: means over samples, sums over columns."""
+    def _add(self, found: tuple[torch.Tensor | None, ...], count: int, terms: float) -> None:
+        """Sums of one pass of `count`: means over samples, sums over columns.
+
+        Args:
+            terms: for the layers that it came to.
+        """
         at = 0
         for capture in self.captures:
             slots = capture.slots()
             outer = 1.0 / count if self.fisher == "mc" else 1.0
+            reached = any(gradient is not None for gradient in found[at : at + len(slots)])
+            capture.terms += terms if reached else 0.0
             for slot, gradient in zip(slots, found[at : at + len(slots)], strict=True):
                 if gradient is None:
                     continue

@@ -127,8 +127,7 @@ class FunctionCapture(ModeAround):
         self.ran = False
 
     def make_mode(self) -> _Watching | None:
-        sites = [(capture, capture.layer.sites[index]) for capture, index in self.uses]
-        if not any([capture.wanted(site) for capture, site in sites]):  # noqa: C419 (torch.compile)
+        if not any([capture.wanted(index) for capture, index in self.uses]):  # noqa: C419 (torch.compile)
             return None
         self.ran = True
         return _Watching(self)

@@ -665,15 +665,12 @@ class KFAC(torch.optim.Optimizer):
         # Layers whose parameters were exchanged since, or taken away, stay behind.
         now = dict(self._engine.model.named_parameters())
         present = {id(p) for p in now.values()}
-        gone = {
-            layer.name
-            for layer in self._engine.layers
-            if any(id(p) not in present for p in layer.parameters())
-        }
+        layers = [x for x in self._engine.layers if any(id(p) not in present for p in x.parameters())]
+        gone, without = {x.name for x in layers}, {id(p) for x in layers for p in x.parameters()}
         state["layers"] = {name: x for name, x in state["layers"].items() if name not in gone}
         state["inputs"] = [pair for pair in state["inputs"] if gone.isdisjoint(pair)]
         known = [
-            frozenset(name for name, p in names.items() if now.get(name) is p)
+            frozenset(n for n, p in names.items() if now.get(n) is p and id(p) not in without)
             for names in (self._trained, self._given)
         ]
         return _rebuilt, (type(self), self._engine.model, self._base, self._settings, state, *known)
@@ -845,7 +842,7 @@ class KFAC(torch.optim.Optimizer):
     def _misfit(self, state_dict: dict[str, Any]) -> str | None:
         """Why it is no state of this object; None: it is one."""
         kfac, own = state_dict.get("kfac"), self._engine.rule.compute_method
-        if kfac is None:
+        if not isinstance(kfac, Mapping):
             said = f"state_dict must have a 'kfac' entry, got keys {sorted(state_dict)}"
             if "steps" in state_dict:
                 said += ": kfac-pytorch's factors do not fit these, which begin anew"
@@ -859,6 +856,11 @@ class KFAC(torch.optim.Optimizer):
         if unknown:
             known = sorted(self._hyperparameters)
             return f"hyperparameters of the state_dict must be among {known}, got {unknown}"
+        try:
+            for name, value in kfac["hyperparameters"].items():
+                check_hyperparameter(name, value)
+        except (TypeError, ValueError) as error:
+            return str(error)
         if kfac["compute_method"] != own:
             return f"compute_method of the state_dict must be {own!r}, got {kfac['compute_method']!r}"
         if kfac["gathered"] and (self._base is not None) != ("param_groups" in state_dict):

@@ -55,6 +55,7 @@ RENAMED = {
 _OTHERS = {"betas", "b2", "eps", "momentum", "nesterov", "dampening", "amsgrad", "capturable", "fused",
            "foreach", "rho", "precondition_frequency"}  # fmt: skip
 SCHEDULES = ("preconditioner_update_probability", "preconditioner_lr")  # may be functions of counts
+_RULE = ("geometry", "betaL", "damping", "preconditioner_init_scale")
 _STEP = ("b1", "whiten", "update_first", "clip", "normalize_grads", "stochastic_rounding")
 FIXED = (
     *STRUCTURE,
@@ -88,6 +89,8 @@ def planned(group: dict[str, Any]) -> tuple[core_kron.Kron, StepSettings, dict[s
     for name in (*_STEP, "lr", "weight_decay", "maximize"):
         if is_at_hand(group[name]):
             _check_setting(name, group[name])
+    for name in _RULE:
+        require_known(name, group[name])
     step, updates = group["steps"] + 1, group["updates"]
     probability = _at("preconditioner_update_probability", group, step)
     due, clock = advance_clock(group["update_clock"], probability)
@@ -131,7 +134,7 @@ def _check_setting(name: str, value: Any) -> None:
         check_number(name, value, above=0, below=1)
     elif name == "whiten":
         check_choice(name, value, get_args(Whiten))
-    elif name in ("betaL", "damping", "preconditioner_init_scale"):
+    elif name in _RULE:
         require_known(name, value)  # the rule has the bounds
     elif name == "clip":
         for bound in value if isinstance(value, tuple | list) else (value,):
@@ -146,8 +149,7 @@ def _check_setting(name: str, value: Any) -> None:
 
 
 def rule_of(settings: dict[str, Any]) -> core_kron.Kron:
-    names = ("geometry", "betaL", "damping", "preconditioner_init_scale")
-    return core_kron.Kron(**{name: settings[name] for name in names})
+    return core_kron.Kron(**{name: settings[name] for name in _RULE})
 
 
 def is_misplaced(key: str, ours: Sequence[str]) -> bool:

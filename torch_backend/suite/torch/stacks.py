@@ -72,7 +72,7 @@ class StackCapture(ModeAround):
         self.owner = weakref.ref(module)
 
     def make_mode(self) -> _Watching | None:
-        wanted = [capture for capture in self.captures if capture.wanted(capture.layer.sites[0])]
+        wanted = [capture for capture in self.captures if capture.wanted(0)]
         if self.owner() is None or not wanted:
             return None
         watched = []

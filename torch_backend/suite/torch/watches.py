@@ -28,7 +28,7 @@ class FreeCapture(ModeAround):
 
     def make_mode(self) -> FreeParameters | None:
         pairs = zip(self.captures, self.names, strict=True)
-        wanted = [(capture, name) for capture, name in pairs if capture.wanted(capture.layer.sites[0])]
+        wanted = [(capture, name) for capture, name in pairs if capture.wanted(0)]
         if not wanted:
             return None
         watched = [self._watched(capture, name) for capture, name in wanted]
