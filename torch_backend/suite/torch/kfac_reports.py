@@ -19,6 +19,7 @@ from suite.torch.find_layers import FoundLayers
 from suite.torch.layer_routes import NOT_GIVEN
 from suite.torch.layers import Layer
 from suite.torch.model_capture import ModelCapture, Taken
+from suite.torch.recurrent import Product
 
 _ATTACH_AGAIN = (
     "After replacing parameters, as load_state_dict(assign=True) and transformers' "
@@ -42,7 +43,9 @@ class Reports:
         self._unseen_reported = self._torn_reported = False
         self._saw_nothing = False  # in a step
         self._missed: set[str] = set()  # of whose derivatives was warned
-        if any(layer.spec.reduce for layer in self.layers):
+        # Products of an attention and of recurrent modules know their axes.
+        reduce = [layer.sites[0].module for layer in self.layers if layer.spec.reduce]
+        if not all(isinstance(module, Product) for module in reduce):
             modules = model.named_modules()
             names = [name for name, m in modules if getattr(m, "batch_first", None) is False]
             if names:
