@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from suite.core.linalg import diagonal
+from suite.core.linalg import traces
 from suite.jax.layers import LayerSums
 from suite.jax.plan import Plan, Statistics
 
@@ -15,11 +15,11 @@ _CHECKED_THROUGHOUT = 128  # side of second moments of which every entry is look
 def finite_signs(given: Statistics) -> list[jax.Array]:
     """Of which one is not finite if statistics are not, or if factors made of them would not be.
 
-    No entry of a second moment exceeds the largest on its diagonal; of a mean of N terms factors are at
-    most N² times the sums.
+    No entry of a second moment exceeds its trace; of a mean of N terms factors are at most N² times the
+    sums.
     """
     scale = jnp.square(jnp.maximum(jnp.asarray(given.terms, jnp.float32), 1))
-    found = [given.terms]
+    found, matrices = [given.terms], []
     for sums in given.layers.values():
         for own in (sums.main, sums.transposed):
             if own is None:
@@ -28,11 +28,15 @@ def finite_signs(given: Statistics) -> list[jax.Array]:
             for x in (own.A, own.G, own.products):
                 if x is None:
                     continue
-                if x is not own.products and x.ndim == 3:
-                    if x.shape[-1] <= _CHECKED_THROUGHOUT:
-                        found.append(x)
-                    x = jnp.ravel(diagonal(x))
-                found.append(x * scale.astype(x.dtype))
+                if x is own.products or x.ndim < 3:
+                    found.append(x * scale.astype(x.dtype))
+                    continue
+                if x.shape[-1] <= _CHECKED_THROUGHOUT:
+                    found.append(x)
+                matrices.append(x)
+    if matrices:
+        diagonals = traces(matrices)  # in one product: there is less to compile
+        found.append(diagonals * scale.astype(diagonals.dtype))
     return found
 
 
