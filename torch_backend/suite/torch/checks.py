@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from suite.core import checks
+from suite.core import checks, step_size
 from suite.torch.inplace import HOST_DEVICES
 
 
@@ -30,6 +30,13 @@ def require_known(name: str, value: Any) -> None:
     """TypeError if a setting is a tensor, whose value the rules that it is for do not ask."""
     if isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a number, got a tensor of shape {tuple(value.shape)}")
+
+
+def check_clip(value: Any) -> None:
+    """`suite.core.step_size.check_clip`, of numbers that are known."""
+    for bound in value if isinstance(value, tuple | list) else (value,):
+        require_known("clip", bound)
+    step_size.check_clip(value)
 
 
 def check_dtype(name: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from suite.core.routing import Route, Routing
 from suite.torch import attached
 from suite.torch.agreement import Agreement, Terms
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import warn_user
+from suite.torch.checks import is_at_hand, warn_user
 from suite.torch.collectives import SameGroup
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
@@ -963,5 +963,5 @@ def _stands_still(group: Mapping[str, Any]) -> bool:
     """Whether a group's learning rate is 0, where the host knows it."""
     lr = group.get("lr")
     if isinstance(lr, torch.Tensor):
-        return lr.device.type in HOST_DEVICES and not lr.item()
+        return is_at_hand(lr) and not lr.item()
     return isinstance(lr, int | float) and lr == 0

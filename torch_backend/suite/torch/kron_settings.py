@@ -12,8 +12,7 @@ from suite.core import blocks
 from suite.core import kron as core_kron
 from suite.core.checks import check_choice, check_flag, check_integer
 from suite.core.schedules import advance_clock
-from suite.core.step_size import check_clip
-from suite.torch.checks import check_dtype, check_number, is_at_hand, require_known
+from suite.torch.checks import check_clip, check_dtype, check_number, is_at_hand, require_known
 from suite.torch.kron_engine import StepSettings
 from suite.torch.kron_storage import KronStorage
 
@@ -137,8 +136,6 @@ def _check_setting(name: str, value: Any) -> None:
     elif name in _RULE:
         require_known(name, value)  # the rule has the bounds
     elif name == "clip":
-        for bound in value if isinstance(value, tuple | list) else (value,):
-            require_known(name, bound)
         check_clip(value)
     elif name in _FLAGS or (name == "cache_preconditioner" and value is not None):
         check_flag(name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -13,9 +14,9 @@ from suite.core import lra as core_lra
 from suite.core import moments, noise
 from suite.core.checks import check_choice, check_flag, check_integer
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
-from suite.core.step_size import Clip, check_clip, clipped
+from suite.core.step_size import Clip, clipped
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import check_number, is_at_hand, require_known
+from suite.torch.checks import check_clip, check_number, is_at_hand, require_known
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.kron_settings import is_misplaced
@@ -30,6 +31,8 @@ class _WholeVector(torch.optim.Optimizer):
 
     The preconditioner's state belongs to no parameter; it lies with the first one's.
     """
+
+    _kind: Any  # the core's rule, whose fields are settings of the group
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         _check(defaults)
@@ -74,10 +77,9 @@ class _WholeVector(torch.optim.Optimizer):
     def _rule(self) -> Any:
         return self._rule_of(self.param_groups[0])
 
-    @staticmethod
-    def _rule_of(group: dict[str, Any]) -> Any:
+    def _rule_of(self, group: dict[str, Any]) -> Any:
         """The core's, with a group's settings; raises where these are bad."""
-        raise NotImplementedError
+        return self._kind(**{field.name: group[field.name] for field in dataclasses.fields(self._kind)})
 
     @property
     def skipped_steps(self) -> int:
@@ -284,6 +286,8 @@ class LRA(_WholeVector):
     References: see `suite.core.lra`.
     """
 
+    _kind = core_lra.LRA
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -308,11 +312,6 @@ class LRA(_WholeVector):
         scale = {"preconditioner_init_scale": preconditioner_init_scale}
         rule = {"rank": rank, "betaL": betaL, "damping": damping, **scale}
         super().__init__(params, {**shared, **own, **rule})
-
-    @staticmethod
-    def _rule_of(group: dict[str, Any]) -> core_lra.LRA:
-        names = ("rank", "betaL", "damping", "preconditioner_init_scale")
-        return core_lra.LRA(**{name: group[name] for name in names})
 
     def _init_preconditioner(
         self, numbers: int, like: torch.Tensor, group: dict[str, Any]
@@ -368,6 +367,8 @@ class DenseNewton(_WholeVector):
     References: see `suite.core.dense`.
     """
 
+    _kind = core_dense.Dense
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -392,11 +393,6 @@ class DenseNewton(_WholeVector):
         scale = {"preconditioner_init_scale": preconditioner_init_scale}
         rule = {"geometry": geometry, "betaL": betaL, "damping": damping, **scale}
         super().__init__(params, {**shared, **own, **rule})
-
-    @staticmethod
-    def _rule_of(group: dict[str, Any]) -> core_dense.Dense:
-        names = ("geometry", "betaL", "damping", "preconditioner_init_scale")
-        return core_dense.Dense(**{name: group[name] for name in names})
 
     def _init_preconditioner(
         self, numbers: int, like: torch.Tensor, group: dict[str, Any]
@@ -459,8 +455,6 @@ def _check(settings: dict[str, Any]) -> None:
         elif name in ("betaL", "damping", "preconditioner_init_scale"):
             require_known(name, value)  # the rule has the bounds
         elif name == "clip":
-            for bound in value if isinstance(value, tuple | list) else (value,):
-                require_known(name, bound)
             check_clip(value)
         elif name == "maximize":
             check_flag(name, value)
