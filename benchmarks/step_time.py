@@ -24,6 +24,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from floors import FLOORS, IN_BLOCKS, Floor
 from step_contenders import CONTENDERS, EVERY, PEERS, PERIOD, Contender, OurKFAC
 from suite.core.blocks import Structure
 from table import floors_of_steps
-from workloads import WORKLOADS
+from workloads import WORKLOADS, Workload
 
 EXACT, SUBSET = "K-FAC, inverse", "K-FAC, inverse, of 1/8 of the examples"
 WITHOUT = "K-FAC, inverse, statistics every 10"
@@ -55,8 +56,12 @@ class _Lists(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def host_syncs(function: Callable[[], None], device: torch.device) -> int:
-    """How often the host reads a number from a tensor in one call, and on a GPU waits for it."""
+def host_syncs(function: Callable[[], None], device: torch.device, lists: bool = True) -> int:
+    """How often the host reads a number from a tensor in one call, and on a GPU waits for it.
+
+    Args:
+        lists: whether to count `tolist` on a CPU, for which torch.compile would compile anew.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize()
         with warnings.catch_warnings(record=True) as caught:
@@ -69,17 +74,18 @@ def host_syncs(function: Callable[[], None], device: torch.device) -> int:
         return sum("synchronizing CUDA operation" in str(one.message) for one in caught)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler talks
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with _Lists() as lists, torch.profiler.profile(activities=activities) as seen:
+    counted = _Lists()
+    with counted if lists else nullcontext(), torch.profiler.profile(activities=activities) as seen:
         function()
-    return lists.count + sum(e.count for e in seen.key_averages() if e.key in _READS)
+    return counted.count + sum(e.count for e in seen.key_averages() if e.key in _READS)
 
 
-def _syncs_by_kind(one: Contender, device: torch.device) -> dict[str, int]:
+def _syncs_by_kind(one: Contender, device: torch.device, lists: bool) -> dict[str, int]:
     """The most reads in a whole step of each kind, over one cycle."""
     most: dict[str, int] = {}
     for step in range(1, PERIOD + 1):
         kind = one.kind(step)
-        most[kind] = max(most.get(kind, 0), host_syncs(lambda: _whole(one), device))
+        most[kind] = max(most.get(kind, 0), host_syncs(lambda: _whole(one), device, lists))
     return most
 
 
@@ -95,11 +101,21 @@ def clock(device: torch.device) -> float:
     return time.process_time()
 
 
-def compiled(model: nn.Module, what: str | None) -> list[nn.Module]:
-    """The modules to compile: none, the model, or its blocks: of one class, one after the other."""
+def compiled(workload: Workload, what: str | None) -> Workload:
+    """Have torch.compile compile nothing, the model with its loss, or its blocks.
+
+    Blocks: modules of one class, one after the other. A model of torch's own classes (`nn.Sequential`)
+    is only compiled from outside: torch skips what such a module's `compile()` is about.
+    """
     if what == "model":
-        return [model]
-    lists = [list(part) for part in model.modules() if what and isinstance(part, nn.Sequential)]
+        return workload._replace(loss=torch.compile(workload.loss))
+    for block in blocks_of(workload.model) if what else ():
+        block.compile()
+    return workload
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    lists = [list(part) for part in model.modules() if isinstance(part, nn.Sequential)]
     return [block for part in lists if len(part) > 1 == len({*map(type, part)}) for block in part]
 
 
@@ -118,8 +134,7 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         start = clock(device)
         try:
             found[contender] = make(workload)
-            for module in compiled(workload.model, arguments.compile):
-                module.compile()
+            found[contender].workload = compiled(workload, arguments.compile)
             _step(found[contender], device)
         except Exception as error:  # a peer may fail in any way
             if contender not in PEERS:
@@ -158,7 +173,8 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 seconds, peak = _cycle(one, device)
                 cycles[contender].append(seconds)
                 peaks[contender] = max(peaks[contender], peak)
-    syncs = {contender: _syncs_by_kind(one, device) for contender, one in found.items()}
+    lists = not arguments.compile
+    syncs = {contender: _syncs_by_kind(one, device, lists) for contender, one in found.items()}
     parameters = sum(p.numel() for p in plain.model.parameters())
     report = {
         "device": device.type,
@@ -291,6 +307,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    torch._dynamo.config.skip_nnmodule_hook_guards = False  # contenders' models are alike but for hooks
     warnings.filterwarnings("ignore")
     reports = {}
     for name in arguments.workloads:

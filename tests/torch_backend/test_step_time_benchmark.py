@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from suite.torch import KFAC, Kron
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import capture_floor
 import step_time
+import workloads
 
 CPU = torch.device("cpu")
 
@@ -100,9 +102,19 @@ def test_a_step_of_kron_reads_a_few_numbers_or_on_an_accelerator_none(monkeypatc
 def test_blocks_to_compile_are_those_of_one_class():
     blocks = [nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3)]
     model = nn.Sequential(nn.Embedding(3, 2), nn.Sequential(*blocks), nn.Sequential(nn.Linear(2, 2)))
-    assert step_time.compiled(model, None) == []
-    assert step_time.compiled(model, "model") == [model]
-    assert step_time.compiled(model, "blocks") == blocks
+    assert step_time.blocks_of(model) == blocks
+
+
+def test_a_model_of_torch_s_own_classes_is_compiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    model, x = network(), torch.randn(8, 12)
+    workload = workloads.Workload(model, lambda: model(x).square().mean(), [], [], 8)
+    expected = workload.loss()
+    torch._dynamo.utils.counters.clear()
+    assert step_time.compiled(workload, None).loss() == expected
+    assert not torch._dynamo.utils.counters["frames"]
+    torch.testing.assert_close(step_time.compiled(workload, "model").loss(), expected)
+    assert torch._dynamo.utils.counters["frames"]["ok"] == 1
 
 
 def test_the_least_capture_sums_what_a_layer_sees():
