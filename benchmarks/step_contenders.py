@@ -54,8 +54,10 @@ class OurKron(Torch):
 
 
 class OurKFAC(Torch):
-    def __init__(self, workload: Workload, **settings: Any) -> None:
+    def __init__(self, workload: Workload, clips: bool = False, **settings: Any) -> None:
+        """`clips`: the norm of the gradient, before the step, as many loops do."""
         Contender.__init__(self, workload)
+        self.clips = clips
         parameters = list(workload.model.parameters())
         # One pass over memory for three; and on a GPU the host need not look at each step.
         self.base = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True)
@@ -69,6 +71,11 @@ class OurKFAC(Torch):
         if step % PERIOD == 0:
             return "refresh"
         return "statistics" if step % self.every == 0 else "plain"
+
+    def step(self) -> None:
+        if self.clips:
+            torch.nn.utils.clip_grad_norm_(self.workload.model.parameters(), 1.0)
+        super().step()
 
     def state_bytes(self) -> int:
         return sum(self.optimizer.memory_usage().values()) + _bytes(list(self.base.state.values()))
@@ -133,6 +140,9 @@ VARIANTS: dict[str, Callable[[Workload], Contender]] = {  # when they are named
     "K-FAC, inverse, bf16": lambda w: OurKFAC(w, compute_method="inverse", inv_dtype=torch.bfloat16),
     "K-FAC, inverse, bf16, statistics every 10": lambda w: OurKFAC(
         w, compute_method="inverse", inv_dtype=torch.bfloat16, factor_update_steps=PERIOD
+    ),
+    "K-FAC, inverse, clipped, statistics every 10": lambda w: OurKFAC(
+        w, clips=True, compute_method="inverse", factor_update_steps=PERIOD
     ),
     "K-FAC, inverse, packed": lambda w: OurKFAC(w, compute_method="inverse", **PACKED),
     "K-FAC, inverse, packed, bf16": lambda w: OurKFAC(

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from suite.torch import KFAC
 from suite.torch.factors import LayerFactors
+from suite.torch.thin import _some_of
 
 ROWS = 6
 
@@ -61,6 +62,26 @@ def decay(model: nn.Module) -> None:
 def replace(model: nn.Module) -> None:
     for p in model.parameters():
         p.grad = p.grad * 1.0
+
+
+def clip_values(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def clip_one_by_one(model: nn.Module) -> None:
+    for p in model.parameters():
+        nn.utils.clip_grad_norm_([p], 1e-2)
+
+
+def hardly_clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+
+
+def scale_twice(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.mul_(1024.0)
+    for p in model.parameters():
+        p.grad.div_(1000.0)
 
 
 class Run:
@@ -135,13 +156,33 @@ def test_directions_from_rows_and_from_the_gradient_agree_to_bfloat16s_precision
         assert (a - b).norm() < 0.03 * (b - start).norm()
 
 
-@pytest.mark.parametrize("change", [clip, decay, replace])
+@pytest.mark.parametrize("change", [clip, hardly_clip, scale_twice])
+@pytest.mark.parametrize(("micro", "uses"), [(1, 18), (2, 12)])
+def test_a_multiple_of_the_gradient_is_one_of_its_rows(monkeypatch, change, micro, uses):
+    thin = Run(monkeypatch, True)
+    found = thin.train({}, change, micro)
+    assert thin.uses == uses
+    expected = Run(monkeypatch, False).train({}, change, micro)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("change", [decay, replace, clip_values])
 def test_a_gradient_that_was_changed_is_used_itself(monkeypatch, change):
     thin = Run(monkeypatch, True)
     found = thin.train({}, change)
     assert thin.uses == 0
     expected = Run(monkeypatch, False).train({}, change)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_rows_do_not_make_a_weight_and_a_bias_that_were_multiplied_each_with_its_own(monkeypatch):
+    thin = Run(monkeypatch, True)
+    found = thin.train({}, clip_one_by_one)
+    assert thin.uses == 6  # of the layer without a bias
+    expected = Run(monkeypatch, False).train({}, clip_one_by_one)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def penalty(weight: float) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
@@ -227,12 +268,51 @@ def test_a_gradient_that_an_earlier_hook_uses_up_is_none(monkeypatch):
     kfac.zero_grad()
 
 
-def test_accumulated_gradients_are_used_themselves(monkeypatch):
+@pytest.mark.parametrize(("micro", "uses"), [(2, 12), (8, 0)])  # of a layer that runs twice, of all
+def test_accumulated_gradients_are_those_of_all_rows(monkeypatch, micro, uses):
     thin = Run(monkeypatch, True)
-    found = thin.train({}, micro=2)
-    assert thin.uses == 0
-    expected = Run(monkeypatch, False).train({}, micro=2)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    found = thin.train({}, micro=micro)
+    assert thin.uses == uses
+    expected = Run(monkeypatch, False).train({}, micro=micro)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def thrown_away(to_none: bool) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """A forward pass after a whole backward pass whose gradients are not kept."""
+
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        model(x + 1).square().mean().backward()
+        model.zero_grad(set_to_none=to_none)
+        return model(x)
+
+    return forward
+
+
+def attacked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A forward pass on inputs that a backward pass, of the inputs alone, has made worse."""
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(model(x).square().mean(), x)
+    return model(x.detach() + 0.1 * g.sign())
+
+
+@pytest.mark.parametrize("forward", [thrown_away(True), thrown_away(False), attacked])
+def test_rows_of_passes_that_are_not_in_the_gradient_are_not_used(monkeypatch, forward):
+    settings = {"fisher": "type-2", "likelihood": "gaussian"}  # whose statistics know them from others
+    thin = Run(monkeypatch, True)
+    found = thin.train(settings, forward=forward)
+    assert thin.uses == 6 * 3
+    expected = Run(monkeypatch, False).train(settings, forward=forward)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 63, 64, 65, 1000])
+def test_numbers_are_looked_at_all_over_a_gradient(n):
+    assert min(n, 33) <= len(_some_of(torch.arange(n))) <= 64
+    seen = _some_of(torch.arange(n * 9).reshape(n, 9))
+    assert min(n, 5) <= len(seen) <= 8
+    assert seen.shape[1] == 5
 
 
 @pytest.mark.filterwarnings("ignore:statistics miss some uses:RuntimeWarning")
@@ -278,7 +358,7 @@ def test_rows_of_passes_that_no_step_uses_do_not_pile_up(monkeypatch):
     for _ in range(20):
         model(torch.randn(ROWS, 24, dtype=torch.float64)).square().mean().backward()
         kept = kfac._engine.capture.kept.values()
-        assert all(sum(p.x.shape[0] for p in k.pairs) <= 2 * ROWS for k in kept)
+        assert all(sum(len(p.x) for p in k.pairs or ()) < 28 for k in kept)
     kfac.zero_grad()
     assert all(not k.pairs and not k.made for k in kfac._engine.capture.kept.values())
 
