@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,22 +27,27 @@ from suite.torch.derivatives import (
     Noted,
     Source,
     follow,
-    is_awaited,
-    is_recorded,
 )
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed, without_modes
+from suite.torch.hooks import (
+    Hook,
+    Stacks,
+    after_forward,
+    in_backward,
+    is_batched,
+    on_transformed,
+    without_modes,
+)
 from suite.torch.layers import Layer, Site
+from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast
 from suite.torch.prepared import prepared
+from suite.torch.probe import Probe, ProbeOfDuals, Reached, Reading
 from suite.torch.rows import (
     Bases,
     LayerSpec,
-    Sums,
     example_count,
-    keeps_half,
     output_positions,
     row_count,
-    sums,
 )
 from suite.torch.runs import Ending, Run
 from suite.torch.thin import KeptRows
@@ -59,185 +64,12 @@ class Captured(NamedTuple):
     read: tuple[int, ...]  # tokens of the inputs of its calls that backward passes reached, if noted
 
 
-class _Probe(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y: torch.Tensor,
-        x: torch.Tensor | None,
-        A: torch.Tensor | None,
-        G: torch.Tensor,
-        counts: torch.Tensor,
-        spec: LayerSpec,
-        clock: CaptureClock | _UnlessBroadcast | _OfSum | None,
-        reading: _Reading | None,
-        source: Source | None,
-        run: Run | None,
-        told: CaptureClock | None,
-        *rest: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """
-        Args:
-            told: of backward passes.
-            rest: slot of products, scale, chosen rows, bases of A and G, a factor of x; or nothing.
-        """
-        ctx.clock, ctx.reading, ctx.source, ctx.run, ctx.call = clock, reading, source, run, None
-        ctx.told = told
-        ctx.save_for_backward(x, *rest[1:])
-        ctx.spec, ctx.slot = spec, G
-        # An alias, not a view: an output that is a view of an input breaks in-place ops after it.
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        wanted, on, source = ctx.needs_input_grad, gradient, ctx.source
-        x, *rest = ctx.saved_tensors  # once: checkpoints compute what is read again
-        scale, chosen, *vectors = rest or (None, None)
-        waits = wanted[3] and (ctx.clock is None or ctx.clock.sampling)
-        if source is not None and is_recorded():
-            ctx.call = ctx.call or Call(ctx.run)
-            on = source.capture.passed(source, ctx.call, gradient, x, scale, True)
-            waits = waits and is_awaited(ctx.slot)
-        if not waits or not (ctx.run is None or ctx.run.is_awaited()):
-            return (on, *(None,) * (len(wanted) - 1))
-        if ctx.told is not None:
-            ctx.told.passes()
-        counted = ctx.run is None or ctx.run.reached()
-        if ctx.reading is not None:
-            ctx.reading.read.append(ctx.reading.token)
-        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[11] else None
-        given = ctx, gradient, x, scale, chosen, bases, vectors[2] if vectors else None
-        if _is_plain(gradient.device.type):
-            A, G, counts, products = _Probe._sums(*given)
-        else:
-            with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                A, G, counts, products = _Probe._sums(*given)
-        if not counted or (ctx.call is not None and not ctx.call.is_first()):
-            counts = torch.stack([counts[0], torch.zeros_like(counts[0])])
-        if not rest:
-            return on, None, A, G, counts, *(None,) * 6
-        return on, None, A, G, counts, *(None,) * 6, products, *(None,) * 5
-
-    @staticmethod
-    def _sums(
-        ctx: Any,
-        g: torch.Tensor,
-        x: torch.Tensor | None,
-        scale: torch.Tensor | None,
-        chosen: torch.Tensor | None,
-        bases: Bases | None,
-        factor: torch.Tensor | None,
-    ) -> Sums:
-        if scale is not None or factor is not None or not keeps_half(ctx.spec, g):
-            g = g.to(ctx.slot.dtype)
-        if scale is not None:
-            g = g * scale
-        if x is not None and x.is_floating_point():
-            x = x.to(g.dtype) if factor is None else x.to(g.dtype) * factor[0]
-        found = sums(ctx.spec, x, g, chosen=chosen, want_A=ctx.needs_input_grad[2], bases=bases)
-        if factor is not None and found[0] is not None and found[0].ndim == 3:
-            for products in (found[0][:, :-1, -1], found[0][:, -1, :-1]):  # of inputs with the one
-                products *= factor[1]
-        return found
-
-
-class Reached(torch.autograd.Function):
-    """Has a backward pass that ends at a slot go through an output, which counts its positions."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, slot: torch.Tensor, positions: int) -> torch.Tensor:
-        ctx.positions, ctx.shape = positions, slot.shape
-        ctx.kind = {"dtype": slot.dtype, "device": slot.device}
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, torch.full(ctx.shape, float(ctx.positions), **ctx.kind), None
-
-
-class _ProbeOfDuals(_Probe):
-    """With a derivative forward, of which torch.compile wants none."""
-
-    @staticmethod
-    def jvp(ctx: Any, y: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return y.view_as(y)
-
-
 def dense(x: Any) -> Any:
     """A layer's input, if it is sparse (features of a graph's nodes) written out."""
     if not isinstance(x, torch.Tensor) or x.layout is torch.strided or x.is_nested:
         return x
     with torch.no_grad():
         return x.to_dense()
-
-
-def _is_plain(device_type: str) -> bool:
-    """Whether neither autograd nor autocast would have a part in what is computed now."""
-    if torch.compiler.is_compiling():
-        return False
-    return not torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type)
-
-
-class _UnlessBroadcast:
-    """In place of a clock: a lookup takes statistics unless its output turns out to be broadcast."""
-
-    def __init__(self, clock: CaptureClock | None) -> None:
-        self.clock, self.was_broadcast = clock, False
-
-    @property
-    def sampling(self) -> bool:
-        return not self.was_broadcast and (self.clock is None or self.clock.sampling)
-
-
-class _OfSum:
-    """In place of a clock: a sum that takes statistics takes them from the lookup, which comes after."""
-
-    def __init__(self, clock: CaptureClock | None, unless: _UnlessBroadcast) -> None:
-        self.clock, self.unless = clock, unless
-
-    @property
-    def sampling(self) -> bool:
-        self.unless.was_broadcast = True
-        return self.clock is None or self.clock.sampling
-
-
-class _Reading(NamedTuple):
-    """What a backward pass through a call notes."""
-
-    read: list[int]
-    token: int  # of the call's input
-
-
-class LookedUp(NamedTuple):
-    """What an embedding's call found, or that with its axes moved about, or a multiple of it."""
-
-    output: weakref.ref[torch.Tensor]
-    x: torch.Tensor
-    unless: _UnlessBroadcast
-    site: Site
-    steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()  # from what was found
-    factor: float = 1.0
-
-    def moved(self, output: torch.Tensor, step: Any, factor: float = 1.0) -> LookedUp:
-        """What a step, or a factor, makes of it."""
-        steps = self.steps if step is None else (*self.steps, step)
-        return self._replace(output=weakref.ref(output), steps=steps, factor=self.factor * factor)
-
-    def positions(self, width: int) -> tuple[torch.Tensor, int] | None:
-        """The index that each position has now, and which axis, from the end, has the features.
-
-        None: they are not on one axis any more.
-        """
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            index = self.x[..., None].expand(*self.x.shape, width)
-            marks = torch.arange(width, device=self.x.device).expand(index.shape)
-            for step in self.steps:
-                index, marks = step(index), step(marks)
-        sides = zip(range(-marks.ndim, 0), marks.shape, marks.stride(), strict=True)
-        axes = [axis for axis, n, stride in sides if n > 1 and stride]
-        if len(axes) != 1 or marks.shape[axes[0]] != width:
-            return None
-        return index.select(axes[0], 0), axes[0]
 
 
 def _place_of(site: Site, weight: nn.Parameter) -> tuple[dict[str, Any], str] | None:
@@ -277,7 +109,7 @@ class LayerCapture:
         self.had_others = False  # the same of what was taken last
         self._ending: Ending | None = None  # of calls that train nothing of it
         self._nodes: dict[bool, Any] = {}  # autograd's, of G of uses as the transpose, or of others
-        self.running: list[object] = []  # its modules whose calls are under way, if functional.py asks
+        self.running = Stacks()  # its modules whose calls are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
         self.calls_of_made = 0  # of these, those of something made of the weight in its place
         self.uses = 0  # in the first step, of the weight
@@ -479,7 +311,7 @@ class LayerCapture:
         y: torch.Tensor,
         args: Any,
         kwargs: Any,
-        unless: _UnlessBroadcast | None = None,
+        unless: UnlessBroadcast | None = None,
         made: torch.Tensor | None = None,
         whole: bool = True,
     ) -> Any:
@@ -511,15 +343,15 @@ class LayerCapture:
         chosen = self._chosen(spec, x, y)
         clock: Any = self.clock if self.clock.sampled else None
         if unless is not None:
-            clock = _OfSum(clock, unless)
+            clock = OfSum(clock, unless)
         elif spec.kind == "embedding" and not torch.compiler.is_compiling():
-            clock = _UnlessBroadcast(clock)
+            clock = UnlessBroadcast(clock)
         rest: tuple[torch.Tensor | None, ...] = ()
         if any([v is not None for v in (bases, scale, chosen, factor)]):  # noqa: C419 (torch.compile)
             slot = None if bases is None else self.products
             rest = (slot, scale, chosen, *(bases or (None, None)), factor)
         compiling = torch.compiler.is_compiling()
-        apply = _Probe.apply if compiling else _ProbeOfDuals.apply
+        apply = Probe.apply if compiling else ProbeOfDuals.apply
         with without_modes():
             probed = apply(
                 y,
@@ -535,7 +367,7 @@ class LayerCapture:
                 None if compiling else self.clock,
                 *rest,
             )
-        if isinstance(clock, _UnlessBroadcast):
+        if isinstance(clock, UnlessBroadcast):
             self.looked_up = LookedUp(weakref.ref(probed), x, clock, site)
         return probed
 
@@ -695,13 +527,13 @@ class LayerCapture:
         self.clock.strangers.add(self.layer.name)
         return False
 
-    def _reading(self, x: torch.Tensor) -> _Reading | None:
+    def _reading(self, x: torch.Tensor) -> Reading | None:
         """For the backward pass of a call with this input; None: nobody asks whether there was one."""
         if torch.compiler.is_compiling():
             return None
         if not self.clock.discovering and not self.leads and self.input_of is None:
             return None
-        return _Reading(self.read, self.clock.token(x))
+        return Reading(self.read, self.clock.token(x))
 
     def _chosen(self, spec: LayerSpec, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
         """The examples or rows that statistics are taken from; None: all of them."""

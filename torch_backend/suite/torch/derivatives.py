@@ -98,7 +98,7 @@ class Noted(torch.autograd.Function):
 
 
 class DerivativeProbe(torch.autograd.Function):
-    """Behind a product in derivatives of a layer, as `capture._Probe` is behind the layer."""
+    """Behind a product in derivatives of a layer, as `probe.Probe` is behind the layer."""
 
     @staticmethod
     def forward(

@@ -316,7 +316,7 @@ class _FreeProbe(torch.autograd.Function):
         if in_place:  # whoever changed a tensor goes on with that, not with what is returned
             ctx.mark_dirty(y)
             return y
-        return y.detach()  # an alias, see capture._Probe
+        return y.detach()  # an alias, see probe.Probe
 
     @staticmethod
     def backward(ctx: Any, gradient: T) -> Any:

@@ -32,7 +32,7 @@ from suite.torch.calls import (
     keeps_order,
     rows_of,
 )
-from suite.torch.capture import LayerCapture, LookedUp
+from suite.torch.capture import LayerCapture
 from suite.torch.einsum import axes_of, operands_of
 from suite.torch.free import (
     ADDED,
@@ -58,6 +58,7 @@ from suite.torch.hooks import (
     packs_with,
 )
 from suite.torch.layers import Layer, Site
+from suite.torch.looked_up import LookedUp
 from suite.torch.made_weights import Made, node_of, reached_from, scale_of, tensors_in
 from suite.torch.rows import Axes, LayerSpec
 
@@ -107,11 +108,10 @@ class RunningLayer:
         ]
 
     def enter(self) -> None:
-        self.capture.running.append(self.module)
+        self.capture.running.push(self.module)
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
-        if self.capture.running:
-            self.capture.running.pop()
+        self.capture.running.pop()
 
 
 class FunctionCapture(ModeAround):
@@ -184,7 +184,7 @@ class FunctionCapture(ModeAround):
 
     def is_inside(self, place: int) -> bool:
         """Whether a layer's own module runs, whose hook, or mode, sees what it does."""
-        running = self.uses[place][0].running
+        running = self.uses[place][0].running.own()
         return len(running) > 0 and not (self.own[place] and running[-1] is self.module)
 
     def is_table(self, place: int) -> bool:
@@ -198,7 +198,7 @@ class FunctionCapture(ModeAround):
         return capture.layer.sites[index].spec.bias
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
-        mode = self.modes[-1] if self.modes else None
+        mode = self.modes.own()[-1] if self.modes.own() else None
         super().observe(site, args, kwargs, output)
         if isinstance(mode, _Watching) and output is not None:
             mode.settle(output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -92,11 +93,44 @@ class Mode(TorchFunctionMode):
         return torch.compiler.is_compiling() and not self.is_traced
 
 
+class Stacks:
+    """What is under way, the innermost last: of each thread, as torch has its modes."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[Any]] = {}  # by thread
+        self._traced: list[Any] = []  # torch.compile traces nothing that asks for the thread
+
+    def push(self, one: Any) -> None:
+        own = self._traced
+        if not torch.compiler.is_compiling():
+            own = self._of.setdefault(threading.get_ident(), [])
+        own.append(one)
+
+    def own(self) -> list[Any]:
+        """Those of the thread that runs."""
+        if torch.compiler.is_compiling():
+            return self._traced
+        return self._of.get(threading.get_ident()) or self._traced
+
+    def pop(self) -> Any:
+        """The innermost; None: there is none."""
+        own = self.own()
+        one = own.pop() if own else None
+        if not own and not torch.compiler.is_compiling():
+            self._of.pop(threading.get_ident(), None)
+        return one
+
+    def clear(self) -> None:
+        """Outside of any forward: forget what an interrupted one left."""
+        while self.own():
+            self.pop()
+
+
 class ModeAround:
     """A torch function mode around every forward of a module, entered if `make_mode` returns one."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.modes: list[TorchFunctionMode | None] = []
+        self.modes = Stacks()  # None for a forward without one
         self.handles = [
             before_forward(module, Enter(self, module)),
             after_forward(module, Hook(self, module), always_call=True),
@@ -107,24 +141,25 @@ class ModeAround:
 
     def enter(self) -> None:
         # An interrupted forward may have left a mode, which goes on watching until `unwind`.
-        watched = any([mode is not None for mode in self.modes])  # noqa: C419 (torch.compile)
+        watched = any([mode is not None for mode in self.modes.own()])  # noqa: C419 (torch.compile)
         traced = not torch.compiler.is_compiling() and torch.jit.is_tracing()  # which sees the mode
         mode = None if watched or traced else self.make_mode()
         if mode is not None:
             mode.__enter__()
-        self.modes.append(mode)
+        self.modes.push(mode)
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         """The forward is over, or has raised."""
-        mode = self.modes.pop() if self.modes else None
+        mode = self.modes.pop()
         if mode is not None:
             mode.__exit__(None, None, None)
 
     def unwind(self) -> bool:
         """Outside of any forward: leave a mode that an interrupted one left on torch's stack."""
-        while self.modes and self.modes[-1] is None:
+        while self.modes.own() and self.modes.own()[-1] is None:
             self.modes.pop()
-        if not self.modes or torch.overrides._get_current_function_mode() is not self.modes[-1]:
+        modes = self.modes.own()
+        if not modes or torch.overrides._get_current_function_mode() is not modes[-1]:
             return False
         self.observe(0, None, None, None)
         return True

@@ -23,6 +23,7 @@ from suite.torch.dtensors import is_sharded, local, mesh_group, settled
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES, all_finite
 from suite.torch.kron_engine import KronEngine, Pairs, StepSettings, as_real
+from suite.torch.kron_records import Records, is_ours, of_others, require_fit
 from suite.torch.kron_settings import (
     FIXED,
     RENAMED,
@@ -202,6 +203,7 @@ class Kron(torch.optim.Optimizer):
         }
         self._engines: list[KronEngine] = []
         self._made_for: list[dict[str, Any]] = []  # by engine
+        self._records = Records()
         self._skipped: torch.Tensor | None = None
         super().__init__(params, defaults)
 
@@ -253,32 +255,42 @@ class Kron(torch.optim.Optimizer):
         )
         self._engines.append(engine)
         self._made_for.append({name: group[name] for name in ("seed", *FIXED)})
-        self._attach_state(engine)
+        self._attach(engine)
+
+    def _attach(self, engine: KronEngine) -> None:
+        if self._skipped is None and engine.parameters:
+            self._skipped = torch.zeros((), dtype=torch.int32, device=engine.parameters[0].device)
+        self._records.attach(self.state, engine, self._skipped)
 
     def _require_parameters(self) -> None:
-        """Follow groups whose parameters were exchanged before the first step; RuntimeError after it.
+        """Follow groups whose parameters were exchanged before the first step, and changes of `state`.
 
         Who shards a model puts the shards into the optimizer's groups.
+
+        Raises:
+            RuntimeError: parameters were exchanged after it; a part of a parameter's state is gone.
         """
         held = [[p for p in group["params"] if p.numel()] for group in self.param_groups]
         known = [engine.parameters for engine in self._engines]
         if [[id(p) for p in own] for own in held] == [[id(p) for p in own] for own in known]:
+            if self._records.follow(self.state, self._engines):
+                return
+            self._begin()
             return
         if any(group["steps"] for group in self.param_groups):
             raise RuntimeError(
                 "after the first step param_groups must hold the parameters that Kron has state of, got "
                 "others: use add_param_group for more, and a new Kron where some are exchanged or gone"
             )
-        self._engines, self._made_for = [], []
         self.state.clear()
-        for group in self.param_groups:
-            self._add_engine(group)
+        self._begin()
 
-    def _attach_state(self, engine: KronEngine) -> None:
-        for index, parameter in enumerate(engine.parameters):
-            if self._skipped is None:
-                self._skipped = torch.zeros((), dtype=torch.int32, device=parameter.device)
-            self.state[parameter] |= {**engine.views(index), "skipped_steps": self._skipped}
+    def _begin(self) -> None:
+        """Without any state."""
+        self._engines, self._made_for, self._records, self._skipped = [], [], Records(), None
+        for group in self.param_groups:
+            group.update(steps=0, updates=0, update_clock=1.0)
+            self._add_engine(group)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_engines", "_made_for", "_skipped", "hvp", "distributed", "_ranks", "_torn_reported")
@@ -287,15 +299,17 @@ class Kron(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._records = Records()
         for engine in self._engines:  # a pickle forgets that the state's tensors are views
-            self._attach_state(engine)
+            self._attach(engine)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; returns what `closure`, called first and under grad, returned.
 
         Raises:
-            RuntimeError: no closure where `hvp` needs one; groups hold other parameters than the state.
+            RuntimeError: no closure where `hvp` needs one; groups hold other parameters than the state,
+                or `state` a part of it.
             ValueError: a setting of a group is not valid, or cannot be changed any more.
         """
         self._require_parameters()
@@ -478,7 +492,7 @@ class Kron(torch.optim.Optimizer):
                 every rank's, on however many, fit together.
 
         Raises:
-            RuntimeError: groups hold other parameters than the state.
+            RuntimeError: groups hold other parameters than the state, or `state` a part of it.
         """
         self._require_parameters()
         saved = super().state_dict()
@@ -500,7 +514,7 @@ class Kron(torch.optim.Optimizer):
                 whole = engine.whole if gather else engine.rows
                 own = every[i] if every else whole(i)
                 skipped, index = {"skipped_steps": self._skipped}, index_of[id(parameter)]
-                saved["state"][index] = {**own, **skipped, **_of_others(saved["state"][index])}
+                saved["state"][index] = {**own, **skipped, **of_others(saved["state"][index])}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -508,7 +522,7 @@ class Kron(torch.optim.Optimizer):
 
         Raises:
             ValueError: state that does not fit a parameter; nothing has changed then.
-            RuntimeError: groups hold other parameters than the state.
+            RuntimeError: groups hold other parameters than the state, or `state` a part of it.
         """
         self._require_parameters()
         state_dict = dict(state_dict)
@@ -522,8 +536,8 @@ class Kron(torch.optim.Optimizer):
         for index, parameter in zip(saved, own, strict=True):
             record = state_dict["state"].get(index, {})
             if id(parameter) in places:
-                _require_fit(index, *places[id(parameter)], record)
-            elif any(map(_is_ours, record)):
+                require_fit(index, *places[id(parameter)], record)
+            elif any(map(is_ours, record)):
                 raise ValueError(f"state of parameter {index} must be empty, got {sorted(record)}")
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             if saved_group["seed"] != group["seed"]:
@@ -539,9 +553,9 @@ class Kron(torch.optim.Optimizer):
                 engine.restore(i, state_dict["state"][index])
                 if self._skipped is not None:
                     self._skipped.copy_(state_dict["state"][index]["skipped_steps"])
-            for name in _of_others(self.state.get(parameter, {})):
+            for name in of_others(self.state.get(parameter, {})):
                 del self.state[parameter][name]
-            others = _of_others(state_dict["state"].get(index, {}))
+            others = of_others(state_dict["state"].get(index, {}))
             if others:
                 self.state[parameter] |= copy.deepcopy(others)
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -570,31 +584,6 @@ def _group_of(params: list[Any]) -> Any:
             if isinstance(parameter, torch.Tensor) and is_sharded(parameter):
                 return mesh_group(parameter)
     return None
-
-
-def _is_ours(name: str) -> bool:
-    """Whether an entry of a parameter's state is Kron's: wrappers (Lookahead) may keep theirs there."""
-    return name == "skipped_steps" or name.startswith("tile")
-
-
-def _of_others(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if not _is_ours(name)}
-
-
-def _require_fit(index: int, engine: KronEngine, number: int, record: dict[str, Any]) -> None:
-    """ValueError unless a record is one parameter's, whole or block by block."""
-    expected = {name: shape for name, (shape, _) in engine.expected(number).items()}
-    expected["skipped_steps"] = ()
-    found = {name: tuple(getattr(x, "shape", ())) for name, x in record.items() if _is_ours(name)}
-    rows = {name: shape[1:] for name, shape in expected.items() if name != "skipped_steps"}
-    by_block = [name for name in found if name.rpartition(".")[0] in rows]
-    if by_block:
-        missing = sorted(engine.rows(number).keys() - found.keys())
-        wrong = [name for name in by_block if found[name] != rows[name.rpartition(".")[0]]]
-        if missing or wrong:
-            raise ValueError(f"state of parameter {index} lacks {missing}, has a wrong shape in {wrong}")
-    elif expected != found and (engine.rows(number) or found != {"skipped_steps": ()}):
-        raise ValueError(f"state of parameter {index} must have {expected}, got {found}")
 
 
 def _rates(

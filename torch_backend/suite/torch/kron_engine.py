@@ -370,6 +370,16 @@ class KronEngine:
                     given = torch.stack([record[f"tile{share.tile}.{name}.{row}"] for row in rows])
                 tensor.copy_(self.storage.keep_factor(given) if _is_factor(name) else given)
 
+    def reset(self, index: int) -> None:
+        """Begin anew with one parameter; `after_load` has to follow."""
+        for i, tensors in self._kept(index):
+            number, member = self.places[i]
+            count = member.stop - member.start
+            fresh = self._new_pack(self.buckets[number].key, count, [])
+            fresh = fresh._replace(kron=self.storage.keep(fresh.kron))
+            for name, tensor in _named(fresh).items():
+                tensors[name].copy_(tensor)
+
     def _here_by_share(self, index: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
         """What is here of one parameter, by number of its share, in whole matrices."""
         full = self.storage.full_factor

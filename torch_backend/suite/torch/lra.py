@@ -59,12 +59,12 @@ class _WholeVector(torch.optim.Optimizer):
             raise ValueError("parameters must not be sharded, got DTensors: give suite.torch.Kron those")
         if len({(p.dtype, p.device) for p in own}) != 1:
             raise ValueError("parameters must share one dtype and one device")
-        self.param_groups[0].update({"steps": 0, "updates": 0, "update_clock": 1.0})
         self._start()
 
     def _start(self) -> None:
+        self.param_groups[0].update({"steps": 0, "updates": 0, "update_clock": 1.0})
         self._held = self._parameters  # that the state is of
-        self.state[self._held[0]] = self._init_state()
+        self.state[self._held[0]] |= self._init_state()
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -99,9 +99,14 @@ class _WholeVector(torch.optim.Optimizer):
         }
 
     def _require_parameters(self) -> None:
-        """Follow a group with other parameters before the first step; RuntimeError after it."""
+        """Follow a group with other parameters before the first step; RuntimeError after it.
+
+        Where the state was deleted, begin anew.
+        """
         own = self._parameters
         if [id(p) for p in own] == [id(p) for p in self._held]:
+            if "momentum" not in self.state.get(own[0], {}):
+                self._start()
             return
         if self.param_groups[0]["steps"]:
             raise RuntimeError(

@@ -292,7 +292,7 @@ class _StackProbe(torch.autograd.Function):
         ctx.diagonal, ctx.clock, ctx.recorded, ctx.run = diagonal, clock, recorded, run
         ctx.dtype = G.dtype
         ctx.shapes = A.shape, G.shape, None if products is None else products.shape
-        return y.detach()  # an alias, see capture._Probe
+        return y.detach()  # an alias, see probe.Probe
 
     @staticmethod
     def backward(ctx: Any, gradient: T) -> Any:

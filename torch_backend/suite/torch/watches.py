@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from suite.torch.capture import LayerCapture, Reached
+from suite.torch.capture import LayerCapture
 from suite.torch.clock import CaptureClock
 from suite.torch.free import FreeParameters, Watched
 from suite.torch.hooks import Hook, ModeAround, after_forward, in_backward, is_exporting, without_modes
+from suite.torch.probe import Reached
 from suite.torch.runs import Ending
 
 

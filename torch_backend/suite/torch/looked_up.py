@@ -1,0 +1,67 @@
+"""Tables whose rows may be looked up once for all examples, as positions are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from suite.torch.clock import CaptureClock
+from suite.torch.layers import Site
+
+
+class UnlessBroadcast:
+    """In place of a clock: a lookup takes statistics unless its output turns out to be broadcast."""
+
+    def __init__(self, clock: CaptureClock | None) -> None:
+        self.clock, self.was_broadcast = clock, False
+
+    @property
+    def sampling(self) -> bool:
+        return not self.was_broadcast and (self.clock is None or self.clock.sampling)
+
+
+class OfSum:
+    """In place of a clock: a sum that takes statistics takes them from the lookup, which comes after."""
+
+    def __init__(self, clock: CaptureClock | None, unless: UnlessBroadcast) -> None:
+        self.clock, self.unless = clock, unless
+
+    @property
+    def sampling(self) -> bool:
+        self.unless.was_broadcast = True
+        return self.clock is None or self.clock.sampling
+
+
+class LookedUp(NamedTuple):
+    """What an embedding's call found, or that with its axes moved about, or a multiple of it."""
+
+    output: weakref.ref[torch.Tensor]
+    x: torch.Tensor
+    unless: UnlessBroadcast
+    site: Site
+    steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()  # from what was found
+    factor: float = 1.0
+
+    def moved(self, output: torch.Tensor, step: Any, factor: float = 1.0) -> LookedUp:
+        """What a step, or a factor, makes of it."""
+        steps = self.steps if step is None else (*self.steps, step)
+        return self._replace(output=weakref.ref(output), steps=steps, factor=self.factor * factor)
+
+    def positions(self, width: int) -> tuple[torch.Tensor, int] | None:
+        """The index that each position has now, and which axis, from the end, has the features.
+
+        None: they are not on one axis any more.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            index = self.x[..., None].expand(*self.x.shape, width)
+            marks = torch.arange(width, device=self.x.device).expand(index.shape)
+            for step in self.steps:
+                index, marks = step(index), step(marks)
+        sides = zip(range(-marks.ndim, 0), marks.shape, marks.stride(), strict=True)
+        axes = [axis for axis, n, stride in sides if n > 1 and stride]
+        if len(axes) != 1 or marks.shape[axes[0]] != width:
+            return None
+        return index.select(axes[0], 0), axes[0]

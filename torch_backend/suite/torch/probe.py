@@ -1,0 +1,131 @@
+"""The identity behind a layer's output whose backward rule sums second moments."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from suite.torch.clock import CaptureClock
+from suite.torch.derivatives import Call, Source, is_awaited, is_recorded
+from suite.torch.looked_up import OfSum, UnlessBroadcast
+from suite.torch.rows import Bases, LayerSpec, Sums, keeps_half, sums
+from suite.torch.runs import Run
+
+
+class Reading(NamedTuple):
+    """What a backward pass through a call notes."""
+
+    read: list[int]
+    token: int  # of the call's input
+
+
+class Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: torch.Tensor,
+        x: torch.Tensor | None,
+        A: torch.Tensor | None,
+        G: torch.Tensor,
+        counts: torch.Tensor,
+        spec: LayerSpec,
+        clock: CaptureClock | UnlessBroadcast | OfSum | None,
+        reading: Reading | None,
+        source: Source | None,
+        run: Run | None,
+        told: CaptureClock | None,
+        *rest: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            told: of backward passes.
+            rest: slot of products, scale, chosen rows, bases of A and G, a factor of x; or nothing.
+        """
+        ctx.clock, ctx.reading, ctx.source, ctx.run, ctx.call = clock, reading, source, run, None
+        ctx.told = told
+        ctx.save_for_backward(x, *rest[1:])
+        ctx.spec, ctx.slot = spec, G
+        # An alias, not a view: an output that is a view of an input breaks in-place ops after it.
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        wanted, on, source = ctx.needs_input_grad, gradient, ctx.source
+        x, *rest = ctx.saved_tensors  # once: checkpoints compute what is read again
+        scale, chosen, *vectors = rest or (None, None)
+        waits = wanted[3] and (ctx.clock is None or ctx.clock.sampling)
+        if source is not None and is_recorded():
+            ctx.call = ctx.call or Call(ctx.run)
+            on = source.capture.passed(source, ctx.call, gradient, x, scale, True)
+            waits = waits and is_awaited(ctx.slot)
+        if not waits or not (ctx.run is None or ctx.run.is_awaited()):
+            return (on, *(None,) * (len(wanted) - 1))
+        if ctx.told is not None:
+            ctx.told.passes()
+        counted = ctx.run is None or ctx.run.reached()
+        if ctx.reading is not None:
+            ctx.reading.read.append(ctx.reading.token)
+        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[11] else None
+        given = ctx, gradient, x, scale, chosen, bases, vectors[2] if vectors else None
+        if _is_plain(gradient.device.type):
+            A, G, counts, products = Probe._sums(*given)
+        else:
+            with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                A, G, counts, products = Probe._sums(*given)
+        if not counted or (ctx.call is not None and not ctx.call.is_first()):
+            counts = torch.stack([counts[0], torch.zeros_like(counts[0])])
+        if not rest:
+            return on, None, A, G, counts, *(None,) * 6
+        return on, None, A, G, counts, *(None,) * 6, products, *(None,) * 5
+
+    @staticmethod
+    def _sums(
+        ctx: Any,
+        g: torch.Tensor,
+        x: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        chosen: torch.Tensor | None,
+        bases: Bases | None,
+        factor: torch.Tensor | None,
+    ) -> Sums:
+        if scale is not None or factor is not None or not keeps_half(ctx.spec, g):
+            g = g.to(ctx.slot.dtype)
+        if scale is not None:
+            g = g * scale
+        if x is not None and x.is_floating_point():
+            x = x.to(g.dtype) if factor is None else x.to(g.dtype) * factor[0]
+        found = sums(ctx.spec, x, g, chosen=chosen, want_A=ctx.needs_input_grad[2], bases=bases)
+        if factor is not None and found[0] is not None and found[0].ndim == 3:
+            for products in (found[0][:, :-1, -1], found[0][:, -1, :-1]):  # of inputs with the one
+                products *= factor[1]
+        return found
+
+
+class ProbeOfDuals(Probe):
+    """With a derivative forward, of which torch.compile wants none."""
+
+    @staticmethod
+    def jvp(ctx: Any, y: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return y.view_as(y)
+
+
+class Reached(torch.autograd.Function):
+    """Has a backward pass that ends at a slot go through an output, which counts its positions."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, slot: torch.Tensor, positions: int) -> torch.Tensor:
+        ctx.positions, ctx.shape = positions, slot.shape
+        ctx.kind = {"dtype": slot.dtype, "device": slot.device}
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, torch.full(ctx.shape, float(ctx.positions), **ctx.kind), None
+
+
+def _is_plain(device_type: str) -> bool:
+    """Whether neither autograd nor autocast would have a part in what is computed now."""
+    if torch.compiler.is_compiling():
+        return False
+    return not torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type)
