@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from torch.overrides import _get_current_function_mode_stack as mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from conftest import same
-from suite.torch import KFAC, LRA, Kron
+from suite.torch import KFAC, LRA, Kron, detach
 
 T64 = torch.float64
 
@@ -1209,3 +1210,165 @@ def test_a_checkpoint_that_lacks_something_is_an_error_before_anything_changes(c
     with pytest.raises(ValueError, match=message):
         kfac.load_state_dict(saved)
     assert same(before, kfac.state_dict())
+
+
+def two_layers() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+
+
+@pytest.mark.parametrize("kl_clip", [None, 1e-3])
+@pytest.mark.parametrize("gone", ["bias", "weight"])
+def test_a_parameter_that_left_the_optimizer_keeps_its_gradient(gone, kl_clip):
+    """And the direction of what stays is that of a step with all of them."""
+    x, directions = randn(16, 4), []
+    for leaves in (True, False):
+        model = two_layers()
+        base = sgd(model)
+        kfac = KFAC(model, base, damping=0.01, kl_clip=kl_clip)
+        model(x).square().mean().backward()
+        kfac.step()
+        model.zero_grad()
+        left = getattr(model[0], gone)
+        (group,) = base.param_groups
+        if leaves:
+            group["params"] = [p for p in group["params"] if p is not left]
+        model(x).square().mean().backward()
+        plain = [p.grad.clone() for p in model[0].parameters()]
+        kfac.step()
+        directions.append([p.grad.clone() for p in model.parameters()])
+        if leaves:
+            unchanged = [
+                torch.equal(p.grad, g) for p, g in zip(model[0].parameters(), plain, strict=True)
+            ]
+            assert unchanged == [gone == "weight", True]
+            routes = {name: kfac.routing()[name] for name in ("0.weight", "0.bias")}
+            assert [r.treatment == "kfac" for r in routes.values()] == [gone == "bias", False]
+            assert "not in the optimizer" in routes[f"0.{gone}"].reason
+            assert gone == "bias" or "in the optimizer no more" in routes["0.bias"].reason
+    (weight, _, *rest), (whole, _, *expected) = directions
+    if gone == "bias" and kl_clip is None:
+        torch.testing.assert_close(weight, whole, rtol=1e-12, atol=1e-14)
+    if kl_clip is None:
+        assert all(torch.equal(a, b) for a, b in zip(rest, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["function", "tensor"])
+def test_a_batch_all_of_whose_labels_are_ignored_is_no_evidence(kind):
+    x, labels = randn(8, 4), torch.arange(8) % 3
+    model, counted = two_layers(), torch.tensor(8)
+    terms = counted if kind == "tensor" else lambda: int(counted)
+    kfac = KFAC(model, sgd(model), damping=0.01, terms=terms, factor_decay=0.5)
+    before = None
+    for number in (8, 0, 0):
+        counted.fill_(number)
+        y = labels if number else torch.full_like(labels, -100)
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+        kfac.step()
+        kfac.zero_grad()
+        assert kfac.counted_terms == number
+        layers = copy.deepcopy(kfac.state_dict()["kfac"]["layers"])
+        for name, record in layers.items() if before else ():
+            for key in ("A", "G", "A_weight", "G_weight"):
+                assert torch.equal(record[key], before[name][key])
+        before = layers
+    assert kfac.steps == 3
+
+
+def test_a_step_without_examples_that_moves_parameters_counts():
+    x, model = randn(8, 4), two_layers()
+    base = sgd(model)
+    kfac = KFAC(model, base, damping=0.01)
+    for step, n in enumerate([8, 0, 0]):
+        model(x[:n]).square().sum().backward()
+        kfac.step()
+        kfac.zero_grad()
+        assert kfac.steps == step + 1
+    base.param_groups[0]["lr"] = 0.0
+    model(x[:0]).square().sum().backward()
+    kfac.step()  # moves nothing, as what torch.distributed.checkpoint does
+    assert kfac.steps == 3
+
+
+def test_numpy_numbers_are_saved_as_pythons(tmp_path):
+    model = two_layers()
+    kfac = KFAC(model, damping=np.float64(0.01), kl_clip=np.float32(0.5), lr=np.float64(0.1))
+    kfac.set_hyperparameter("factor_decay", np.float64(0.5))
+    torch.save(kfac.state_dict(), tmp_path / "state")
+    numbers = torch.load(tmp_path / "state", weights_only=True)["kfac"]["hyperparameters"]
+    chosen = ("damping", "kl_clip", "lr", "factor_decay")
+    assert [numbers[name] for name in chosen] == [0.01, 0.5, 0.1, 0.5]
+    assert all(type(numbers[name]) is float for name in chosen)
+
+
+def test_a_scheduler_may_have_the_learning_rate_of_a_preconditioner():
+    """As kfac-pytorch 0.3's examples: `kl_clip` follows it."""
+    model = two_layers()
+    kfac = KFAC(model, lr=0.2, kl_clip=1e-4)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(kfac, lambda epoch: 0.5**epoch)
+    seen = []
+    for _ in range(3):
+        seen.append(kfac.lr)
+        model(randn(8, 4)).square().mean().backward()
+        kfac.step()
+        kfac.zero_grad()
+        scheduler.step()
+    assert seen == [0.2, 0.1, 0.05]
+    copied = copy.deepcopy((model, kfac))[1]
+    assert (kfac.lr, copied.lr) == (0.025, 0.025)
+    kfac.set_hyperparameter("lr", 0.3)
+    assert kfac.lr == kfac.param_groups[0]["lr"] == 0.3
+    copied.load_state_dict(kfac.state_dict())
+    assert copied.lr == copied.param_groups[0]["lr"] == 0.3
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
+def test_a_copy_of_an_attached_model_can_be_rid_of_its_hooks():
+    model = two_layers()
+    before = [[*vars(m)] for m in model.modules()]
+    kfac = KFAC(model)
+    copied = copy.deepcopy(model)
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs")
+    hooks += ("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+    detach(copied)
+    assert [[*vars(m)] for m in copied.modules()] == before
+    assert not any(getattr(m, name) for m in copied.modules() for name in hooks)
+    x = randn(3, 4)
+    torch.testing.assert_close(torch.jit.script(copied)(x), model(x))
+    model(x).square().mean().backward()
+    kfac.step()  # the original's are still there
+
+
+class Quantized(nn.Linear):
+    def forward(self, x):
+        weight = torch.fake_quantize_per_tensor_affine(self.weight, 0.01, 0, -128, 127)
+        return F.linear(x, weight, self.bias)
+
+
+class QuantizedByRow(nn.Linear):
+    def forward(self, x):
+        scale, zero = (
+            torch.full((len(self.weight),), 0.01),
+            torch.zeros(len(self.weight), dtype=torch.int32),
+        )
+        weight = torch.fake_quantize_per_channel_affine(self.weight, scale, zero, 0, -128, 127)
+        return F.linear(x, weight, self.bias)
+
+
+@pytest.mark.parametrize("kind", [Quantized, QuantizedByRow])
+def test_weights_that_are_rounded_as_if_quantized_are_layers(kind):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(kind(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(8, 4)
+    kfac = KFAC(model, damping=0.01, kl_clip=None)
+    y = model(x)
+    h = model[0](x).detach()
+    assert not torch.allclose(h, F.linear(x, model[0].weight, model[0].bias), atol=1e-6)
+    (g,) = torch.autograd.grad(y.square().mean(0).sum(), y, retain_graph=True)
+    g = (g @ model[2].weight) * (1 - torch.tanh(h) ** 2)
+    y.square().mean(0).sum().backward()
+    kfac.step()
+    record = kfac.state_dict()["kfac"]["layers"]["0"]
+    ones = torch.cat([x, torch.ones(8, 1)], 1)
+    torch.testing.assert_close(record["A"][0] / record["A_weight"], ones.T @ ones / 8)
+    torch.testing.assert_close(record["G"][0] / record["G_weight"], g.T @ g * 8)
+    assert kfac.routing()["0.weight"].treatment == "kfac"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -220,3 +221,104 @@ def test_parameters_that_are_exchanged_later_are_an_error(make):
         run(model, optimizer, loss_fn, steps=1)
     group["params"] = known
     assert same(before, optimizer.state_dict())
+
+
+def moved_away_and_back(optimizer):
+    for record in optimizer.state.values():
+        for name, x in record.items():
+            record[name] = x.clone()
+
+
+@every_optimizer
+@pytest.mark.parametrize("when", ["before a step", "before it is saved"])
+def test_state_whose_tensors_were_replaced_goes_on(make, when):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters())
+    run(model, optimizer, loss_fn)
+    other = copy.deepcopy((model, optimizer))
+    moved_away_and_back(optimizer)
+    if when == "before a step":
+        run(model, optimizer, loss_fn, steps=1)
+        run(*other, loss_fn, steps=1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = copy.deepcopy(model)
+    loaded = make(resumed.parameters())
+    loaded.load_state_dict(saved)
+    expected = run(*other, loss_fn)
+    assert same(run(model, optimizer, loss_fn), expected)
+    assert same(run(resumed, loaded, loss_fn), expected)
+
+
+@every_optimizer
+@pytest.mark.parametrize("how", ["clear", "replace", "delete"])
+def test_state_that_was_deleted_begins_anew(make, how):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters())
+    run(model, optimizer, loss_fn)
+    if how == "clear":
+        optimizer.state.clear()
+    elif how == "replace":
+        optimizer.state = type(optimizer.state)(dict)
+    else:
+        for p in list(optimizer.state):
+            del optimizer.state[p]
+    new = copy.deepcopy(model)
+    expected = run(new, make(new.parameters()), loss_fn)
+    assert same(run(model, optimizer, loss_fn), expected)
+    loaded = make(model.parameters())
+    loaded.load_state_dict(optimizer.state_dict())
+    assert same(run(model, loaded, loss_fn), run(new, optimizer_of(make, optimizer, new), loss_fn))
+
+
+def optimizer_of(make, optimizer, model):
+    """Another with the same state, of another model's parameters."""
+    other = make(model.parameters())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return other
+
+
+@pytest.mark.parametrize("settings", [{}, {"packed_factors": True}, {"geometry": "QUAD4P"}])
+def test_of_kron_one_parameter_can_begin_anew(settings):
+    models = [problem()[0] for _ in range(2)]
+    loss_fn = problem()[1]
+    optimizers = [Kron(model.parameters(), 0.01, **settings) for model in models]
+    run(models[0], optimizers[0], loss_fn)
+    weight = models[0][0].weight
+    before = {name: x.clone() for name, x in optimizers[0].state[weight].items()}
+    others = copy.deepcopy([r for p, r in optimizers[0].state.items() if p is not weight])
+    del optimizers[0].state[weight]
+    saved = optimizers[0].state_dict()["state"][0]
+    fresh = optimizers[1].state_dict()["state"][0]
+    assert saved.keys() == fresh.keys()
+    assert all(torch.equal(saved[name], fresh[name]) for name in fresh)
+    assert any(not torch.equal(before[name], x) for name, x in optimizers[0].state[weight].items())
+    kept = [r for p, r in optimizers[0].state.items() if p is not weight]
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(kept, others, strict=True) for n in b)
+    assert all(torch.isfinite(p).all() for p in run(models[0], optimizers[0], loss_fn))
+
+
+def test_of_kron_state_that_is_there_in_part_is_an_error():
+    model, loss_fn = problem()
+    optimizer = Kron(model.parameters(), 0.01)
+    before = run(model, optimizer, loss_fn)
+    record = optimizer.state[model[0].weight]
+    momentum = record.pop("tile0.momentum")
+    for wrong in (None, momentum[:, :1]):
+        if wrong is not None:
+            record["tile0.momentum"] = wrong
+        with pytest.raises(RuntimeError, match=r"got others or none for \['tile0.momentum'\]"):
+            run(model, optimizer, loss_fn, steps=1)
+        assert same(before, [p.detach() for p in model.parameters()])
+    record["tile0.momentum"] = momentum
+    run(model, optimizer, loss_fn)
+
+
+@every_optimizer
+def test_numpy_numbers_are_saved_as_pythons(make, tmp_path):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters(), lr=np.float64(0.01), weight_decay=np.float32(0.5))
+    run(model, optimizer, loss_fn)
+    torch.save(optimizer.state_dict(), tmp_path / "state")
+    loaded = torch.load(tmp_path / "state", weights_only=True)
+    assert type(loaded["param_groups"][0]["lr"]) is float
+    assert loaded["param_groups"][0]["weight_decay"] == 0.5

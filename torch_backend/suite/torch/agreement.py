@@ -35,6 +35,17 @@ class Agreement(NamedTuple):
     functional: set[int]  # layers whose weights functions got around their modules
     terms: torch.Tensor  # (): N, of all ranks
     share: float | torch.Tensor  # of this rank's loss in the loss of all
+    has_terms: torch.Tensor | None = None  # (): whether the loss has any; None: it has
+
+    def usable(self) -> torch.Tensor | None:
+        """Whether averages may take statistics, (), as far as no rank had to look; None: they may."""
+        if self.finite is None or self.has_terms is None:
+            return self.has_terms if self.finite is None else self.finite
+        return self.finite & self.has_terms.to(self.finite.device)
+
+    def counted_terms(self) -> torch.Tensor:
+        """(): N, which may be 0."""
+        return self.terms if self.has_terms is None else self.terms * self.has_terms
 
 
 class Agreements:
@@ -110,6 +121,7 @@ class Agreements:
                 functional=functional,
                 terms=torch.where(terms > 0, terms, torch.ones_like(terms)),
                 share=1.0,
+                has_terms=self._has_any(terms),
             )
         header = torch.zeros(world + len(flags) * count, dtype=torch.float64)
         header[world:] = torch.tensor([flag for row in flags for flag in row])
@@ -143,7 +155,12 @@ class Agreements:
             functional={i for i, flag in enumerate(anywhere) if flag},
             terms=torch.where(total > 0, total, torch.ones_like(total)),
             share=self._share_of(terms, total),
+            has_terms=self._has_any(total),
         )
+
+    def _has_any(self, terms: torch.Tensor) -> torch.Tensor | None:
+        """Labels may all be ignored; but a number that nobody gave is only 0 where it is not known."""
+        return None if self.terms is None or self.capture.clock.sampled else terms > 0
 
     def _share_of(self, terms: torch.Tensor, total: torch.Tensor) -> float | torch.Tensor:
         """Weight of this rank's loss in that of all: by its terms where it is their mean."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import nn
 
+from suite.torch.hooks import drop_inert_hooks
 from suite.torch.layers import Layer
 from suite.torch.model_capture import ModelCapture
 
@@ -46,7 +47,8 @@ def detach(model: nn.Module) -> None:
     """`KFAC.detach` of every K-FAC on layers of `model`, for those that something else keeps.
 
     Trainers that set up optimizers anew (Lightning's `fit`, again or after its learning rate finder)
-    still have the ones before then.
+    still have the ones before then. A copy of a model that has a K-FAC is rid of what is left there of
+    its hooks, which do nothing, but which torch.jit.script does not take.
 
         >>> def configure_optimizers(self):
         ...     suite.torch.detach(self)
@@ -56,3 +58,5 @@ def detach(model: nn.Module) -> None:
     for kfac, capture in list(_CAPTURES.items()):
         if any(site.module in modules for layer in capture.layers for site in layer.sites):
             kfac.detach()
+    for module in modules:
+        drop_inert_hooks(module)

@@ -6,6 +6,7 @@ import sys
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 
 from suite.core import checks, step_size
@@ -30,6 +31,15 @@ def require_known(name: str, value: Any) -> None:
     """TypeError if a setting is a tensor, whose value the rules that it is for do not ask."""
     if isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a number, got a tensor of shape {tuple(value.shape)}")
+
+
+def plain(value: Any) -> Any:
+    """A setting as `torch.load(weights_only=True)` reads it: Python's number for NumPy's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (tuple, list):
+        return type(value)(map(plain, value))
+    return value
 
 
 def check_clip(value: Any) -> None:

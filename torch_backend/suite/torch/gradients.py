@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from suite.torch.collectives import Parcel
 from suite.torch.dtensors import Box, box_of, deliveries, is_sharded, local, shape_of, size_of, slices
@@ -74,6 +75,7 @@ class GradientExchange:
         parts_of: Callable[[int], Sequence[torch.Tensor]],
         changes_of: Callable[[Sequence[int]], torch.Tensor],
         coefficient_of: Callable[[torch.Tensor], torch.Tensor] | None,
+        moves: Callable[[nn.Parameter], bool],
     ) -> torch.Tensor | None:
         """Put directions into the gradients' storage on all ranks.
 
@@ -83,6 +85,7 @@ class GradientExchange:
             parts_of: layer -> its direction like its parameters, asked for when it leaves.
             changes_of: layers of those -> sums over them, which are added up over ranks.
             coefficient_of: the sums over all layers -> what to multiply directions with; None: nothing.
+            moves: whether the optimizer moves a parameter; the gradients of others stay as they are.
 
         Returns:
             What `coefficient_of` returned.
@@ -106,19 +109,16 @@ class GradientExchange:
             coefficient = coefficient_of(self._over_ranks(here, changes_of))
         places: list[tuple[torch.Tensor, torch.Tensor]] = []  # (part of a gradient, what goes there)
         for number, s in enumerate(shipments):
-            if number in found:
+            if number in found and moves(_pieces(self.layers[s.layer])[s.piece].parameter):
                 places += self._place(s.layer, s.piece, s.box, found[number])
         for i in here:
-            parts = parts_of(i)
-            if self._boxes is None:
-                for piece, part in zip(_pieces(self.layers[i]), parts, strict=True):
-                    gradient = piece.grad()
-                    if gradient is not None:
-                        places.append((gradient, part))
-                continue
-            for j, part in enumerate(parts):
-                box = self._box(rank, i, j)
-                if size_of(box):
+            for j, (piece, part) in enumerate(zip(_pieces(self.layers[i]), parts_of(i), strict=True)):
+                gradient, box = piece.grad(), self._box(rank, i, j)
+                if not moves(piece.parameter):
+                    continue
+                if self._boxes is None and gradient is not None:
+                    places.append((gradient, part))
+                elif self._boxes is not None and size_of(box):
                     places += self._place(i, j, box, part[slices(box)])
         for device in dict.fromkeys(target.device for target, _ in places):
             own = [(target, part) for target, part in places if target.device == device]

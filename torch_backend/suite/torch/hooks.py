@@ -21,6 +21,13 @@ _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks"
 # Whether torch.compile sees all that modes do, and when they are off (pytorch/pytorch#149491).
 _TRACES_MODES = torch.__version__ >= "2.8"  # by version, not by letter
 
+# What torch keeps of a hook by its number.
+_BESIDE = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+
 
 def before_forward(module: nn.Module, hook: Any) -> RemovableHandle:
     """`module.register_forward_pre_hook(hook)`, numbered as `after_forward` does."""
@@ -79,6 +86,15 @@ class InertHook:
 
     def __call__(self, *args: Any) -> None:
         return None
+
+
+def drop_inert_hooks(module: nn.Module) -> None:
+    """Take off what a copy of a module got in the place of hooks."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, hook in hooks.items() if isinstance(hook, InertHook)]:
+            for others in _BESIDE:
+                getattr(module, others, {}).pop(number, None)
+            del hooks[number]
 
 
 class Mode(TorchFunctionMode):

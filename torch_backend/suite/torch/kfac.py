@@ -18,7 +18,7 @@ from suite.core.routing import Route, Routing
 from suite.torch import attached
 from suite.torch.agreement import Agreement, Terms
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import is_at_hand, warn_user
+from suite.torch.checks import is_at_hand, plain, warn_user
 from suite.torch.collectives import SameGroup
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
@@ -332,7 +332,7 @@ class KFAC(torch.optim.Optimizer):
         self._given = {name: p for name, p in named if id(p) in moved}
         self._settings = {**settings, "gradient_worker_fraction": workers / ranks.world}
         covered = {id(p): p for layer in self._engine.layers for p in layer.parameters()}
-        super().__init__(list(covered.values()), {})
+        super().__init__(list(covered.values()), {"lr": lr} if optimizer is None else {})
         self._base = optimizer
         self._steps = 0
         self._skipped_steps = 0
@@ -454,11 +454,22 @@ class KFAC(torch.optim.Optimizer):
         return self._at(name, self._steps)
 
     def _at(self, name: str, step: int) -> Any:
-        value = self._hyperparameters[name]
+        value = self._given_as(name)
         if callable(value):
             value = value(step)
             check_hyperparameter(name, value)
         return value
+
+    def _given_as(self, name: str) -> Any:
+        """A number or a function. Without a base optimizer `lr` is in our own group, as any other's."""
+        if name == "lr" and self._base is None:
+            return self.param_groups[0]["lr"]
+        return self._hyperparameters[name]
+
+    def _put(self, name: str, value: Any) -> None:
+        self._hyperparameters[name] = value
+        if name == "lr" and self._base is None:
+            self.param_groups[0]["lr"] = value
 
     def set_hyperparameter(self, name: str, value: Any) -> None:
         """Give a hyperparameter a new value, from the next step on.
@@ -468,12 +479,12 @@ class KFAC(torch.optim.Optimizer):
                 function of the step count, which would overrule the value.
         """
         check_choice("name", name, tuple(self._hyperparameters))
-        if callable(self._hyperparameters[name]):
+        if callable(self._given_as(name)):
             raise ValueError(f"{name} was given as a function of the step count and cannot be set")
         check_hyperparameter(name, value)
         if name == "inv_update_steps" and self._engine.rule.compute_method == "ekfac":
             check_period_of_ekfac(value)
-        self._hyperparameters[name] = value
+        self._put(name, value)
         self._set_clock()
 
     @overload
@@ -517,7 +528,7 @@ class KFAC(torch.optim.Optimizer):
         factor_decay = self.hyperparameter("factor_decay")
         kl_clip = self.hyperparameter("kl_clip")
         self._at("factor_update_steps", self._steps + 1)  # what is wrong with it is said now
-        lr_of = self._lr_of()
+        lr_of, moves = self._lr_of(), self._moves()
         self._require_unscaled()
         self._engine.capture.unwind()
         scale: Callable[[], float] = functools.partial(_scale_of, self._grad_scaler)
@@ -527,15 +538,16 @@ class KFAC(torch.optim.Optimizer):
         taken = self._engine.capture.take_statistics(scale)
         parameters = self._parameters()
         due = self._spread_inverses or self._steps % inv_update_steps == 0
-        agreed = self._engine.agree(parameters, taken, self._moves())
+        agreed = self._engine.agree(parameters, taken, moves)
         if agreed.finite is not None and (due or not self._can_be_stopped(parameters)):
             agreed = self._looked_at(agreed, agreed.finite)
         if not agreed.unusable:
             counts = True
+            still = self._base is not None and all(map(_stands_still, self.param_groups))
             if self._steps % factor_update_steps == 0:
-                counts = self._engine.update(taken, agreed, factor_decay)
-                self._counted_terms = agreed.terms if any(agreed.seen) else self._counted_terms
-            elif self._base is not None and all(map(_stands_still, self.param_groups)):
+                counts = self._engine.update(taken, agreed, factor_decay) or not still
+                self._counted_terms = agreed.counted_terms() if any(agreed.seen) else self._counted_terms
+            elif still:
                 counts = not self._engine.reports.gradients_are_zero()  # as in `KFACEngine.update`
             del taken  # before inverses need room
             if self._spread_inverses:
@@ -543,7 +555,7 @@ class KFAC(torch.optim.Optimizer):
                 self._engine.refresh(damping, self._steps, turn)
             elif self._steps % inv_update_steps == 0:
                 self._engine.refresh(damping, self._steps)
-            self._engine.precondition(damping, kl_clip, lr_of, agreed)
+            self._engine.precondition(damping, kl_clip, lr_of, moves, agreed)
             if self._base is not None:
                 self._step_base(agreed.finite)
                 self._moved = {id(p) for p in parameters if p.grad is not None}
@@ -693,9 +705,10 @@ class KFAC(torch.optim.Optimizer):
 
     def _lr_of(self) -> Callable[[nn.Parameter], Any]:
         lr = self.hyperparameter("lr")
-        if lr is not None or self._base is None:
+        if self._base is None:
             return lambda parameter: lr
-        rates = {id(p): group["lr"] for group in self.param_groups for p in group["params"]}
+        groups = [(group["lr"] if lr is None else lr, group["params"]) for group in self.param_groups]
+        rates = {id(p): rate for rate, parameters in groups for p in parameters}
         return lambda parameter: rates.get(id(parameter), 0.0)
 
     def routing(self) -> Routing:
@@ -764,7 +777,8 @@ class KFAC(torch.optim.Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        numbers = {k: v for k, v in self._hyperparameters.items() if not callable(v)}
+        given = {name: self._given_as(name) for name in self._hyperparameters}
+        numbers = {name: plain(value) for name, value in given.items() if not callable(value)}
         kfac = {
             "version": 3,
             "compute_method": self._engine.rule.compute_method,
@@ -870,8 +884,8 @@ class KFAC(torch.optim.Optimizer):
 
     def _load_counts(self, kfac: dict[str, Any]) -> None:
         for name, value in kfac["hyperparameters"].items():
-            if not callable(self._hyperparameters[name]):
-                self._hyperparameters[name] = value
+            if not callable(self._given_as(name)):
+                self._put(name, value)
         self._steps, self._skipped_steps, self._unread = kfac["steps"], kfac["skipped_steps"], None
         self._engine.refreshed_at = kfac["refreshed_at"]
         if self._sampler is not None:
@@ -881,7 +895,7 @@ class KFAC(torch.optim.Optimizer):
     def __repr__(self) -> str:
         settings = {
             **{name: value for name, value in self._settings.items() if _is_short(value)},
-            **self._hyperparameters,
+            **{name: self._given_as(name) for name in self._hyperparameters},
             "layers": len(self._engine.layers),
             "steps": self._steps,
         }

@@ -175,10 +175,11 @@ class KFACEngine:
             (i, side): agreed.seen[i] and not (side == "A" and i in partial)
             for i, side in self.factors.all_keys()
         }
-        self.factors.update(new, seen, factor_decay, agreed.finite)
+        usable = agreed.usable()
+        self.factors.update(new, seen, factor_decay, usable)
         if self.rule.compute_method == "ekfac":
             products = summed_products(captures, taken, agreed.measured, self.factors, scaling)
-            self.factors.update_products(products, factor_decay, agreed.finite)
+            self.factors.update_products(products, factor_decay, usable)
         return True
 
     # ---- layers that read the same input -------------------------------------------------------
@@ -268,6 +269,7 @@ class KFACEngine:
         damping: float,
         kl_clip: float | None,
         lr_of: Callable[[nn.Parameter], Any],
+        moves: Callable[[nn.Parameter], bool],
         agreed: Agreement,
     ) -> None:
         """Replace the gradients of all layers that have one on every rank by directions, in place."""
@@ -308,6 +310,7 @@ class KFACEngine:
             directions.parts,
             changes_of,
             None if kl_clip is None else coefficient_of,
+            moves,
         )
 
     def _directions_of_rows(

@@ -262,7 +262,7 @@ class Reports:
                 treatment = "kfac" if id(parameter) in ready else "waiting"
                 route = Route(name, route.shape, treatment, route.factors, reason)
             if route.treatment in ("kfac", "waiting"):
-                route = _frozen_since(route, parameter, weights.get(id(parameter), []))
+                route = _left_since(route, parameter, weights.get(id(parameter), []), moves)
             routes.append(route)
         # Of the optimizer's parameters that are none of the model's.
         routes += [route for route in self._routing if route.parameter not in self._known]
@@ -288,12 +288,20 @@ def _has_frozen_bias(layer: Layer) -> bool:
     return frozen and layer.weight.parameter.requires_grad
 
 
-def _frozen_since(route: Route, parameter: nn.Parameter, weights: Sequence[nn.Parameter]) -> Route:
-    """The route of what was frozen after K-FAC was attached, or is of layers whose weights were."""
+def _left_since(
+    route: Route,
+    parameter: nn.Parameter,
+    weights: Sequence[nn.Parameter],
+    moves: Callable[[nn.Parameter], bool],
+) -> Route:
+    """The route of what was frozen after K-FAC was attached, or is of layers whose weights left."""
     since = "frozen after K-FAC was attached"
     if not parameter.requires_grad:
         return Route(route.parameter, route.shape, "frozen", "", f"was {since}")
     if weights and not any(weight.requires_grad for weight in weights):
         reason = f"its layer's weight was {since}: attach again to cover it"
+        return Route(route.parameter, route.shape, "plain", "", reason)
+    if weights and not any(map(moves, weights)):
+        reason = "its layer's weight is in the optimizer no more: attach again to cover it"
         return Route(route.parameter, route.shape, "plain", "", reason)
     return route

@@ -17,7 +17,7 @@ from suite.core.routing import Route, Routing
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import check_number, warn_user
+from suite.torch.checks import check_number, plain, warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded, local, mesh_group, settled
 from suite.torch.hessian import exact, finite_difference
@@ -497,7 +497,7 @@ class Kron(torch.optim.Optimizer):
         self._require_parameters()
         saved = super().state_dict()
         saved["param_groups"] = [
-            {key: value for key, value in group.items() if not callable(value)}
+            {key: plain(value) for key, value in group.items() if not callable(value)}
             for group in saved["param_groups"]
         ]
         scattered = self.distributed == "shard" and not self._ranks.alone

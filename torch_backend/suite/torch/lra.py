@@ -16,7 +16,7 @@ from suite.core.checks import check_choice, check_flag, check_integer
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, clipped
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import check_clip, check_number, is_at_hand, require_known
+from suite.torch.checks import check_clip, check_number, is_at_hand, plain, require_known
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.kron_settings import is_misplaced
@@ -238,7 +238,7 @@ class _WholeVector(torch.optim.Optimizer):
         self._require_parameters()
         saved = super().state_dict()
         saved["param_groups"] = [
-            {key: value for key, value in group.items() if not callable(value)}
+            {key: plain(value) for key, value in group.items() if not callable(value)}
             for group in saved["param_groups"]
         ]
         return saved

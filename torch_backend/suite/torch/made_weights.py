@@ -16,6 +16,12 @@ from suite.torch.calls import ARGUMENTS, RESHAPE
 from suite.torch.free import NEGATIONS, QUOTIENTS, SUMS, TIMES, T, is_subtracted
 
 _LIKE = {T.view_as, T.reshape_as, T.expand_as}
+# Roundings that pass gradients straight through.
+_FAKES = {
+    torch.fake_quantize_per_tensor_affine,
+    torch.fake_quantize_per_channel_affine,
+    torch.fused_moving_avg_obs_fake_quant,
+}
 
 
 class Made(NamedTuple):
@@ -46,6 +52,8 @@ def _scale_of_rows(function: Any, args: Any, kwargs: Any, at: int, made: Made) -
         return None
     if function in RESHAPE or (function in _LIKE and at == 0 and not kwargs):
         return 1.0
+    if function in _FAKES:
+        return 1.0 if at == 0 else None
     if function is F.batch_norm and at == 0 and axis == 1:
         given = dict(zip(ARGUMENTS[function], args, strict=False)) | kwargs
         if not given.get("training", False):

@@ -1,0 +1,88 @@
+"""A forward pass in another thread, an actor's or an evaluation's, is none of the learner's."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from suite.torch import KFAC
+
+
+class Net(nn.Module):
+    """Its forward calls `gate` where all of its modes are on torch's stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.weight = nn.Parameter(torch.ones(6)), nn.Parameter(torch.randn(6, 6))
+        self.experts = nn.Parameter(torch.randn(2, 6, 6))
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x, gate=lambda: None):
+        h = F.linear(x, self.weight).tanh()
+        gate()
+        h = F.linear(h, self.inner.weight, self.inner.bias).tanh() * self.scale
+        return self.head(sum(F.linear(h, w) for w in self.experts))
+
+
+def train(x, concurrent: bool, began_first: bool, step_of_thread: int):
+    """Parameters after three steps.
+
+    A pass in a thread begins before one here and ends in it, or begins in it and ends after it.
+    """
+    model = Net()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), damping=0.1)
+    inside, inside_other, over, over_other = (threading.Event() for _ in range(4))
+    raised = []
+
+    def wait(event: threading.Event) -> None:
+        assert event.wait(60)
+
+    def evaluate() -> None:
+        def gate() -> None:
+            inside_other.set()
+            wait(inside if began_first else over)
+
+        try:
+            if not began_first:
+                wait(inside)
+            with torch.no_grad():
+                model(x, gate)
+        except Exception as error:
+            raised.append(error)
+        over_other.set()
+
+    def gate() -> None:
+        inside.set()
+        wait(over_other if began_first else inside_other)
+
+    for step in range(3):
+        if concurrent and step == step_of_thread:
+            other = threading.Thread(target=evaluate)
+            other.start()
+            if began_first:
+                wait(inside_other)
+            loss = model(x, gate).square().mean()
+            over.set()
+            other.join()
+        else:
+            loss = model(x).square().mean()
+        loss.backward()
+        kfac.step()
+        kfac.zero_grad()
+    assert not raised
+    assert not torch.overrides._get_current_function_mode_stack()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("began_first", [False, True])
+def test_a_pass_in_another_thread_changes_nothing(step, began_first):
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found, expected = (train(x, concurrent, began_first, step) for concurrent in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
