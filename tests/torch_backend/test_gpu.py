@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from suite.core import linalg
 from suite.torch import KFAC, LRA, AdaptiveKFAC, Kron, replace_recurrent
-from torch_backend.accelerator import DEVICE, host_must_not_wait, is_available
+from torch_backend.accelerator import DEVICE, SIMULATED, host_must_not_wait, is_available
 from torch_backend.models import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_available, reason="needs a GPU")]
@@ -322,3 +322,53 @@ def test_models_follow_the_cpus_trajectory_and_do_not_wait(name, make):
         assert float((a - b).norm()) < 1e-8 * float(b.norm() + c.norm())
     moved = [not torch.equal(b, c) for b, c in zip(found["cpu"], start, strict=True)]
     assert sum(moved) > 0.9 * len(moved)
+
+
+@pytest.fixture
+def _parameters_stay_themselves():
+    """`model.to(device)` then is as to CUDA, also to a simulated device."""
+    torch.__future__.set_swap_module_params_on_conversion(SIMULATED)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("_parameters_stay_themselves")
+@pytest.mark.parametrize("name", ["Kron", "Kron, blocks", "LRA"])
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("state_is_moved", [False, True])
+def test_a_model_may_be_moved_after_its_optimizer_was_made(name, after, state_is_moved):
+    ends = []
+    for moves in (True, False):
+        model = network()
+        optimizer = CASES[name](model)
+        generator = torch.Generator().manual_seed(1)
+        for step in range(5):
+            if moves and step == after:
+                parameters = [*model.parameters()]
+                model.zero_grad()
+                model.to(DEVICE)
+                assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+                for record in optimizer.state.values() if state_is_moved else ():
+                    record |= {key: x.to(DEVICE) for key, x in record.items()}
+            device = next(model.parameters()).device
+            x = torch.randn(16, 1, 8, 8, generator=generator, dtype=torch.float64).to(device)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        state = [x for record in optimizer.state.values() for x in record.values()]
+        assert {x.device.type for x in state} == {DEVICE if moves else "cpu"}
+        ends.append([p.detach().cpu() for p in model.parameters()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.usefixtures("_parameters_stay_themselves")
+def test_kfac_says_that_a_model_is_moved_first():
+    model = network()
+    kfac = CASES["inverse"](model)
+    model.to(DEVICE)
+    with pytest.raises(
+        RuntimeError, match=f"layer '0' must run .* on cpu, got {DEVICE}.*move the model"
+    ):
+        model(torch.randn(4, 1, 8, 8, dtype=torch.float64, device=DEVICE))
+    kfac.detach()

@@ -316,6 +316,11 @@ class LayerCapture:
         whole: bool = True,
     ) -> Any:
         """`whole`: whether the layer computed `y` from `x`, and not from what `x` is a block of."""
+        if y.device != self.G.device:
+            raise RuntimeError(
+                f"layer {self.layer.name!r} must run where it was when K-FAC was attached, on "
+                f"{self.G.device}, got {y.device}: move the model first, then attach"
+            )
         spec = site.spec
         again = in_backward()
         scale = factor = None

@@ -273,9 +273,10 @@ class Kron(torch.optim.Optimizer):
         held = [[p for p in group["params"] if p.numel()] for group in self.param_groups]
         known = [engine.parameters for engine in self._engines]
         if [[id(p) for p in own] for own in held] == [[id(p) for p in own] for own in known]:
-            if self._records.follow(self.state, self._engines):
-                return
-            self._begin()
+            if not self._records.follow(self.state, self._engines):
+                self._begin()
+            elif any(engine.is_left_behind() for engine in self._engines):
+                self._move()
             return
         if any(group["steps"] for group in self.param_groups):
             raise RuntimeError(
@@ -287,10 +288,27 @@ class Kron(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         """Without any state."""
-        self._engines, self._made_for, self._records, self._skipped = [], [], Records(), None
         for group in self.param_groups:
             group.update(steps=0, updates=0, update_clock=1.0)
+        self._make_engines()
+
+    def _make_engines(self) -> None:
+        self._engines, self._made_for, self._records, self._skipped = [], [], Records(), None
+        for group in self.param_groups:
             self._add_engine(group)
+
+    def _move(self) -> None:
+        """Have the state where the parameters are now."""
+        skipped, before = self.skipped_steps, self._engines
+        rows = [[engine.rows(i) for i in range(len(engine.parameters))] for engine in before]
+        self._make_engines()
+        for engine, old, each in zip(self._engines, before, rows, strict=True):
+            engine.rule = old.rule
+            for i, record in enumerate(each):
+                engine.restore(i, record)
+            engine.after_load()
+        if self._skipped is not None:
+            self._skipped.fill_(skipped)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_engines", "_made_for", "_skipped", "hvp", "distributed", "_ranks", "_torn_reported")

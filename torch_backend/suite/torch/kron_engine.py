@@ -91,6 +91,7 @@ class KronEngine:
         self.rule = rule
         self.storage = KronStorage(rule.factor_form, packed_factors, cache_preconditioner)
         self.mu_dtype, self.precond_dtype = mu_dtype, precond_dtype
+        self.devices = [p.device for p in parameters]  # which they may leave
         self.plans = [blocks.plan_blocks(p.shape, structure) for p in self.like]
         self.shares = plan_shares(self.like, self.plans, ranks, shard)
         self.exchange = ShareExchange(self.like, self.plans, self.shares, ranks, shard)
@@ -316,6 +317,10 @@ class KronEngine:
         return [x.to(p.dtype) for x, p in zip(found, self.parameters, strict=True) if x is not None]
 
     # ---- state -------------------------------------------------------------------------------------
+
+    def is_left_behind(self) -> bool:
+        """Whether the parameters are elsewhere than they were."""
+        return any([p.device != d for p, d in zip(self.parameters, self.devices, strict=True)])  # noqa: C419
 
     def views(self, index: int) -> dict[str, torch.Tensor]:
         """The state of one parameter as far as it is here and as it is kept: views of every bucket."""

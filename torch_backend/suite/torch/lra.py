@@ -105,8 +105,11 @@ class _WholeVector(torch.optim.Optimizer):
         """
         own = self._parameters
         if [id(p) for p in own] == [id(p) for p in self._held]:
-            if "momentum" not in self.state.get(own[0], {}):
+            state = self.state.get(own[0], {})
+            if "momentum" not in state:
                 self._start()
+            elif state["momentum"].device != own[0].device:
+                self.state[own[0]] |= {name: x.to(own[0].device) for name, x in state.items()}
             return
         if self.param_groups[0]["steps"]:
             raise RuntimeError(
