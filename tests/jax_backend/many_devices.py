@@ -171,6 +171,61 @@ def trajectories():
     return out
 
 
+def several_axes():
+    """Leaves of several axes that are sharded over several axes of the mesh, beside a tied embedding."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(16, size=(8, 6)))
+    start = {
+        "embedding": normal(16, 8) / 3,
+        "layers": {"w": normal(4, 8, 8) / 3, "b": 0.1 * normal(4, 8)},
+        "gain": jnp.ones(8),
+        "shift": jnp.zeros(8),
+    }
+    specs = {
+        "embedding": P(None, "data"),
+        "layers": {"w": P(None, "data", "model"), "b": P()},
+        "gain": P(),
+        "shift": P(),
+    }
+
+    def loss(p, x, y):
+        h, _ = lax.scan(
+            lambda h, q: (h + jnp.tanh(h @ q["w"] + q["b"]), None), p["embedding"][x], p["layers"]
+        )
+        h = h - h.mean(-1, keepdims=True)
+        h = h / jnp.sqrt((h**2).mean(-1, keepdims=True) + 1e-6) * p["gain"] + p["shift"]
+        return optax.softmax_cross_entropy_with_integer_labels(h @ p["embedding"].T, y).mean()
+
+    vag = value_and_grad(loss)
+    plan = vag.plan(start, tokens, tokens)
+
+    def train(shards, **settings):
+        tx = kfac(plan, 0.1, momentum=0.0, **settings)
+        params, x, y = start, tokens, jnp.roll(tokens, -1, 1)
+        if shards:
+            params, (x, y) = on_mesh(start, specs), on_mesh((x, y), (P("data"), P("data")))
+        state = jax.jit(tx.init)(params)
+
+        @jax.jit
+        def step(params, state, x, y):
+            _, grads, statistics = vag(params, x, y)
+            updates, state = tx.update(grads, state, params, statistics=statistics)
+            return optax.apply_updates(params, updates), state, grads
+
+        for _ in range(3):
+            params, state, _ = step(params, state, x, y)
+        return params
+
+    out = {}
+    for method in ("eigen", "inverse", "newton_schulz"):
+        settings = {"compute_method": method}
+        expected = train(False, **settings)
+        out[f"moved {method}"] = difference(expected, start)
+        for fraction in (None, 1, 1 / 8):
+            given = {} if fraction is None else {"mesh": MESH, "gradient_worker_fraction": fraction}
+            out[f"{method} {fraction}"] = difference(train(True, **settings, **given), expected)
+    return out
+
+
 def fractions():
     """Every number of gradient workers, with every kind of inverse."""
     out = {}
@@ -563,6 +618,7 @@ if __name__ == "__main__":
         f.__name__: f
         for f in (
             trajectories,
+            several_axes,
             fractions,
             own_shard_map,
             ensembles,

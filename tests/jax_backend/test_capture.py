@@ -586,3 +586,19 @@ def test_the_plan_says_what_is_computed_once_for_all_examples():
     assert said(value_and_grad(lambda p: loss(p, x))) == {"['c']", "['g']"}  # data that is closed over
     # Where nothing is data, no product is told from another.
     assert not said(value_and_grad(lambda p: loss(p, jnp.linspace(0, 1, 48).reshape(8, 6))))
+
+
+@pytest.mark.parametrize("steps", [jnp.sign, jnp.round, jnp.floor, jnp.ceil, jnp.trunc])
+def test_what_only_passes_through_a_constant_function_is_not_used(steps):
+    """Its layer leads no other, tells nothing of the number of terms, and is not in the statistics."""
+    params, x = {"gate": normal(4, 4), "value": normal(4, 4, seed=1)}, normal(8, 4, seed=2)
+
+    def loss(p, x):
+        return jnp.mean(jnp.sum((jnp.tanh(x @ p["value"]) * steps((x + 1.0) @ p["gate"])) ** 2, 1))
+
+    plan, statistics = check(loss, params, x)
+    assert plan.routing["['gate']"].treatment == "plain"
+    assert "shares" not in plan.routing["['value']"].reason
+    assert statistics.terms == 8
+    (value,) = statistics.layers.values()
+    np.testing.assert_allclose(value.main.A[0], x.T @ x, rtol=1e-12)

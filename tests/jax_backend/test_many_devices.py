@@ -33,7 +33,11 @@ def result(process: subprocess.Popen[str]) -> dict:
 
 
 @pytest.mark.parametrize(
-    "case", ["trajectories", "fractions", "own_shard_map", "ensembles", "capture", "adaptive"]
+    "case",
+    [
+        *("trajectories", "several_axes", "fractions", "own_shard_map"),
+        *("ensembles", "capture", "adaptive"),
+    ],
 )
 def test_eight_devices_follow_one(case):
     differences = result(start("many_devices.py", case))

@@ -196,7 +196,9 @@ def root_mean_square(x: jax.Array, axis: tuple[int, ...], other: Callable[[], ja
 
 def inner_product(x: jax.Array, y: jax.Array) -> jax.Array:
     """Σ x y over all entries."""
-    return jnp.tensordot(x, y, axes=x.ndim, precision="highest")
+    # As vectors: where several axes are sharded over several axes of a mesh, XLA's partitioner may leave
+    # each device with a sum of its own if they are contracted together (jaxlib 0.10.2).
+    return jnp.vdot(x, y, precision="highest")
 
 
 def add_diagonal(x: jax.Array, value: Any) -> jax.Array:

@@ -449,7 +449,7 @@ def verify(
         difference = np.abs(np.asarray(total, np.float64) - gradient).max(initial=0.0)
         errors[plan.names[leaf]] = float(difference / scale)
     for leaf in sums:  # whose own gradient is rounded, too
-        epsilons[leaf] = max(epsilons[leaf], float(jnp.finfo(plan.dtypes[leaf]).eps))
+        epsilons[leaf] = max(epsilons.get(leaf, 0.0), float(jnp.finfo(plan.dtypes[leaf]).eps))
     allowed = {plan.names[leaf]: rtol or max(1e-3, 16 * epsilons[leaf]) for leaf in sums}
     wrong = {name: error for name, error in errors.items() if not error <= allowed[name]}
     if wrong:

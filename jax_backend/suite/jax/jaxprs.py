@@ -275,13 +275,15 @@ def dependent_values(program: Program, starts: Iterable[int]) -> set[int]:
     return found
 
 
+# Operations of floats whose derivative JAX knows to be zero: it does not go through them.
+_CONSTANT = {"stop_gradient", "sign", "floor", "ceil", "round", "bitcast_convert_type"}
+
+
 def stops_gradients(program: Program, node: Node) -> bool:
     """Inside a function with a derivative of its own nothing does: that may be anything."""
     if node.custom is not None:
         return False
-    return node.name == "stop_gradient" or not any(
-        _is_float(program.avals[out].dtype) for out in node.outputs
-    )
+    return node.name in _CONSTANT or not any(_is_float(program.avals[out].dtype) for out in node.outputs)
 
 
 def _is_float(dtype: Any) -> bool:
