@@ -1219,37 +1219,42 @@ def two_layers() -> nn.Module:
 @pytest.mark.parametrize("kl_clip", [None, 1e-3])
 @pytest.mark.parametrize("gone", ["bias", "weight"])
 def test_a_parameter_that_left_the_optimizer_keeps_its_gradient(gone, kl_clip):
-    """And the direction of what stays is that of a step with all of them."""
-    x, directions = randn(16, 4), []
-    for leaves in (True, False):
-        model = two_layers()
-        base = sgd(model)
-        kfac = KFAC(model, base, damping=0.01, kl_clip=kl_clip)
-        model(x).square().mean().backward()
-        kfac.step()
-        model.zero_grad()
-        left = getattr(model[0], gone)
-        (group,) = base.param_groups
-        if leaves:
+    """And the direction of what stays is that of a step in which it is zero, however long it grows."""
+    x, model = randn(16, 4), two_layers()
+    base = sgd(model)
+    kfac = KFAC(model, base, damping=0.01, kl_clip=kl_clip)
+    model(x).square().mean().backward()
+    kfac.step()
+    model.zero_grad()
+    left = getattr(model[0], gone)
+    for step in range(3):
+        other = copy.deepcopy((model, kfac))
+        if step == 0:
+            (group,) = base.param_groups
             group["params"] = [p for p in group["params"] if p is not left]
-        model(x).square().mean().backward()
+        for m in (model, other[0]):
+            m(x).square().mean().backward()
         plain = [p.grad.clone() for p in model[0].parameters()]
+        getattr(other[0][0], gone).grad.zero_()
         kfac.step()
-        directions.append([p.grad.clone() for p in model.parameters()])
-        if leaves:
-            unchanged = [
-                torch.equal(p.grad, g) for p, g in zip(model[0].parameters(), plain, strict=True)
-            ]
-            assert unchanged == [gone == "weight", True]
-            routes = {name: kfac.routing()[name] for name in ("0.weight", "0.bias")}
-            assert [r.treatment == "kfac" for r in routes.values()] == [gone == "bias", False]
-            assert "not in the optimizer" in routes[f"0.{gone}"].reason
-            assert gone == "bias" or "in the optimizer no more" in routes["0.bias"].reason
-    (weight, _, *rest), (whole, _, *expected) = directions
-    if gone == "bias" and kl_clip is None:
-        torch.testing.assert_close(weight, whole, rtol=1e-12, atol=1e-14)
-    if kl_clip is None:
-        assert all(torch.equal(a, b) for a, b in zip(rest, expected, strict=True))
+        other[1].step()
+        unchanged = [torch.equal(p.grad, g) for p, g in zip(model[0].parameters(), plain, strict=True)]
+        assert unchanged == [gone == "weight", True]
+        if gone == "bias":
+            pairs = zip(model.parameters(), other[0].parameters(), strict=True)
+            for p, q in [pair for pair in pairs if pair[0] is not left] if kl_clip is None else ():
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
+        kfac.zero_grad()  # not of what left, which adds up
+    assert left.grad is not None
+    routes = {name: kfac.routing()[name] for name in ("0.weight", "0.bias")}
+    assert [r.treatment == "kfac" for r in routes.values()] == [gone == "bias", False]
+    assert "not in the optimizer" in routes[f"0.{gone}"].reason
+    assert gone == "bias" or "in the optimizer no more" in routes["0.bias"].reason
+    left.grad.fill_(torch.inf)
+    model(x).square().mean().backward()
+    kfac.step()
+    assert kfac.skipped_steps == 0
+    assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["function", "tensor"])
@@ -1319,6 +1324,27 @@ def test_a_scheduler_may_have_the_learning_rate_of_a_preconditioner():
     assert kfac.lr == kfac.param_groups[0]["lr"] == 0.3
     copied.load_state_dict(kfac.state_dict())
     assert copied.lr == copied.param_groups[0]["lr"] == 0.3
+    torch.optim.lr_scheduler.LambdaLR(copied, lambda epoch: 0.5**epoch, last_epoch=2)
+    assert copied.lr == 0.025
+    kfac.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"lr must be >= 0, got -1\.0"):
+        kfac.step()
+
+
+def test_a_rate_that_is_a_tensor_is_loaded_as_a_copy():
+    rates = torch.tensor(0.1), torch.tensor(0.2)
+    first, second = (KFAC(two_layers(), lr=rate) for rate in rates)
+    second.load_state_dict(first.state_dict())
+    rates[0].fill_(0.3)
+    assert (float(first.lr), float(second.lr)) == pytest.approx((0.3, 0.1))
+
+
+def test_without_an_optimizer_a_step_that_sees_nothing_is_none():
+    model = two_layers()
+    kfac = KFAC(model)
+    model(randn(0, 4)).square().sum().backward()
+    kfac.step()
+    assert kfac.steps == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -196,9 +196,12 @@ def root_mean_square(x: jax.Array, axis: tuple[int, ...], other: Callable[[], ja
 
 def inner_product(x: jax.Array, y: jax.Array) -> jax.Array:
     """Σ x y over all entries."""
-    # As vectors: where several axes are sharded over several axes of a mesh, XLA's partitioner may leave
-    # each device with a sum of its own if they are contracted together (jaxlib 0.10.2).
-    return jnp.vdot(x, y, precision="highest")
+    # Not as one contraction: where several axes are sharded over several axes of a mesh, XLA's
+    # partitioner may leave each device with a sum of its own (jaxlib 0.10.2). jax 0.6 compiles sums of
+    # products several times as long as products of vectors, for which what is sharded is gathered.
+    if jax.__version_info__ < (0, 7):
+        return jnp.vdot(x, y, precision="highest")
+    return jnp.sum(x * y)
 
 
 def add_diagonal(x: jax.Array, value: Any) -> jax.Array:

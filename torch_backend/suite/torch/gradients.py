@@ -38,16 +38,27 @@ class GradientExchange:
         self._outbound: list[_Shipment] = []
         self._planned: Any = None  # the placement they are for
 
-    def whole(self, present: Sequence[int]) -> dict[int, list[torch.Tensor]]:
-        """Weight's and bias's gradients of the layers `present` whose directions are computed here."""
+    def whole(
+        self, present: Sequence[int], moves: Callable[[nn.Parameter], bool]
+    ) -> dict[int, list[torch.Tensor]]:
+        """Weight's and bias's gradients of the layers `present` whose directions are computed here.
+
+        Args:
+            moves: whether the optimizer moves a parameter; nobody clears the gradients of others, which
+                are zeros here.
+        """
         rank, placement = self.ranks.rank, self.factors.placement
         mine = [i for i in present if placement.is_worker(i, rank)]
         if not self.sharded:
-            here = {i: [piece.grad() for piece in _pieces(self.layers[i])] for i in mine}
+            here = {i: [_moved(piece, moves) for piece in _pieces(self.layers[i])] for i in mine}
             return {i: [x for x in parts if x is not None] for i, parts in here.items()}
         self._plan()
         chosen = set(present)
-        shipments = [s for s in self._inbound if s.layer in chosen]
+        shipments = [
+            s
+            for s in self._inbound
+            if s.layer in chosen and moves(_pieces(self.layers[s.layer])[s.piece].parameter)
+        ]
         found = self.ranks.send(
             [s.parcel for s in shipments],
             lambda n: self._part(shipments[n]),
@@ -217,6 +228,12 @@ def _write(
     torch._foreach_copy_(targets, [part for _, part in places])  # few kernels
     if coefficient is not None:
         torch._foreach_mul_(targets, coefficient)
+
+
+def _moved(piece: Piece, moves: Callable[[nn.Parameter], bool]) -> torch.Tensor | None:
+    """A piece's gradient, if there is one; zeros of a parameter that the optimizer does not move."""
+    gradient = piece.grad()
+    return gradient if gradient is None or moves(piece.parameter) else torch.zeros_like(gradient)
 
 
 def _pieces(layer: Layer) -> list[Piece]:

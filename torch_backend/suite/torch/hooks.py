@@ -110,36 +110,30 @@ class Mode(TorchFunctionMode):
 
 
 class Stacks:
-    """What is under way, the innermost last: of each thread, as torch has its modes."""
+    """What is under way, the innermost last: of each thread, as torch has its modes.
+
+    What torch.compile traces, which cannot ask for the thread, is of the one that this was made in: a
+    forward may be compiled in parts, and what was begun outside of a graph ends in one.
+    """
 
     def __init__(self) -> None:
-        self._of: dict[int, list[Any]] = {}  # by thread
-        self._traced: list[Any] = []  # torch.compile traces nothing that asks for the thread
-
-    def push(self, one: Any) -> None:
-        own = self._traced
-        if not torch.compiler.is_compiling():
-            own = self._of.setdefault(threading.get_ident(), [])
-        own.append(one)
+        self._home, self._here = threading.get_ident(), list[Any]()
+        self._elsewhere = threading.local()  # whose stacks go with their threads
 
     def own(self) -> list[Any]:
         """Those of the thread that runs."""
-        if torch.compiler.is_compiling():
-            return self._traced
-        return self._of.get(threading.get_ident()) or self._traced
+        if torch.compiler.is_compiling() or threading.get_ident() == self._home:
+            return self._here
+        found: list[Any] = self._elsewhere.__dict__.setdefault("stack", [])
+        return found
+
+    def push(self, one: Any) -> None:
+        self.own().append(one)
 
     def pop(self) -> Any:
         """The innermost; None: there is none."""
         own = self.own()
-        one = own.pop() if own else None
-        if not own and not torch.compiler.is_compiling():
-            self._of.pop(threading.get_ident(), None)
-        return one
-
-    def clear(self) -> None:
-        """Outside of any forward: forget what an interrupted one left."""
-        while self.own():
-            self.pop()
+        return own.pop() if own else None
 
 
 class ModeAround:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import sys
@@ -458,12 +459,14 @@ class KFAC(torch.optim.Optimizer):
         if callable(value):
             value = value(step)
             check_hyperparameter(name, value)
+        elif name == "lr" and self._base is None:  # which others may have set
+            check_hyperparameter(name, value)
         return value
 
     def _given_as(self, name: str) -> Any:
         """A number or a function. Without a base optimizer `lr` is in our own group, as any other's."""
         if name == "lr" and self._base is None:
-            return self.param_groups[0]["lr"]
+            return self.param_groups[0].get("lr", self._hyperparameters["lr"])
         return self._hyperparameters[name]
 
     def _put(self, name: str, value: Any) -> None:
@@ -545,7 +548,8 @@ class KFAC(torch.optim.Optimizer):
             counts = True
             still = self._base is not None and all(map(_stands_still, self.param_groups))
             if self._steps % factor_update_steps == 0:
-                counts = self._engine.update(taken, agreed, factor_decay) or not still
+                counts = self._engine.update(taken, agreed, factor_decay)
+                counts |= self._base is not None and not still  # which moves by its momentum
                 self._counted_terms = agreed.counted_terms() if any(agreed.seen) else self._counted_terms
             elif still:
                 counts = not self._engine.reports.gradients_are_zero()  # as in `KFACEngine.update`
@@ -797,6 +801,8 @@ class KFAC(torch.optim.Optimizer):
             "factors": include_factors and self._engine.factors.allocated,
             "inverses": include_inverses,
         }
+        if self._base is None and "initial_lr" in self.param_groups[0]:  # of a scheduler
+            kfac["initial_lr"] = plain(self.param_groups[0]["initial_lr"])
         base = self._base.state_dict() if self._base is not None and gather else {}
         if base:
             base["param_groups"][0]["kfac"] = kfac
@@ -885,7 +891,9 @@ class KFAC(torch.optim.Optimizer):
     def _load_counts(self, kfac: dict[str, Any]) -> None:
         for name, value in kfac["hyperparameters"].items():
             if not callable(self._given_as(name)):
-                self._put(name, value)
+                self._put(name, copy.deepcopy(value))
+        if self._base is None and "initial_lr" in kfac:
+            self.param_groups[0]["initial_lr"] = kfac["initial_lr"]
         self._steps, self._skipped_steps, self._unread = kfac["steps"], kfac["skipped_steps"], None
         self._engine.refreshed_at = kfac["refreshed_at"]
         if self._sampler is not None:
@@ -947,6 +955,9 @@ def _rebuilt(
             p.requires_grad_(name in trained)
     for group, parameters in groups:
         group["params"] = [p for p in parameters if id(p) not in later]
+    held = {id(p) for _, parameters in groups for p in parameters}
+    for group, _ in groups[:1]:  # those that the optimizer had, and has no more
+        group["params"] += [p for name, p, _ in now if name in given and id(p) not in held]
     try:
         made = kind(model, base, **settings)
     finally:

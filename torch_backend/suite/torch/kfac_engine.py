@@ -278,7 +278,7 @@ class KFACEngine:
         if not agreed.present:
             self.capture.forget_rows()
             return
-        whole = self.gradients.whole(agreed.present)
+        whole = self.gradients.whole(agreed.present, moves)
         known = self._directions_of_rows(whole)
         rates: dict[int, list[Any]] = {}
         if kl_clip is not None:

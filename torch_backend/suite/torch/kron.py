@@ -273,10 +273,7 @@ class Kron(torch.optim.Optimizer):
         held = [[p for p in group["params"] if p.numel()] for group in self.param_groups]
         known = [engine.parameters for engine in self._engines]
         if [[id(p) for p in own] for own in held] == [[id(p) for p in own] for own in known]:
-            if not self._records.follow(self.state, self._engines):
-                self._begin()
-            elif any(engine.is_left_behind() for engine in self._engines):
-                self._move()
+            self._follow()
             return
         if any(group["steps"] for group in self.param_groups):
             raise RuntimeError(
@@ -286,31 +283,43 @@ class Kron(torch.optim.Optimizer):
         self.state.clear()
         self._begin()
 
+    def _follow(self) -> None:
+        """Do as was done to `state`, and have it where the parameters are."""
+        anew = self._records.follow(self.state, self._engines)
+        for number in anew:
+            self.param_groups[number].update(steps=0, updates=0, update_clock=1.0)
+        if self._skipped is not None and len(anew) == sum(bool(e.parameters) for e in self._engines):
+            self._skipped.zero_()
+        if any(engine.is_left_behind() for engine in self._engines):
+            for group, fixed in zip(self.param_groups, self._made_for, strict=True):
+                require_same(group, fixed)
+            self._move()
+
     def _begin(self) -> None:
         """Without any state."""
-        for group in self.param_groups:
-            group.update(steps=0, updates=0, update_clock=1.0)
-        self._make_engines()
-
-    def _make_engines(self) -> None:
-        self._engines, self._made_for, self._records, self._skipped = [], [], Records(), None
+        self._engines, self._made_for, self._records = [], [], Records()
+        first = next((p for group in self.param_groups for p in group["params"] if p.numel()), None)
+        if self._skipped is not None and first is not None:
+            self._skipped = self._skipped.to(first.device)
         for group in self.param_groups:
             self._add_engine(group)
 
     def _move(self) -> None:
-        """Have the state where the parameters are now."""
-        skipped, before = self.skipped_steps, self._engines
+        before = self._engines
+        if not any(group["steps"] for group in self.param_groups):  # perhaps from nowhere, `meta`
+            self._skipped = None
+            self._begin()
+            return
         rows = [[engine.rows(i) for i in range(len(engine.parameters))] for engine in before]
-        self._make_engines()
+        self._begin()
         for engine, old, each in zip(self._engines, before, rows, strict=True):
             engine.rule = old.rule
             for i, record in enumerate(each):
                 engine.restore(i, record)
             engine.after_load()
-        if self._skipped is not None:
-            self._skipped.fill_(skipped)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._follow()
         names = ("_engines", "_made_for", "_skipped", "hvp", "distributed", "_ranks", "_torn_reported")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}

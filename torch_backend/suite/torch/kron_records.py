@@ -49,29 +49,28 @@ class Records:
             self._views[-1].append(views)
             state[parameter] |= views
 
-    def follow(self, state: State, engines: Sequence[KronEngine]) -> bool:
+    def follow(self, state: State, engines: Sequence[KronEngine]) -> list[int]:
         """Do as was done to `state`: any optimizer's has tensors replaced, and records deleted.
 
         What is in place of a tensor (state that was moved away and back) is taken over. A parameter
         whose record is gone begins anew.
 
         Returns:
-            False: all records are gone; nothing is done then.
+            The numbers of the engines of which all begins anew.
 
         Raises:
             RuntimeError: a part of a record is gone, or has another shape.
         """
-        changed, total = [], 0
-        for engine, each in zip(engines, self._views, strict=True):
-            total += len(each)
+        changed, anew = [], []
+        for number, (engine, each) in enumerate(zip(engines, self._views, strict=True)):
+            here = []
             for i, (parameter, views) in enumerate(zip(engine.parameters, each, strict=True)):
                 found = state.get(parameter, {})
                 if any([found.get(name) is not x for name, x in views.items()]):  # noqa: C419 (faster)
-                    changed.append(_Changed(engine, i, found, views))
-        if not changed:
-            return True
-        if len(changed) == total and all(one.is_gone for one in changed):
-            return False
+                    here.append(_Changed(engine, i, found, views))
+            changed += here
+            if here and len(here) == len(each) and all(one.is_gone for one in here):
+                anew.append(number)
         for one in changed:
             if not one.is_gone and one.misfits():
                 raise RuntimeError(
@@ -86,7 +85,7 @@ class Records:
             state[one.engine.parameters[one.index]] |= one.views
         for engine in {id(one.engine): one.engine for one in changed}.values():
             engine.after_load()
-        return True
+        return anew
 
 
 def is_ours(name: str) -> bool:

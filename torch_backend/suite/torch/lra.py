@@ -64,14 +64,16 @@ class _WholeVector(torch.optim.Optimizer):
     def _start(self) -> None:
         self.param_groups[0].update({"steps": 0, "updates": 0, "update_clock": 1.0})
         self._held = self._parameters  # that the state is of
-        self.state[self._held[0]] |= self._init_state()
+        own = self._init_state()
+        self._shapes = {name: tuple(x.shape) for name, x in own.items()}
+        self.state[self._held[0]] |= own
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
         return [p for p in self.param_groups[0]["params"] if p.numel()]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_held": self._held}
+        return {**super().__getstate__(), "_held": self._held, "_shapes": self._shapes}
 
     @property
     def _rule(self) -> Any:
@@ -105,11 +107,7 @@ class _WholeVector(torch.optim.Optimizer):
         """
         own = self._parameters
         if [id(p) for p in own] == [id(p) for p in self._held]:
-            state = self.state.get(own[0], {})
-            if "momentum" not in state:
-                self._start()
-            elif state["momentum"].device != own[0].device:
-                self.state[own[0]] |= {name: x.to(own[0].device) for name, x in state.items()}
+            self._follow(own[0])
             return
         if self.param_groups[0]["steps"]:
             raise RuntimeError(
@@ -118,6 +116,24 @@ class _WholeVector(torch.optim.Optimizer):
             )
         self.state.clear()
         self._start()
+
+    def _follow(self, first: torch.Tensor) -> None:
+        """Do as was done to the state, as to any optimizer's, and have it where the parameters are."""
+        state = self.state.get(first, {})
+        found = {
+            name: tuple(getattr(state[name], "shape", ())) for name in self._shapes if name in state
+        }
+        left_behind = any(state[name].device != first.device for name in found)
+        if not found or (left_behind and not self.param_groups[0]["steps"]):
+            self._start()
+        elif found != self._shapes:
+            wrong = [name for name, shape in self._shapes.items() if found.get(name) != shape]
+            raise RuntimeError(
+                f"state must have what {type(self).__name__} put there, or what has its shape, or "
+                f"nothing (then it begins anew), got others or none for {wrong}"
+            )
+        elif left_behind:
+            self.state[first] |= {name: state[name].to(first.device) for name in self._shapes}
 
     def _streams(self, like: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         numbers = noise.stream_numbers(0, 1, group["seed"])

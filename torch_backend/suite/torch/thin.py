@@ -21,7 +21,7 @@ from suite.torch.layers import Layer
 SMALLEST = 128 * 128 * 256  # multiplications of a direction for which it is worth the hooks
 _REFUSALS = 3  # directions that did not fit, after which a layer's rows are not kept any more
 _ROUNDINGS = 8  # of a number that is multiplied once or twice, by which its quotients differ, at most
-_LOOKS = 64  # at numbers of a gradient, for what has been done to it
+_LOOKS = 8  # rows and columns of a gradient that are looked at for what has been done to it
 
 
 class _Keep(torch.autograd.Function):
@@ -185,9 +185,10 @@ def can_be_thin(layer: Layer) -> bool:
 
 
 def _some_of(x: torch.Tensor) -> torch.Tensor:
-    """A view of some numbers, the same ones each time, from all over a vector or a matrix."""
-    each = round(_LOOKS ** (1 / x.ndim))
-    return x.detach()[tuple(slice(None, None, -(-n // each)) for n in x.shape)]
+    """A view of some numbers of a matrix, from all over it, always the same ones; all of a vector's."""
+    if x.ndim == 1:
+        return x.detach()
+    return x.detach()[tuple(slice(None, None, -(-n // _LOOKS)) for n in x.shape)]
 
 
 def _rows(x: torch.Tensor) -> int:
