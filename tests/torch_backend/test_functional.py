@@ -1462,3 +1462,50 @@ def test_a_compiled_model_says_that_it_misses_the_head(how):
     run(torch.arange(6).reshape(2, 3)).logsumexp(-1).mean().backward()
     with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'table'"):
         kfac.step()
+
+
+class Mixed(nn.Module):
+    """Uses weights of its own, of a child, a multiple of that, or a free parameter."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.scale, self.weight = nn.Parameter(torch.ones(6)), nn.Parameter(torch.randn(6, 6))
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        if self.kind == "own":
+            return self.head(F.linear(x, self.weight).tanh())
+        if self.kind == "free":
+            return self.head(self.inner(x).tanh() * self.scale)
+        factor = 1 if self.kind == "child" else 2
+        return self.head(F.linear(x, factor * self.inner.weight, self.inner.bias).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:these layers got a gradient but:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:statistics miss some uses:RuntimeWarning")
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks off at sets of functions")
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("kind", ["own", "free", "child", "multiple"])
+def test_compiled_in_parts_functions_are_seen_in_every_step(kind, every):
+    """The hooks of the model itself run outside of its graph: torch compiles each by itself."""
+    ends = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = Mixed(kind).double()
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        kfac = KFAC(model, base, damping=0.1, factor_update_steps=every)
+        run = torch.compile(model, backend="eager") if compiled else model
+        for step in range(6):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double()
+            run(x).square().mean().backward()
+            assert not torch.overrides._get_current_function_mode_stack()
+            kfac.step()
+            kfac.zero_grad()
+        layers = kfac.state_dict()["kfac"]["layers"]
+        ends.append([x for name in sorted(layers) for x in (layers[name]["A"], layers[name]["G"])])
+    for found, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

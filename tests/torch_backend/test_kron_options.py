@@ -261,3 +261,38 @@ def test_a_compiled_step_is_the_eager_step_and_compiles_no_more_after_warm_up(st
     assert graphs[-1] <= 6
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("what", ["cleared", "replaced", "exchanged"])
+def test_a_compiled_step_follows_what_is_done_to_state_and_groups(what):
+    ends = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)
+        ).double()
+        x = torch.randn(8, 4, dtype=torch.float64)
+        first = torch.nn.Linear(3, 3) if what == "exchanged" else model
+        optimizer = Kron(first.parameters(), lr=0.01)
+        if what == "exchanged":
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for number in range(6):
+            if number == 3 and what == "cleared":
+                optimizer.state.clear()
+            if number == 3 and what == "replaced":
+                for record in optimizer.state.values():
+                    record |= {name: tensor.clone() for name, tensor in record.items()}
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            step()
+            assert optimizer.param_groups[0]["steps"] == (
+                number - 2 if what == "cleared" and number > 2 else number + 1
+            )
+        ends.append([p.detach() for p in model.parameters()])
+        assert optimizer.skipped_steps == 0
+    for found, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

@@ -297,20 +297,51 @@ def test_of_kron_one_parameter_can_begin_anew(settings):
     assert all(torch.isfinite(p).all() for p in run(models[0], optimizers[0], loss_fn))
 
 
-def test_of_kron_state_that_is_there_in_part_is_an_error():
+@every_optimizer
+def test_state_that_is_there_in_part_is_an_error(make):
     model, loss_fn = problem()
-    optimizer = Kron(model.parameters(), 0.01)
+    optimizer = make(model.parameters())
     before = run(model, optimizer, loss_fn)
     record = optimizer.state[model[0].weight]
-    momentum = record.pop("tile0.momentum")
-    for wrong in (None, momentum[:, :1]):
-        if wrong is not None:
-            record["tile0.momentum"] = wrong
-        with pytest.raises(RuntimeError, match=r"got others or none for \['tile0.momentum'\]"):
-            run(model, optimizer, loss_fn, steps=1)
-        assert same(before, [p.detach() for p in model.parameters()])
-    record["tile0.momentum"] = momentum
+    for name in list(record):
+        tensor = record.pop(name)
+        for wrong in (None, tensor[None]):
+            if wrong is not None:
+                record[name] = wrong
+            with pytest.raises(RuntimeError, match=rf"got others or none for \['{name}'\]"):
+                run(model, optimizer, loss_fn, steps=1)
+            assert same(before, [p.detach() for p in model.parameters()])
+        record[name] = tensor
     run(model, optimizer, loss_fn)
+
+
+@every_optimizer
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_have_what_was_done_to_the_state(make, how):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters())
+    run(model, optimizer, loss_fn)
+    for record in optimizer.state.values():
+        for name, x in record.items():
+            record[name] = torch.zeros_like(x) if "momentum" in name else x
+    copied = how((model, optimizer))
+    optimizer.state.clear()
+    begun = how((model, optimizer))
+    expected = run(*how((model, optimizer)), loss_fn)
+    assert same(run(*begun, loss_fn), expected)
+    assert same(run(model, optimizer, loss_fn), expected)
+    assert not same(run(*copied, loss_fn), expected)
+
+
+def test_of_kron_a_group_can_begin_anew():
+    model, loss_fn = problem()
+    groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
+    optimizer = Kron(groups, 0.01)
+    run(model, optimizer, loss_fn)
+    for p in model[2].parameters():
+        del optimizer.state[p]
+    run(model, optimizer, loss_fn, steps=1)
+    assert [group["steps"] for group in optimizer.param_groups] == [5, 1]
 
 
 @every_optimizer

@@ -31,7 +31,6 @@ from suite.torch.derivatives import (
 from suite.torch.dtensors import is_sharded, like, local
 from suite.torch.hooks import (
     Hook,
-    Stacks,
     after_forward,
     in_backward,
     is_batched,
@@ -109,7 +108,7 @@ class LayerCapture:
         self.had_others = False  # the same of what was taken last
         self._ending: Ending | None = None  # of calls that train nothing of it
         self._nodes: dict[bool, Any] = {}  # autograd's, of G of uses as the transpose, or of others
-        self.running = Stacks()  # its modules whose calls are under way, if functional.py asks
+        self.running: list[object] = []  # its modules whose calls are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
         self.calls_of_made = 0  # of these, those of something made of the weight in its place
         self.uses = 0  # in the first step, of the weight

@@ -108,10 +108,11 @@ class RunningLayer:
         ]
 
     def enter(self) -> None:
-        self.capture.running.push(self.module)
+        self.capture.running.append(self.module)
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
-        self.capture.running.pop()
+        if self.capture.running:
+            self.capture.running.pop()
 
 
 class FunctionCapture(ModeAround):
@@ -184,7 +185,7 @@ class FunctionCapture(ModeAround):
 
     def is_inside(self, place: int) -> bool:
         """Whether a layer's own module runs, whose hook, or mode, sees what it does."""
-        running = self.uses[place][0].running.own()
+        running = self.uses[place][0].running
         return len(running) > 0 and not (self.own[place] and running[-1] is self.module)
 
     def is_table(self, place: int) -> bool:

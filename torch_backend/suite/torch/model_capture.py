@@ -161,7 +161,7 @@ class ModelCapture:
         while any([one.unwind() for one in around]):  # noqa: C419 (each must have its turn)
             pass
         for capture in self.by_layer:
-            capture.running.own().clear()
+            capture.running.clear()
 
     def _watch_passes(self, do: bool) -> None:
         """Whether backward passes ask for what was discarded, as no compiled forward pass does."""

@@ -100,7 +100,7 @@ class _Counting(Mode):
 
     def _used(self, capture: LayerCapture) -> None:
         capture.uses += 1
-        if capture.layer.spec.kind in _WATCHED and not capture.running.own():
+        if capture.layer.spec.kind in _WATCHED and not capture.running:
             capture.clock.strays.add(capture.layer.name)
 
     def _weight(self, operand: Any) -> int:
