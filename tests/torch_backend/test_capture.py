@@ -540,6 +540,7 @@ class Scaled(nn.Linear):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # forward_ad's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")  # torch 2.14's
 def test_derivatives_forward_are_those_without_kfac():
     model, x = Scaled().double(), torch.randn(5, 3, dtype=torch.float64)
     _, expected = torch.func.jvp(model, (x,), (torch.ones_like(x),))
@@ -551,6 +552,7 @@ def test_derivatives_forward_are_those_without_kfac():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # forward_ad's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")  # torch 2.14's
 @pytest.mark.parametrize("how", ["hessian", "vmap", "forward mode"])
 def test_layers_that_also_run_where_nothing_is_seen_are_warned_of(how):
     """A PINN: derivatives of a residual by torch.func, values at the boundary."""

@@ -1038,6 +1038,7 @@ def test_a_pass_is_thrown_away_before_losses_go_backward_one_by_one(thrown, reen
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # torch 2.14's
 def test_a_model_can_be_traced_while_it_trains():
     model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), randn(6, 4)
     kfac = KFAC(model)
