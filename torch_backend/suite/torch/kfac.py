@@ -459,7 +459,7 @@ class KFAC(torch.optim.Optimizer):
         if callable(value):
             value = value(step)
             check_hyperparameter(name, value)
-        elif name == "lr" and self._base is None:  # which others may have set
+        elif name == "lr" and self._base is None and is_at_hand(value):  # which others may have set
             check_hyperparameter(name, value)
         return value
 
