@@ -211,7 +211,7 @@ def several_axes():
             updates, state = tx.update(grads, state, params, statistics=statistics)
             return optax.apply_updates(params, updates), state, grads
 
-        for _ in range(3):
+        for _ in range(6):
             params, state, _ = step(params, state, x, y)
         return params
 
