@@ -33,19 +33,19 @@ def result(process: subprocess.Popen[str]) -> dict:
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "least"),
     [
-        *("trajectories", "several_axes", "fractions", "own_shard_map"),
-        *("ensembles", "capture", "adaptive"),
+        *(("trajectories", 9), ("several_axes", 4), ("fractions", 9), ("own_shard_map", 9)),
+        *(("ensembles", 9), ("capture", 9), ("adaptive", 9)),
     ],
 )
-def test_eight_devices_follow_one(case):
+def test_eight_devices_follow_one(case, least):
     differences = result(start("many_devices.py", case))
     moved = {name: d for name, d in differences.items() if name.startswith("moved")}
     others = {name: d for name, d in differences.items() if name not in moved}
     assert min(moved.values()) > 0.1
     assert max(others.values()) < 1e-9, differences
-    assert len(others) >= 9
+    assert len(others) >= least
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="needs jax 0.7")
