@@ -20,34 +20,14 @@ from torch import nn
 
 from suite.core.statistics import LayerStatistics
 from suite.torch.clock import CaptureClock
-from suite.torch.derivatives import (
-    PRODUCTS,
-    Call,
-    DerivativeProbe,
-    Noted,
-    Source,
-    follow,
-)
+from suite.torch.derivatives import PRODUCTS, Call, DerivativeProbe, Noted, Source, follow
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.hooks import (
-    Hook,
-    after_forward,
-    in_backward,
-    is_batched,
-    on_transformed,
-    without_modes,
-)
+from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed, without_modes
 from suite.torch.layers import Layer, Site
 from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast
 from suite.torch.prepared import prepared
 from suite.torch.probe import Probe, ProbeOfDuals, Reached, Reading
-from suite.torch.rows import (
-    Bases,
-    LayerSpec,
-    example_count,
-    output_positions,
-    row_count,
-)
+from suite.torch.rows import Bases, LayerSpec, example_count, output_positions, row_count
 from suite.torch.runs import Ending, Run
 from suite.torch.thin import KeptRows
 

@@ -54,11 +54,7 @@ class GradientExchange:
             return {i: [x for x in parts if x is not None] for i, parts in here.items()}
         self._plan()
         chosen = set(present)
-        shipments = [
-            s
-            for s in self._inbound
-            if s.layer in chosen and moves(_pieces(self.layers[s.layer])[s.piece].parameter)
-        ]
+        shipments = [s for s in self._inbound if s.layer in chosen and moves(self._parameter_of(s))]
         found = self.ranks.send(
             [s.parcel for s in shipments],
             lambda n: self._part(shipments[n]),
@@ -120,7 +116,7 @@ class GradientExchange:
             coefficient = coefficient_of(self._over_ranks(here, changes_of))
         places: list[tuple[torch.Tensor, torch.Tensor]] = []  # (part of a gradient, what goes there)
         for number, s in enumerate(shipments):
-            if number in found and moves(_pieces(self.layers[s.layer])[s.piece].parameter):
+            if number in found and moves(self._parameter_of(s)):
                 places += self._place(s.layer, s.piece, s.box, found[number])
         for i in here:
             for j, (piece, part) in enumerate(zip(_pieces(self.layers[i]), parts_of(i), strict=True)):
@@ -207,6 +203,9 @@ class GradientExchange:
         if self._boxes is None:
             return tuple((0, n) for n in _pieces(self.layers[i])[j].shape)
         return self._boxes[rank][i][j]
+
+    def _parameter_of(self, s: _Shipment) -> nn.Parameter:
+        return _pieces(self.layers[s.layer])[s.piece].parameter
 
     def _part(self, s: _Shipment) -> torch.Tensor:
         piece = _pieces(self.layers[s.layer])[s.piece]

@@ -151,8 +151,9 @@ class KFACEngine:
         """Average statistics into the factors of the layers that some rank has seen.
 
         Returns:
-            Whether this was a step at all: not with gradients that are all zero and nothing seen, as
-            torch.distributed.checkpoint has it to see what an optimizer's state looks like.
+            Whether this was a step: not with gradients that are all zero and nothing seen, unless a base
+            optimizer moves by its momentum. torch.distributed.checkpoint takes such a one, which moves
+            nothing, to see what an optimizer's state looks like.
         """
         if not any(agreed.seen):
             return self.reports.nothing_seen()

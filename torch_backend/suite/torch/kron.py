@@ -306,8 +306,9 @@ class Kron(torch.optim.Optimizer):
 
     def _move(self) -> None:
         before = self._engines
-        if not any(group["steps"] for group in self.param_groups):  # perhaps from nowhere, `meta`
-            self._skipped = None
+        if not any(group["steps"] for group in self.param_groups):
+            if self._skipped is not None and self._skipped.is_meta:
+                self._skipped = torch.zeros_like(self._skipped, device="cpu")
             self._begin()
             return
         rows = [[engine.rows(i) for i in range(len(engine.parameters))] for engine in before]
