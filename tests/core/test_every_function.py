@@ -208,6 +208,15 @@ CASES = {
         lambda A, G, a, g: kfac.rows_fit((g.mT @ a, None), a, g, kfac.probes_for(A, G)),
         (positive_definite(B, 4), positive_definite(B, 3), normal(B, 6, 4), normal(B, 6, 3)),
     ),
+    "kfac.rows_fit in eigenbases": (
+        lambda A, G, a, g: kfac.rows_fit(
+            (g.mT @ a, None),
+            a,
+            g,
+            kfac.probes_for(kfac.Eigen(A, A[..., 0] ** 2), kfac.Eigen(G, G[..., 0] ** 2), 0.1),
+        ),
+        (positive_definite(B, 4), positive_definite(B, 3), normal(B, 6, 4), normal(B, 6, 3)),
+    ),
     "kfac.all_usable": (
         lambda x: kfac.all_usable([kfac.KFAC("inverse").invert(x, x[:, 0, 0] * 0 + 1, -2.0)]),
         (positive_definite(B, 4) * np.array([0.0, 1.0, 1e3])[:, None, None],),

@@ -16,7 +16,7 @@ from conftest import (
     to_numpy,
 )
 from oracles import kfac_direction, kfac_direction_factored
-from suite.core.kfac import KFAC, all_usable, probes_for, rows_fit, usable
+from suite.core.kfac import KFAC, Eigen, all_usable, probes_for, rows_fit, usable
 
 METHODS = ("eigen", "inverse", "newton_schulz", "ekfac")
 ORACLES = {
@@ -459,6 +459,31 @@ def test_rule_compares_by_value():
 
 
 @pytest.mark.parametrize("bias", [True, False])
+def test_directions_from_rows_in_eigenbases_are_those_of_the_gradient_they_make(xp, bias):
+    A, G, own = positive_definite(2, 5), positive_definite(2, 3), np.abs(normal(2, 3, 5)) + 0.1
+    a, g = normal(2, 7, 5 - bias), normal(2, 7, 3, seed=1)
+    whole = np.concatenate([a, np.ones((2, 7, 1))], 2) if bias else a
+    gradient = np.swapaxes(g, 1, 2) @ whole
+    (d_A, Q_A), (d_G, Q_G) = np.linalg.eigh(A), np.linalg.eigh(G)
+    bases = tuple(Eigen(*map(xp.asarray, pair)) for pair in ((Q_A, d_A), (Q_G, d_G)))
+
+    def from_rows(A, G, a, g, products):
+        return KFAC("ekfac").apply_to_rows(A, G, a, g, bias=bias, damping=0.1, products=products)
+
+    for products in (None, own):
+        values = d_G[:, :, None] * d_A[:, None, :] if products is None else products
+        rotated = np.swapaxes(Q_G, 1, 2) @ gradient @ Q_A / (values + 0.1)
+        expected = Q_G @ rotated @ np.swapaxes(Q_A, 1, 2)
+        given = *bases, xp.asarray(a), xp.asarray(g), None if products is None else xp.asarray(products)
+        weight, column = xp.run(from_rows, *given)
+        assert_close(weight, expected[..., : 5 - bias], rtol=1e-12)
+        if bias:
+            assert_close(column, expected[..., -1], rtol=1e-12)
+        else:
+            assert column is None
+
+
+@pytest.mark.parametrize("bias", [True, False])
 def test_directions_from_rows_are_those_of_the_gradient_they_make(xp, bias):
     A, G = positive_definite(2, 5), positive_definite(2, 3)
     a, g = normal(2, 7, 5 - bias), normal(2, 7, 3, seed=1)
@@ -483,13 +508,32 @@ def test_rows_do_not_fit_a_gradient_whose_direction_is_off_by_a_matrix_of_rank_o
     gradient = np.swapaxes(g, 1, 2) @ a
     off = np.linalg.norm(G @ gradient @ A) * 1e-5 * np.outer(normal(30, seed=seed), np.eye(40)[seed])
     off = np.linalg.solve(G, off / 30**0.5) @ np.linalg.inv(A)  # the gradient's, for that direction's
+    fits = functools.partial(_fits, xp, a, g, probes_for(xp.asarray(A), xp.asarray(G)), bias)
+    assert fits(gradient).all()
+    assert not fits(gradient + off).any()
 
-    def fits(gradient):
-        weight, own = (gradient[..., :-1], gradient[..., -1]) if bias else (gradient, None)
-        parts = xp.asarray(weight), None if own is None else xp.asarray(own)
-        rows = xp.asarray(a[..., :-1] if bias else a), xp.asarray(g)
-        return to_numpy(rows_fit(parts, *rows, probes_for(xp.asarray(A), xp.asarray(G))))
 
+def _fits(xp, a, g, probes, bias, gradient):
+    weight, own = (gradient[..., :-1], gradient[..., -1]) if bias else (gradient, None)
+    parts = xp.asarray(weight), None if own is None else xp.asarray(own)
+    rows = xp.asarray(a[..., :-1] if bias else a), xp.asarray(g)
+    return to_numpy(rows_fit(parts, *rows, probes))
+
+
+@pytest.mark.parametrize("damping", [1e-6, 1e-2, 10.0])
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_do_not_fit_a_gradient_whose_direction_in_eigenbases_is_off(xp, seed, damping):
+    """By a thousandth, in one product of eigenvectors, be it of large or of small eigenvalues."""
+    A, G = (positive_definite(1, n)[0] @ np.diag(np.geomspace(1, 1e-3, n)) for n in (40, 30))
+    (d_A, Q_A), (d_G, Q_G) = (np.linalg.eigh(x @ x.T) for x in (A, G))
+    a, g = normal(1, 20, 40), normal(1, 20, 30, seed=1)
+    gradient = np.swapaxes(g, 1, 2) @ a
+    values = d_G[:, None] * d_A + damping
+    direction = Q_G.T @ gradient[0] @ Q_A / values
+    i, j = np.random.default_rng(seed).integers((30, 40))
+    off = 1e-3 * np.linalg.norm(direction) * values[i, j] * np.outer(Q_G[:, i], Q_A[:, j])
+    bases = (Eigen(xp.asarray(Q[None]), xp.asarray(d[None])) for d, Q in ((d_A, Q_A), (d_G, Q_G)))
+    fits = functools.partial(_fits, xp, a, g, probes_for(*bases, damping), False)
     assert fits(gradient).all()
     assert not fits(gradient + off).any()
 

@@ -189,6 +189,12 @@ def largest_entry(x: jax.Array, axis: tuple[int, ...], *, keepdims: bool) -> jax
     return jnp.max(jnp.abs(x), axis=axis, keepdims=keepdims)
 
 
+def largest_row(x: jax.Array, size: jax.Array) -> jax.Array:
+    """The row of (..., n, n) whose `size`, (..., n), is largest, (..., 1, n); as a product."""
+    chosen = jax.nn.one_hot(jnp.argmax(size, axis=-1), x.shape[-1], dtype=x.dtype)
+    return jnp.matmul(chosen[..., None, :], x)
+
+
 def root_mean_square(x: jax.Array, axis: tuple[int, ...], other: Callable[[], jax.Array]) -> jax.Array:
     """√(mean of x²) over axes, as `other()` has it."""
     return other()

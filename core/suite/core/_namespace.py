@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_torch: Any = None  # the module, once it is loaded: an import in each call takes longer than the rest
+
 Array = Any
 Namespace = Any
 Scalar = Any  # a Python number or a 0-d array
@@ -21,8 +23,8 @@ def array_namespace(*arrays: Array) -> Namespace:
     x = arrays[0]
     if hasattr(x, "__array_namespace__"):
         return x.__array_namespace__()
-    from suite.core import _torch
-
+    if _torch is None:
+        import suite.core._torch  # noqa: F401  # lets itself be known here
     return _torch
 
 
@@ -31,7 +33,7 @@ def factorizations(xp: Namespace) -> Any:
 
     `cholesky_inverse`, `eigh`, `qr` and `solve_triangular`, for the standard's own raise on a bad
     matrix, wait for the device to find out, or do not exist; `gram`, `summed_gram`, `correlations`,
-    `over_groups`, `diagonal`, `trace`, `are_finite`, `largest_entry`, `root_mean_square`,
+    `over_groups`, `diagonal`, `trace`, `are_finite`, `largest_entry`, `largest_row`, `root_mean_square`,
     `inner_product`, `add_diagonal`, `pack` and `unpack`, which in the standard's words compute, copy or
     compile more than they need to; `usually`, a `where` that may look; `parts`, what to work on at a
     time; `work_of_a_launch`, what an operation costs beside its products; `multiplies_as_it_is`, what

@@ -85,6 +85,13 @@ def largest_entry(x: Array, axis: tuple[int, ...], *, keepdims: bool) -> Array:
     return xp.max(xp.abs(x), axis=axis, keepdims=keepdims)
 
 
+def largest_row(x: Array, size: Array) -> Array:
+    """The row of (..., n, n) whose `size`, (..., n), is largest, (..., 1, n)."""
+    xp = array_namespace(x)
+    row = xp.argmax(size, axis=-1)[..., None, None]
+    return xp.take_along_axis(x, xp.broadcast_to(row, (*x.shape[:-2], 1, x.shape[-1])), axis=-2)
+
+
 def root_mean_square(x: Array, axis: tuple[int, ...], other: Callable[[], Array]) -> Array:
     """√(mean of x²) over axes, as `other()` has it."""
     return other()

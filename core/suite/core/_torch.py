@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from torch.nn import functional as F
 from torch.nn import grad
 
-from suite.core import _numpy, _torch_inverses, _torch_known, _torch_precision
+from suite.core import _namespace, _numpy, _torch_inverses, _torch_known, _torch_precision
 
+_SMALL = 2**16  # numbers of which an array more costs less than a call more
 # Sides from which half a product is faster than a whole one; with rows twice as many. Measured.
 _SMALLEST_HALVED, _SMALLEST_HALVED_TALL = 384, 128
 # Asked here, for torch.compile cannot.
@@ -28,6 +30,7 @@ _CPU_MULTIPLIES_BFLOAT16 = _ONEDNN and builtins.any(  # no public question exist
 )
 _SUMS_HALVES = hasattr(torch.ops.aten.bmm, "dtype")  # products with another dtype, since torch 2.8
 _POSITIONS_AT_ONCE = 16384  # that a convolution sums in one float32 accumulator
+_namespace._torch = sys.modules[__name__]
 
 abs = torch.abs
 all = torch.all
@@ -52,7 +55,6 @@ isfinite = torch.isfinite
 linalg = torch.linalg
 log = torch.log
 log2 = torch.log2
-matmul = torch.matmul
 mean = torch.mean
 moveaxis = torch.moveaxis
 ones = torch.ones
@@ -72,7 +74,7 @@ def argsort(x: torch.Tensor, *, axis: int, stable: Any) -> torch.Tensor:
 
 
 def astype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def cumulative_sum(x: torch.Tensor, *, axis: int) -> torch.Tensor:
@@ -85,6 +87,12 @@ def expand_dims(x: torch.Tensor, *, axis: int) -> torch.Tensor:
 
 def matrix_transpose(x: torch.Tensor) -> torch.Tensor:
     return x.mT
+
+
+def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if x.ndim == y.ndim == 3 and x.shape[0] == y.shape[0]:
+        return torch.bmm(x, y)  # as torch.matmul does it after five calls more
+    return torch.matmul(x, y)
 
 
 def max(x: torch.Tensor, *, axis: Any, keepdims: Any = False) -> torch.Tensor:
@@ -167,12 +175,22 @@ def are_finite(x: torch.Tensor) -> torch.Tensor:
 
 
 def largest_entry(x: torch.Tensor, axis: tuple[int, ...], *, keepdims: Any) -> torch.Tensor:
-    """max |x| over axes, without an array of |x|."""
+    """max |x| over axes, without a large array of |x|; a CPU's norms take ten times as long."""
+    if torch.compiler.is_compiling() or (x.is_cpu and x.numel() <= _SMALL):
+        return torch.amax(torch.abs(x), dim=axis, keepdim=keepdims)
+    if not x.is_cpu:
+        return torch.linalg.vector_norm(x, math.inf, dim=axis, keepdim=keepdims)
     highest, lowest = (
         torch.amax(x, dim=axis, keepdim=keepdims),
         torch.amin(x, dim=axis, keepdim=keepdims),
     )
     return torch.maximum(highest, -lowest)
+
+
+def largest_row(x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """The row of (..., n, n) whose `size`, (..., n), is largest, (..., 1, n)."""
+    row = torch.argmax(size, dim=-1)[..., None, None]
+    return torch.gather(x, -2, row.expand(*x.shape[:-2], 1, x.shape[-1]))
 
 
 def root_mean_square(

@@ -18,7 +18,10 @@ def tikhonov(values: Array, damping: Scalar) -> Array:
     """
     xp = array_namespace(values)
     damped = values + as_scalar(damping, values)
-    null = damped < float(xp.finfo(damped.dtype).smallest_normal)  # not so for NaN, which stays visible
+    least = float(xp.finfo(damped.dtype).smallest_normal)
+    if isinstance(damping, float) and damping >= least:
+        return 1 / damped
+    null = damped < least  # not so for NaN, which stays visible
     one = xp.zeros_like(damped) + 1
     return xp.where(null, xp.zeros_like(damped), one / xp.where(null, one, damped))
 

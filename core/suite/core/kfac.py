@@ -323,31 +323,57 @@ class KFAC:
         return x if ready is None else linalg.usually(ready[..., None, None], x, lambda: gradient)
 
     def apply_to_rows(
-        self, A: Array, G: Array, inputs: Array, outputs: Array, *, bias: bool = False
+        self,
+        A: Eigen | Array,
+        G: Eigen | Array,
+        inputs: Array,
+        outputs: Array,
+        *,
+        bias: bool = False,
+        damping: Scalar = 0.0,
+        products: Array | None = None,
     ) -> tuple[Array, Array | None]:
-        """`apply` to the gradient Σ g aᵀ with inverses, from its rows: Σ (G⁻¹ g) (A⁻¹ a)ᵀ.
+        """`apply` to the gradient Σ g aᵀ, from its rows.
+
+            inverse:  Σ (G⁻¹ g) (A⁻¹ a)ᵀ
+            eigen:    Q_G [ Σ (Q_Gᵀ g) (Q_Aᵀ a)ᵀ / (d_G d_Aᵀ + λ) ] Q_Aᵀ
 
         Args:
-            A, G: (..., d_in, d_in) and (..., d_out, d_out), inverses.
+            A, G: of dense factors, without diagonal ones.
             inputs: (..., n, d_in - bias), rows a.
             outputs: (..., n, d_out), rows g.
             bias: append the coordinate 1 to every a.
+            damping, products: as in `apply`.
 
         Returns:
             The weight's part (..., d_out, d_in - bias), and the bias's (..., d_out) or None: two arrays,
             as parts of one are no contiguous memory.
         """
         xp = array_namespace(inputs)
-        A, G = linalg.for_products(A, G)
-        a, g = xp.astype(inputs, A.dtype), xp.astype(outputs, G.dtype)
-        width = a.shape[-1]
-        a, g = xp.matmul(a, A[..., :width, :]), xp.matmul(g, G)
-        own = None
+        width = inputs.shape[-1]
+        if self.keeps_eigenbases:
+            right, left = lift(A.vectors), lift(G.vectors)
+        else:
+            right, left = linalg.for_products(A, G)
+        a, g = xp.astype(inputs, right.dtype), xp.astype(outputs, left.dtype)
+        a, g = xp.matmul(a, right[..., :width, :]), xp.matmul(g, left)
         if bias:
-            a += A[..., width:, :]
-            own = linalg.transposed_times(g, a[..., width:])[..., 0]
-            own = xp.astype(own, inputs.dtype)
-        return xp.astype(linalg.transposed_times(g, a[..., :width]), inputs.dtype), own
+            a += right[..., width:, :]
+        own = None
+        if self.keeps_eigenbases:
+            x = linalg.transposed_times(g, a)
+            if products is None:
+                products = eigenvalue_products(A, G)
+            x = xp.matmul(left, x * tikhonov(lift(products), damping))
+            if bias:
+                own = linalg.times_transposed(x, right[..., width:, :])[..., 0]
+            weight = linalg.times_transposed(x, right[..., :width, :])
+        else:
+            if bias:
+                own = linalg.transposed_times(g, a[..., width:])[..., 0]
+            weight = linalg.transposed_times(g, a[..., :width])
+        own = None if own is None else xp.astype(own, inputs.dtype)
+        return xp.astype(weight, inputs.dtype), own
 
     def _inverse(self, average: Array, old: Any, batch: int, damping: Scalar) -> Array:
         if average.ndim == batch + 1:
@@ -367,13 +393,13 @@ def is_cheaper_by_rows(rows: int, d_in: int, d_out: int) -> bool:
 
 
 class Probes(NamedTuple):
-    """Products of random vectors with the inverses on both sides of a direction."""
+    """Products of random vectors with what is on both sides of a direction, in k ways to weigh it."""
 
-    right: Array  # (..., 2, d_in), r A⁻¹
-    left: Array  # (..., 8, d_out), l G⁻¹
+    right: Array  # (..., k, 2, d_in), r A⁻¹
+    left: Array  # (..., k, 8, d_out), l G⁻¹
 
 
-def probes_for(A: Array, G: Array) -> Probes:
+def probes_for(A: Eigen | Array, G: Eigen | Array, damping: Scalar = 0.0) -> Probes:
     """Vectors for `rows_fit`, always the same.
 
     A difference of rank one, the least visible, escapes one vector on the right with a chance of about
@@ -381,18 +407,56 @@ def probes_for(A: Array, G: Array) -> Probes:
     of these two: their size is not small by chance. They are rows, as products of few columns are
     several times slower on a CPU; two rows take no longer than one.
 
+    Eigenbases are damped as a whole, 1 / (d_G d_Aᵀ + λ), which no vector on one side can be multiplied
+    with. In its place are (G + t I)⁻¹ and (A + λ/t I)⁻¹ of two t, a third and two thirds of the way
+    from where one side has all of the damping to where the other has it.
+
     Args:
-        A, G: (..., d_in, d_in) and (..., d_out, d_out), inverses.
+        A, G: inverses (..., d_in, d_in) and (..., d_out, d_out), or eigenbases of dense factors.
+        damping: λ >= 0, of eigenbases.
     """
+    if isinstance(A, Eigen):
+        assert isinstance(G, Eigen)
+        return _probes_of_eigenbases(A, G, damping)
     A, G = lift(A), lift(G)
-    xp = array_namespace(A)
-    streams = xp.arange(10, dtype=xp.int32, device=device_of(A))
 
-    def drawn(streams: Array, like: Array) -> Array:
-        unit = unit_noise(streams, 0, (like.shape[-1],), like.dtype)
-        return linalg.times_transposed(xp.broadcast_to(unit, (*like.shape[:-2], *unit.shape)), like)
+    def through(unit: Array, inverse: Array) -> Array:
+        product = linalg.times_transposed(_repeated(unit, inverse), inverse)
+        return product[..., None, :, :]
 
-    return Probes(drawn(streams[:2], A), drawn(streams[2:], G))
+    units = _probe_vectors(A, G)
+    return Probes(through(units[0], A), through(units[1], G))
+
+
+def _probes_of_eigenbases(A: Eigen, G: Eigen, damping: Scalar) -> Probes:
+    xp = array_namespace(A.values)
+    values, vectors = [lift(x.values) for x in (A, G)], [lift(x.vectors) for x in (A, G)]
+    largest = [xp.max(x, axis=-1) for x in values]
+    a, g = (xp.where(x > 0, x, 1.0) for x in largest)
+    share = as_scalar(damping, a) / a / g  # of the largest eigenvalue of the product
+    share = xp.minimum(xp.maximum(share, float(xp.finfo(a.dtype).eps)), 1.0)
+    sides = []
+    for unit, size, own, basis, way in zip(
+        _probe_vectors(*vectors), (a, g), values, vectors, ((2 / 3, 1 / 3), (1 / 3, 2 / 3)), strict=True
+    ):
+        units, found = _repeated(unit, basis), []
+        for w in way:
+            damped = own + (size * share**w)[..., None]
+            found.append(linalg.times_transposed(units / damped[..., None, :], basis))
+        sides.append(xp.stack(found, axis=-3))
+    return Probes(*sides)
+
+
+def _probe_vectors(A: Array, G: Array) -> list[Array]:
+    """(2, d_in) and (8, d_out), of variance 1."""
+    streams = array_namespace(A).arange(10, dtype=array_namespace(A).int32, device=device_of(A))
+    given = ((streams[:2], A), (streams[2:], G))
+    return [unit_noise(own, 0, (like.shape[-1],), like.dtype) for own, like in given]
+
+
+def _repeated(unit: Array, like: Array) -> Array:
+    """For each of a stack of matrices."""
+    return array_namespace(unit).broadcast_to(unit, (*like.shape[:-2], *unit.shape))
 
 
 def rows_fit(
@@ -408,20 +472,26 @@ def rows_fit(
         gradient: ∇, the weight's part (..., d_out, d_in) without the column of a bias, and that column
             (..., d_out) or None: then every a has the coordinate 1 besides.
         inputs, outputs: rows a (..., n, d_in without bias) and g (..., n, d_out).
-        probes: `probes_for` the inverses.
+        probes: `probes_for` the inverses or eigenbases.
     """
     xp = array_namespace(probes.right)
     dtype = probes.right.dtype
     weight, a, g = (xp.astype(x, dtype) for x in (gradient[0], inputs, outputs))
-    bias, width = gradient[1], a.shape[-1]
-    right, rest = probes.right[..., :width], probes.right[..., width:]
+    bias, width, ways = gradient[1], a.shape[-1], probes.right.shape[-3]
+    right, left = (xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1])) for x in probes)  # as one product
+    right, rest = right[..., :width], right[..., width:]
     of_gradient, of_rows = (linalg.times_transposed(right, x) for x in (weight, a))
     if bias is not None:
         of_gradient = of_gradient + rest * xp.astype(bias, dtype)[..., None, :]
         of_rows = of_rows + rest
+    of_gradient, of_rows, left_rows = (
+        xp.reshape(x, (*x.shape[:-2], ways, -1, x.shape[-1]))
+        for x in (of_gradient, of_rows, linalg.times_transposed(left, g))
+    )
     expected = linalg.times_transposed(probes.left, of_gradient)
-    difference = linalg.times_transposed(linalg.times_transposed(probes.left, g), of_rows) - expected
-    return _root_of_squares(difference) <= float(xp.finfo(dtype).eps) ** 0.5 * _root_of_squares(expected)
+    difference = linalg.times_transposed(left_rows, of_rows) - expected
+    tolerance = float(xp.finfo(dtype).eps) ** 0.5
+    return xp.all(_root_of_squares(difference) <= tolerance * _root_of_squares(expected), axis=-1)
 
 
 def _root_of_squares(x: Array) -> Array:

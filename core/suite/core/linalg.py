@@ -204,7 +204,7 @@ def norm(x: Array) -> Array:
     xp = array_namespace(x)
     x = lift(x)
     largest = xp.max(xp.abs(x), axis=tuple(range(x.ndim)))
-    unit = x / _or_one(largest)
+    unit = x / _at_least_tiny(largest)
     return largest * xp.sqrt(xp.sum(unit * unit))
 
 
@@ -434,7 +434,7 @@ def rotate_towards_symmetry(q: Array, chosen: Array | None = None) -> Array:
     q = lift(q)
     R = transpose(q) - q
     bound = spectral_norm_bound(R)[..., None, None]
-    R /= _or_one(bound)
+    R /= _at_least_tiny(bound)
     RQ = xp.matmul(R, q)
     RRQ = xp.matmul(R, RQ)
     slope, curvature = trace(RQ)[..., None, None], trace(RRQ)[..., None, None]
@@ -468,16 +468,13 @@ def spectral_norm_bound(x: Array) -> Array:
     xp = array_namespace(x)
     x = lift(x)
     largest = largest_entry(x, (-2, -1), keepdims=True)
-    x = x / _or_one(largest)
-    row = xp.argmax(xp.sum(x * x, axis=-1), axis=-1)
-    positions = padded_axes(xp.arange(x.shape[-1], device=device_of(x)), row.ndim + 1)
-    start = xp.astype(positions == row[..., None], x.dtype)[..., None, :]
+    x = x / _at_least_tiny(largest)
     # No entry of x exceeds 1, and one is 1, so that the row's norm is at least 1; entries of `twice` are
     # at most n². No norm below leaves the range of single precision up to sides of millions.
-    once = xp.matmul(xp.matmul(start, x), x)
+    once = xp.matmul(factorizations(xp).largest_row(x, sum_of_squares(x)), x)
     twice = xp.matmul(once, x)
-    before, after = times_transposed(once, once), times_transposed(twice, twice)
-    return (largest * xp.sqrt(after / _or_one(before)))[..., 0, 0]
+    before, after = sum_of_squares(once), sum_of_squares(twice)
+    return (largest[..., 0] * xp.sqrt(after / _at_least_tiny(before)))[..., 0]
 
 
 def largest_entry(x: Array, axis: tuple[int, ...], *, keepdims: bool = False) -> Array:
@@ -490,14 +487,20 @@ def root_mean_square(x: Array, axis: tuple[int, ...]) -> Array:
     xp = array_namespace(x)
 
     def scaled() -> Array:
-        largest = largest_entry(x, axis, keepdims=True)
-        norm = xp.linalg.vector_norm(x / _or_one(largest), axis=axis, keepdims=True)
+        largest = _at_least_tiny(largest_entry(x, axis, keepdims=True))
+        norm = xp.linalg.vector_norm(x / largest, axis=axis, keepdims=True)
         return largest * (norm / math.prod([x.shape[a] for a in axis]) ** 0.5)
 
     return factorizations(xp).root_mean_square(x, axis, scaled)
 
 
+def _at_least_tiny(x: Array) -> Array:
+    """Sizes that are no smaller than the smallest normal number: the denominators of what may be 0."""
+    xp = array_namespace(x)
+    return xp.maximum(x, float(xp.finfo(x.dtype).smallest_normal))
+
+
 def _or_one(x: Array) -> Array:
-    """`x` where it is positive, else 1: a denominator."""
+    """`x` where it is positive, else 1."""
     xp = array_namespace(x)
     return xp.where(x > 0, x, 1.0)

@@ -8,6 +8,7 @@ except ImportError as error:
         "or install this package with its extra `torch`"
     ) from error
 
+from suite.core import _torch as _functions  # noqa: F401  # before anything is compiled
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.torch.adaptive import AdaptiveKFAC

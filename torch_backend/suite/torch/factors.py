@@ -101,12 +101,24 @@ class LayerFactors(FactorRefresh):
     def directions(self, number: int, gradient: torch.Tensor, damping: float) -> torch.Tensor:
         """(blocks, d_out, d_in) gradients of a bucket's layers, preconditioned."""
         A, G = (self.storage.full(self._gathered(number, side)[0]) for side in ("A", "G"))
-        products = None
-        if self.keeps_products:
-            average, weight = self.products[number]
-            products = average / weight[:, None, None]
+        products = self._products(number, slice(None))
         direction: torch.Tensor = self.rule.apply(A, G, self._ready(number), gradient, damping, products)
         return direction
+
+    def _products(self, number: int, at: slice) -> torch.Tensor | None:
+        """(blocks, d_out, d_in): eigenvalues' products in a bucket, if they are kept."""
+        if not self.keeps_products:
+            return None
+        average, weight = self.products[number]
+        return average[at] / weight[at, None, None]
+
+    def _products_of(self, index: int) -> torch.Tensor | None:
+        """`_products` of one layer."""
+        for number, bucket in enumerate(self.buckets):
+            for m in bucket.members:
+                if m.index == index:
+                    return self._products(number, slice(m.start, m.stop))
+        return None
 
     def _ready(self, number: int) -> torch.Tensor | None:
         """(blocks,): which blocks of a bucket have inverses; None: all. Only asked after a refresh."""
@@ -120,7 +132,11 @@ class LayerFactors(FactorRefresh):
         return found
 
     def rows_fit(
-        self, index: int, rows: tuple[torch.Tensor, torch.Tensor], gradient: Sequence[torch.Tensor]
+        self,
+        index: int,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        gradient: Sequence[torch.Tensor],
+        damping: float,
     ) -> torch.Tensor:
         """(1,): whether a layer's direction can be made of rows.
 
@@ -129,16 +145,19 @@ class LayerFactors(FactorRefresh):
             gradient: the weight's, and the bias's if there is one.
         """
         if (index, "probes") not in self._cache:
-            self._cache[index, "probes"] = core_kfac.probes_for(*self._inverses_of(index))
+            self._cache[index, "probes"] = core_kfac.probes_for(*self._inverses_of(index), damping)
         weight, bias = gradient[0][None], gradient[1][None] if len(gradient) > 1 else None
         fits: torch.Tensor = core_kfac.rows_fit((weight, bias), *rows, self._cache[index, "probes"])
         return fits
 
     def direction_of_rows(
-        self, index: int, rows: tuple[torch.Tensor, torch.Tensor], *, bias: bool
+        self, index: int, rows: tuple[torch.Tensor, torch.Tensor], damping: float, *, bias: bool
     ) -> list[torch.Tensor]:
         """A layer's direction, the weight's part and perhaps the bias's; rows as in `rows_fit`."""
-        direction = self.rule.apply_to_rows(*self._inverses_of(index), *rows, bias=bias)
+        inverses, products = self._inverses_of(index), self._products_of(index)
+        direction = self.rule.apply_to_rows(
+            *inverses, *rows, bias=bias, damping=damping, products=products
+        )
         return [x[0] for x in direction if x is not None]
 
     def _inverses_of(self, index: int) -> tuple[Any, Any]:

@@ -68,7 +68,7 @@ class KFACEngine:
             model,
             found,
             seed=seed + RANK_STRIDE * ranks.rank,
-            keeps_rows=self.is_alone and not rule.keeps_eigenbases,
+            keeps_rows=self.is_alone,
         )
         self.agreements = Agreements(
             self.capture,
@@ -280,7 +280,7 @@ class KFACEngine:
             self.capture.forget_rows()
             return
         whole = self.gradients.whole(agreed.present, moves)
-        known = self._directions_of_rows(whole)
+        known = self._directions_of_rows(whole, damping)
         rates: dict[int, list[Any]] = {}
         if kl_clip is not None:
             rates = {i: [lr_of(parameter) for parameter in self.layers[i].parameters()] for i in whole}
@@ -315,18 +315,20 @@ class KFACEngine:
         )
 
     def _directions_of_rows(
-        self, whole: Mapping[int, Sequence[torch.Tensor]]
+        self, whole: Mapping[int, Sequence[torch.Tensor]], damping: float
     ) -> dict[int, list[torch.Tensor]]:
         """Of layers whose gradients are those of the few rows that were kept."""
         given = {i: rows for i, kept in self.capture.kept.items() if (rows := kept.take()) is not None}
         given = {i: rows for i, rows in given.items() if i in whole and self.factors.is_ready(i)}
         if not given:
             return {}
-        fits = torch.cat([self.factors.rows_fit(i, rows, whole[i]) for i, rows in given.items()])
+        fits = torch.cat(
+            [self.factors.rows_fit(i, rows, whole[i], damping) for i, rows in given.items()]
+        )
         found: dict[int, list[torch.Tensor]] = {}
         for (i, rows), fit in zip(given.items(), fits.tolist(), strict=True):  # one wait for all
             if fit:
-                found[i] = self.factors.direction_of_rows(i, rows, bias=len(whole[i]) > 1)
+                found[i] = self.factors.direction_of_rows(i, rows, damping, bias=len(whole[i]) > 1)
             else:
                 self.capture.kept[i].refuse()
         return found

@@ -489,9 +489,12 @@ def _is_factor(name: str) -> bool:
 
 
 def _write(old: core_kron.KronState, new: core_kron.KronState, keep: torch.Tensor | None) -> None:
-    for olds, news in zip(old, new, strict=True):
-        for a, b in zip(olds, news, strict=True):
-            _select(a, b, keep)
+    olds, news = ([x for own in state for x in own] for state in (old, new))
+    if keep is None:
+        torch._foreach_copy_(olds, news)
+        return
+    for a, b in zip(olds, news, strict=True):
+        _select(a, b, keep)
 
 
 def _select(old: torch.Tensor, new: torch.Tensor, keep: torch.Tensor | None) -> None:
