@@ -206,8 +206,10 @@ def test_a_compiled_model_gives_the_same_statistics():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("settings", [{}, {"max_examples": 4}, {"max_rows": 30}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [({}, torch.float32), ({"max_examples": 4}, torch.float64), ({"max_rows": 30}, torch.float32)],
+)
 def test_a_compiled_convolutional_network_gives_the_same_statistics(settings, dtype):
     torch.manual_seed(0)
     layers = [
