@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from conftest import same
-from suite.torch import Kron
+from suite.torch import Kron, precond_lr_schedule
 
 GEOMETRIES = ["Q0.5EQ1.5", "QEQ", "QUAD", "EQ"]
 
@@ -227,6 +227,69 @@ def test_a_parameter_without_gradient_keeps_its_state_while_its_bucket_moves_on(
     after = kron.state_dict()["state"][1]
     assert same(before[0], after)
     assert torch.equal(before[1], b)
+
+
+def in_turn(optimizers, parameters, present, steps=range(240)):
+    """Steps with gradients of those that are `present(step)`, by number; None for the others."""
+    for step in steps:
+        for i, p in enumerate(parameters):
+            p.grad = None
+            if i in present(step):
+                random = torch.Generator().manual_seed(1000 * i + step)
+                p.grad = torch.randn(p.shape, generator=random, dtype=p.dtype) @ torch.diag(
+                    torch.arange(1.0, 1 + p.shape[-1], dtype=p.dtype)
+                )
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+TURNS = {
+    "late": lambda step: {0} if step < 120 else {0, 1, 2},
+    "in turn": lambda step: {0, 1 + step % 2},
+    "seldom": lambda step: {0, 1} if step % 7 else {2},
+}
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("settings", [{}, {"preconditioner_update_probability": 0.5}])
+def test_schedules_count_the_steps_in_which_a_parameter_has_a_gradient(turns, settings):
+    """So that each, stacked with others of its shape or not, is fitted as by an optimizer of its own."""
+    shapes = [(6, 5), (6, 5), (4, 3)]
+    together, alone = ([torch.nn.Parameter(torch.zeros(s).double()) for s in shapes] for _ in range(2))
+    settings = {"lr": 0.01, "preconditioner_lr": precond_lr_schedule(decay_updates=5), **settings}
+    in_turn([Kron(together, **settings)], together, TURNS[turns])
+    in_turn([Kron([p], **settings) for p in alone], alone, TURNS[turns])
+    for found, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)  # each draws its own noise
+
+
+@pytest.mark.parametrize("turns", TURNS)
+def test_a_run_with_parameters_in_turn_is_resumed_as_it_was(turns, tmp_path):
+    ends = []
+    for stop in (None, 131):
+        parameters = [torch.nn.Parameter(torch.zeros(6, 5)) for _ in range(3)]
+        optimizer = Kron(parameters, preconditioner_update_probability=0.3)
+        in_turn([optimizer], parameters, TURNS[turns], range(stop or 200))
+        if stop is not None:
+            torch.save(optimizer.state_dict(), tmp_path / "state")
+            optimizer = Kron(parameters)
+            optimizer.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+            optimizer.param_groups[0]["preconditioner_lr"] = precond_lr_schedule()
+            in_turn([optimizer], parameters, TURNS[turns], range(stop, 200))
+        ends.append(parameters)
+    assert all(map(torch.equal, *ends))
+
+
+def test_a_state_without_counts_of_parameters_has_those_of_its_group():
+    p = torch.nn.Parameter(torch.zeros(3, 3))
+    optimizer = Kron([p])
+    in_turn([optimizer], [p], lambda step: {0}, range(5))
+    state = optimizer.state_dict()
+    del state["param_groups"][0]["behind"]
+    optimizer.param_groups[0]["behind"] = [(0, 0, 0, 1.0)]
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["behind"] == []
+    assert optimizer.param_groups[0]["steps"] == 5
 
 
 def test_groups_have_settings_of_their_own_and_can_join_later():

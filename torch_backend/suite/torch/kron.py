@@ -25,6 +25,8 @@ from suite.torch.inplace import HOST_DEVICES, all_finite
 from suite.torch.kron_engine import KronEngine, Pairs, StepSettings, as_real
 from suite.torch.kron_records import Records, is_ours, of_others, require_fit
 from suite.torch.kron_settings import (
+    BEGINNING,
+    COUNTS,
     FIXED,
     RENAMED,
     STRUCTURE,
@@ -35,6 +37,7 @@ from suite.torch.kron_settings import (
     planned,
     require_same,
     rule_of,
+    turns,
 )
 
 
@@ -197,9 +200,8 @@ class Kron(torch.optim.Optimizer):
             "stochastic_rounding": stochastic_rounding,
             "maximize": maximize,
             "seed": seed,
-            "steps": 0,
-            "updates": 0,  # of the factors
-            "update_clock": 1.0,  # due: the first step fits the factors
+            **dict(zip(COUNTS, BEGINNING, strict=True)),
+            "behind": [],  # counts of parameters without a gradient in some steps
         }
         self._engines: list[KronEngine] = []
         self._made_for: list[dict[str, Any]] = []  # by engine
@@ -286,9 +288,15 @@ class Kron(torch.optim.Optimizer):
     def _follow(self) -> None:
         """Do as was done to `state`, and have it where the parameters are."""
         anew = self._records.follow(self.state, self._engines)
-        for number in anew:
-            self.param_groups[number].update(steps=0, updates=0, update_clock=1.0)
-        if self._skipped is not None and len(anew) == sum(bool(e.parameters) for e in self._engines):
+        whole = []
+        for number, gone in anew.items():
+            group = self.param_groups[number]
+            behind = [(i, *counts) for i, *counts in group["behind"] if i not in gone]
+            group["behind"] = behind + [(i, *BEGINNING) for i in gone]
+            if len(gone) == len(self._engines[number].parameters):
+                group.update(zip(COUNTS, BEGINNING, strict=True), behind=[])
+                whole.append(number)
+        if self._skipped is not None and len(whole) == sum(bool(e.parameters) for e in self._engines):
             self._skipped.zero_()
         if any(engine.is_left_behind() for engine in self._engines):
             for group, fixed in zip(self.param_groups, self._made_for, strict=True):
@@ -378,7 +386,17 @@ class Kron(torch.optim.Optimizer):
         together = zip(self.param_groups, self._engines, plans, pairs, strict=True)
         for group, engine, (rule, settings, counts), pair in together:
             engine.rule = rule
-            self._step_group(group, engine, None if known else finite, absent, settings, pair)
+            found = [None if id(p) in absent else p.grad for p in engine.parameters]
+            present = [g is not None for g in found]
+            if not any(present):
+                continue
+            # Pairs were made before anybody knew of gradients, for the group's own turn.
+            parts = turns(group, settings, present) if self.hvp is None else [(settings, None)]
+            for own, members in parts:
+                given = found
+                if members is not None:
+                    given = [g if here else None for g, here in zip(found, members, strict=True)]
+                self._step_group(group, engine, None if known else finite, given, own, pair)
             group.update(counts)
 
     def _agree(
@@ -441,16 +459,13 @@ class Kron(torch.optim.Optimizer):
         group: dict[str, Any],
         engine: KronEngine,
         finite: torch.Tensor | None,
-        absent: set[int],
+        found: list[torch.Tensor | None],
         settings: StepSettings,
         pairs: Pairs | None,
     ) -> None:
-        found = [None if id(p) in absent else p.grad for p in engine.parameters]
         gradients = [None if g is None else as_real(g) for g in found]
         if group["maximize"]:
             gradients = [None if g is None else -g for g in gradients]
-        if not any(g is not None for g in gradients):
-            return
         lr, decay = group["lr"], group["weight_decay"]
         # A number that changes would be compiled anew each time.
         as_number = (
@@ -588,7 +603,8 @@ class Kron(torch.optim.Optimizer):
                 self.state[parameter] |= copy.deepcopy(others)
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             kept = ("params", "param_names", *FIXED)
-            group.update({k: copy.deepcopy(v) for k, v in saved_group.items() if k not in kept})
+            values = {"behind": [], **saved_group}  # which older ones do not have
+            group.update({k: copy.deepcopy(v) for k, v in values.items() if k not in kept})
         for engine, group in zip(self._engines, self.param_groups, strict=True):
             engine.rule = rule_of(group)  # the geometry may be another now
             engine.after_load()

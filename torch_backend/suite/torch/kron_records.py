@@ -49,19 +49,19 @@ class Records:
             self._views[-1].append(views)
             state[parameter] |= views
 
-    def follow(self, state: State, engines: Sequence[KronEngine]) -> list[int]:
+    def follow(self, state: State, engines: Sequence[KronEngine]) -> dict[int, list[int]]:
         """Do as was done to `state`: any optimizer's has tensors replaced, and records deleted.
 
         What is in place of a tensor (state that was moved away and back) is taken over. A parameter
         whose record is gone begins anew.
 
         Returns:
-            The numbers of the engines of which all begins anew.
+            By number of their engine, the numbers of the parameters that begin anew.
 
         Raises:
             RuntimeError: a part of a record is gone, or has another shape.
         """
-        changed, anew = [], []
+        changed, anew = [], dict[int, list[int]]()
         for number, (engine, each) in enumerate(zip(engines, self._views, strict=True)):
             here = []
             for i, (parameter, views) in enumerate(zip(engine.parameters, each, strict=True)):
@@ -69,8 +69,9 @@ class Records:
                 if any([found.get(name) is not x for name, x in views.items()]):  # noqa: C419 (faster)
                     here.append(_Changed(engine, i, found, views))
             changed += here
-            if here and len(here) == len(each) and all(one.is_gone for one in here):
-                anew.append(number)
+            gone = [one.index for one in here if one.is_gone]
+            if gone:
+                anew[number] = gone
         for one in changed:
             if not one.is_gone and one.misfits():
                 raise RuntimeError(

@@ -63,6 +63,8 @@ FIXED = (
     "packed_factors",
     "cache_preconditioner",
 )  # what a group's blocks and state are made for
+COUNTS = ("steps", "updates", "update_clock")  # of factors
+BEGINNING = (0, 0, 1.0)  # due: the first step fits the factors
 _FLAGS = (
     "maximize",
     "update_first",
@@ -90,17 +92,59 @@ def planned(group: dict[str, Any]) -> tuple[core_kron.Kron, StepSettings, dict[s
             _check_setting(name, group[name])
     for name in _RULE:
         require_known(name, group[name])
-    step, updates = group["steps"] + 1, group["updates"]
-    probability = _at("preconditioner_update_probability", group, step)
-    due, clock = advance_clock(group["update_clock"], probability)
+    before = tuple(group[name] for name in COUNTS)
+    due, rate, counts = _turn(group, before)
     settings = StepSettings(
-        step=step,
-        update=bool(due),
-        preconditioner_lr=_at("preconditioner_lr", group, updates),
+        step=counts[0],
+        update=due,
+        preconditioner_lr=rate,
         **{name: group[name] for name in _STEP},
     )
-    counts = {"steps": step, "updates": updates + int(due), "update_clock": clock}
-    return rule_of(group), settings, counts
+    return rule_of(group), settings, dict(zip(COUNTS, counts, strict=True))
+
+
+def _turn(group: dict[str, Any], counts: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
+    """Whether factors are due after so many steps, their rate, and the counts afterwards."""
+    steps, updates, clock = counts
+    due, clock = advance_clock(clock, _at("preconditioner_update_probability", group, steps + 1))
+    rate = _at("preconditioner_lr", group, updates)
+    return bool(due), rate, (steps + 1, updates + int(due), clock)
+
+
+@torch._disable_dynamo
+def turns(
+    group: dict[str, Any], settings: StepSettings, present: list[bool]
+) -> list[tuple[StepSettings, list[bool] | None]]:
+    """The step of a group by parameters that take it alike, and which these are; None: all.
+
+    A parameter's schedules count the steps in which it has a gradient, so that one that is unfrozen
+    late, or trained in turn with others, is fitted as if it were alone. Those that lag behind their
+    group's counts are in its 'behind': (number among those of the group that are not empty, *counts).
+
+    Args:
+        settings: of parameters with the group's own counts.
+        present: which of the group's parameters that are not empty have a gradient.
+    """
+    if all(present) and not group["behind"]:
+        return [(settings, None)]
+    own = tuple(group[name] for name in COUNTS)
+    after = _turn(group, own)[2]
+    behind = {i: counts for i, *counts in group["behind"]}
+    found: dict[tuple[bool, float], list[bool]] = {}
+    left = []
+    for i, here in enumerate(present):
+        counts = tuple(behind.get(i, own))
+        if here:
+            due, rate, counts = _turn(group, counts)
+            members = found.setdefault((due, rate if due else 0.0), [False] * len(present))
+            members[i] = True
+        if counts != after:
+            left.append((i, *counts))
+    group["behind"] = left
+    return [
+        (settings._replace(update=due, preconditioner_lr=rate), members)
+        for (due, rate), members in found.items()
+    ]
 
 
 def require_same(group: dict[str, Any], fixed: dict[str, Any]) -> None:
