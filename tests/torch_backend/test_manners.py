@@ -1399,3 +1399,58 @@ def test_weights_that_are_rounded_as_if_quantized_are_layers(kind):
     torch.testing.assert_close(record["A"][0] / record["A_weight"], ones.T @ ones / 8)
     torch.testing.assert_close(record["G"][0] / record["G_weight"], g.T @ g * 8)
     assert kfac.routing()["0.weight"].treatment == "kfac"
+
+
+def test_copies_of_copies_have_no_more_hooks():
+    def hooks(model):
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for _ in range(4):
+        model(torch.randn(8, 4)).square().mean().backward()
+        kfac.step()
+        found.append(hooks(model))
+        model, kfac = copy.deepcopy((model, kfac))
+    assert found[1:] == found[1:2] * 3
+
+
+class Averaging(torch.optim.SGD):
+    """Keeps a state of its own around another's, as wrappers of optimizers do."""
+
+    def state_dict(self):
+        return {"inner": super().state_dict(), "slow": [p.detach().clone() for p in self.slow]}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict["inner"])
+        self.slow = [x.clone() for x in state_dict["slow"]]
+
+
+def test_the_state_of_a_base_optimizer_may_look_like_anything(tmp_path):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        base = Averaging(model.parameters(), lr=0.1, momentum=0.9)
+        base.slow = [torch.zeros(3)]
+        return model, base, KFAC(model, base, damping=0.1)
+
+    def train(model, kfac, steps):
+        for step in steps:
+            kfac.zero_grad()
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            kfac.step()
+
+    model, base, kfac = made()
+    train(model, kfac, range(3))
+    base.slow = [torch.ones(3)]
+    torch.save((model.state_dict(), kfac.state_dict()), tmp_path / "state")
+    train(model, kfac, range(3, 6))
+    again, base, resumed = made()
+    states = torch.load(tmp_path / "state", weights_only=True)
+    again.load_state_dict(states[0])
+    resumed.load_state_dict(states[1])
+    train(again, resumed, range(3, 6))
+    assert torch.equal(base.slow[0], torch.ones(3))
+    assert all(map(torch.equal, model.parameters(), again.parameters()))

@@ -58,5 +58,10 @@ def detach(model: nn.Module) -> None:
     for kfac, capture in list(_CAPTURES.items()):
         if any(site.module in modules for layer in capture.layers for site in layer.sites):
             kfac.detach()
-    for module in modules:
+    rid_of_copies(model)
+
+
+def rid_of_copies(model: nn.Module) -> None:
+    """Take off what copying a model that had a K-FAC has left there."""
+    for module in model.modules():
         drop_inert_hooks(module)

@@ -25,6 +25,7 @@ from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.inplace import HOST_DEVICES
 from suite.torch.kfac_engine import RANK_STRIDE, KFACEngine
+from suite.torch.overdue import Overdue
 from suite.torch.settings import (
     AssignmentStrategy,
     ComputeMethod,
@@ -285,6 +286,7 @@ class KFAC(torch.optim.Optimizer):
             moved=None if optimizer is None else _moved_by(optimizer),
         )
         attached.require_free(found.layers)
+        attached.rid_of_copies(model)
         ranks, tensor_ranks = ranks_of(model, found, process_group, allreduce_bucket_cap_mb)
         workers = workers_of(gradient_worker_fraction, grad_worker_fraction, ranks.world)
         if workers == 1 and not colocate_factors and not ranks.alone:
@@ -314,6 +316,7 @@ class KFAC(torch.optim.Optimizer):
             symmetry_aware=symmetry_aware,
             packed_factors=packed_factors,
         )
+        self._overdue = Overdue(len(found.layers))
         self._sampler: FisherSampler | None = None
         if likelihood is not None:
             self._sampler = FisherSampler(
@@ -547,13 +550,17 @@ class KFAC(torch.optim.Optimizer):
         if not agreed.unusable:
             counts = True
             still = self._base is not None and all(map(_stands_still, self.param_groups))
-            if self._steps % factor_update_steps == 0:
+            due_statistics = self._steps % factor_update_steps == 0
+            # An overdue layer asks for them in steps in which nothing may run that is covered.
+            takes = due_statistics or (self._overdue.are_some and any(agreed.seen))
+            if takes:
                 counts = self._engine.update(taken, agreed, factor_decay)
                 counts |= self._base is not None and not still  # which moves by its momentum
                 self._counted_terms = agreed.counted_terms() if any(agreed.seen) else self._counted_terms
             elif still:
                 counts = not self._engine.reports.gradients_are_zero()  # as in `KFACEngine.update`
             del taken  # before inverses need room
+            self._overdue.note(agreed.present, agreed.seen, takes, factor_update_steps)
             if self._spread_inverses:
                 turn = self._steps % inv_update_steps, inv_update_steps
                 self._engine.refresh(damping, self._steps, turn)
@@ -622,7 +629,8 @@ class KFAC(torch.optim.Optimizer):
 
     def _set_clock(self) -> None:
         """Whether the coming step wants statistics, and its number for the noise."""
-        self._engine.capture.clock.wanted = self._steps % self.hyperparameter("factor_update_steps") == 0
+        due = self._steps % self.hyperparameter("factor_update_steps") == 0
+        self._engine.capture.clock.wanted = due or self._overdue.are_some
         self._engine.capture.clock.count.fill_(self._steps)
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -800,11 +808,12 @@ class KFAC(torch.optim.Optimizer):
             "gathered": gather,
             "factors": include_factors and self._engine.factors.allocated,
             "inverses": include_inverses,
+            "waits": list(self._overdue.waits),
         }
         if self._base is None and "initial_lr" in self.param_groups[0]:  # of a scheduler
             kfac["initial_lr"] = plain(self.param_groups[0]["initial_lr"])
         base = self._base.state_dict() if self._base is not None and gather else {}
-        if base:
+        if base.get("param_groups"):  # wrappers of optimizers may have it elsewhere
             base["param_groups"][0]["kfac"] = kfac
         saved = {**base, "kfac": kfac}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -843,9 +852,10 @@ class KFAC(torch.optim.Optimizer):
             held=kfac["factors"],
             refreshed=kfac["inverses"] and kfac["refreshed_at"] is not None,
         )
-        if self._base is not None and "param_groups" in state_dict:
+        of_base = {key: value for key, value in state_dict.items() if key != "kfac"}
+        if self._base is not None and of_base:
             try:
-                self._base.load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
+                self._base.load_state_dict(of_base)
             except Exception:
                 self._engine.rewind(before)
                 raise
@@ -883,7 +893,7 @@ class KFAC(torch.optim.Optimizer):
             return str(error)
         if kfac["compute_method"] != own:
             return f"compute_method of the state_dict must be {own!r}, got {kfac['compute_method']!r}"
-        if kfac["gathered"] and (self._base is not None) != ("param_groups" in state_dict):
+        if kfac["gathered"] and (self._base is not None) != (len(state_dict) > 1):
             kinds = ("with", "without") if self._base is not None else ("without", "with")
             return f"state_dict must be of a KFAC {kinds[0]} an optimizer, got one {kinds[1]}"
         return self._engine.factors.misfit(kfac["layers"])
@@ -896,6 +906,7 @@ class KFAC(torch.optim.Optimizer):
             self.param_groups[0]["initial_lr"] = kfac["initial_lr"]
         self._steps, self._skipped_steps, self._unread = kfac["steps"], kfac["skipped_steps"], None
         self._engine.refreshed_at = kfac["refreshed_at"]
+        self._overdue.load(kfac.get("waits"), self.hyperparameter("factor_update_steps"))
         if self._sampler is not None:
             self._sampler.draws = kfac["draws"]
         self._set_clock()

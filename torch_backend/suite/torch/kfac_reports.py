@@ -40,7 +40,8 @@ class Reports:
         self._shapes = [layer.weight.parameter.shape for layer in self.layers]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._known = {found.name_of(name): p for name, p in model.named_parameters()}
-        self._unseen_reported = self._torn_reported = False
+        self._has_seen = self._torn_reported = False
+        self._unseen = set(range(len(self.layers)))  # layers that never ran where a hook could see it
         self._saw_nothing = False  # in a step
         self._missed: set[str] = set()  # of whose derivatives was warned
         # Products of an attention and of recurrent modules know their axes.
@@ -126,24 +127,24 @@ class Reports:
         if not self.capture.attached:
             said = "K-FAC was detached: there are no statistics"
         elif self.model.training and moving:
-            if not self._unseen_reported:
+            if not self._has_seen:
                 raise RuntimeError(f"{said}, although its layers have gradients. {why}")
             said = f"{said}, although its layers have gradients ({why})"
         warn_user(f"{said}, so its factors were not updated")
         return True
 
     def unseen(self, seen: Sequence[bool]) -> None:
-        """Once: warn about layers that have a gradient but never ran where a hook could see it."""
-        if self._unseen_reported:
-            return
-        self._unseen_reported = True
-        unseen: list[Layer] = []
-        for layer, here in zip(self.layers, seen, strict=True):
-            gradient = layer.weight.local_grad()
-            if not here and gradient is not None and bool(gradient.any()):
-                unseen.append(layer)
+        """Warn, of each once, about layers that have a gradient but never ran where a hook could see."""
+        self._has_seen = True
+        self._unseen -= {i for i in self._unseen if seen[i]}
+        unseen = []
+        for i in sorted(self._unseen):
+            gradient = self.layers[i].weight.local_grad()
+            if gradient is not None and bool(gradient.any()):
+                unseen.append(i)
+        self._unseen.difference_update(unseen)
         if unseen:
-            names = ", ".join(repr(layer.name) for layer in unseen)
+            names = ", ".join(repr(self.layers[i].name) for i in unseen)
             warn_user(
                 "these layers got a gradient but were not seen running in training mode, and keep "
                 f"their plain gradient (times kl_clip's coefficient) until they are: {names}"
@@ -232,7 +233,7 @@ class Reports:
                 said.append(
                     "its bias, a coordinate of A, is frozen now: attach again for an A without it"
                 )
-            if not (self._unseen_reported or self._saw_nothing) or factors.is_ready(i):
+            if not (self._has_seen or self._saw_nothing) or factors.is_ready(i):
                 ready |= own
                 continue
             why = ["no statistics yet, its gradient passes through, times kl_clip's coefficient"]

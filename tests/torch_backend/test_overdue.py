@@ -1,0 +1,143 @@
+"""Layers that never run in a step that is due for statistics have them all the same."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from suite.torch import KFAC
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, x, head):
+        return getattr(self, head)(torch.tanh(self.trunk(x)))
+
+
+def batch(step):
+    random = torch.Generator().manual_seed(step)
+    x = torch.randn(16, 6, generator=random, dtype=torch.float64)
+    return x, torch.randint(0, 3, (16,), generator=random)
+
+
+def made(model, period, **settings):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    settings = {"damping": 0.01, "compute_method": "inverse", "kl_clip": None, **settings}
+    return KFAC(model, sgd, factor_update_steps=period, inv_update_steps=period, **settings)
+
+
+def steps_in_turn(kfac, steps):
+    """Whether head b had another direction than its gradient, in each step that it ran in."""
+    model, found = kfac.model, []
+    for step in steps:
+        kfac.zero_grad()
+        x, y = batch(step)
+        F.cross_entropy(model(x, "ab"[step % 2]), y).backward()
+        gradient = None if model.b.weight.grad is None else model.b.weight.grad.clone()
+        kfac.step()
+        if gradient is not None:
+            found.append(not torch.equal(gradient, model.b.weight.grad))
+    return found
+
+
+@pytest.mark.parametrize("period", [2, 4, 10])
+def test_heads_that_are_trained_in_turn_are_preconditioned_both(period):
+    kfac = made(TwoHeads(), period)
+    found = steps_in_turn(kfac, range(60))
+    first = found.index(True)
+    assert all(found[first:])
+    assert 2 * first <= 2 * period
+    factors = []
+    for start in range(60, 60 + 12 * period, 3 * period):
+        steps_in_turn(kfac, range(start, start + 3 * period))
+        layers = kfac.state_dict()["kfac"]["layers"]
+        factors.append([layers[name]["G"] for name in ("a", "b")])
+    for before, after in itertools.pairwise(factors):
+        assert not any(map(torch.equal, before, after))  # those of both go on
+
+
+def test_networks_that_are_trained_in_turn_are_preconditioned_both():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"make": nn.Linear(3, 4), "judge": nn.Linear(4, 1)}).double()
+    kfac = made(model, 10)
+    z = torch.randn(16, 3).double()
+    for step in range(30):
+        makes = step % 2 == 1
+        model["make"].requires_grad_(makes)
+        model["judge"].requires_grad_(not makes)
+        kfac.zero_grad()
+        F.softplus(-model["judge"](model["make"](z))).mean().backward()
+        kfac.step()
+    model.requires_grad_(True)
+    assert {route.treatment for route in kfac.routing()} == {"kfac"}
+
+
+@pytest.mark.parametrize("model", ["all", "eval"])
+def test_other_models_take_statistics_when_these_are_due(model):
+    kfac = made(TwoHeads(), 5)
+    wanted = []
+    for step in range(20):
+        kfac.model.train()
+        kfac.model.trunk.train(model == "all")  # statistics of a layer in eval mode are not taken
+        wanted.append(kfac._engine.capture.clock.wanted)
+        kfac.zero_grad()
+        x, y = batch(step)
+        F.cross_entropy(kfac.model(x, "a"), y).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kfac.step()
+    assert wanted == [step % 5 == 0 for step in range(20)]
+
+
+def test_a_layer_that_is_trained_later_where_no_hook_sees_it_is_told_of_once():
+    kfac = made(TwoHeads(), 2)
+    said = []
+    for step in range(20):
+        kfac.model.trunk.eval()
+        kfac.model.trunk.requires_grad_(step >= 5)
+        kfac.zero_grad()
+        x, y = batch(step)
+        F.cross_entropy(kfac.model(x, "a"), y).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kfac.step()
+        said += [(step, str(w.message)) for w in caught]
+    assert [step for step, _ in said] == [6]
+    assert "keep their plain gradient" in said[0][1]
+    assert "'trunk'" in said[0][1]
+
+
+@pytest.mark.parametrize("stop", [3, 8, 11])
+def test_a_run_with_heads_in_turn_is_resumed_as_it_was(stop, tmp_path):
+    ends = []
+    for stops in (False, True):
+        kfac = made(TwoHeads(), 4)
+        if stops:
+            steps_in_turn(kfac, range(stop))
+            torch.save({"kfac": kfac.state_dict(), "model": kfac.model.state_dict()}, tmp_path / "state")
+            saved = torch.load(tmp_path / "state", weights_only=True)
+            kfac = made(TwoHeads(), 4)
+            kfac.model.load_state_dict(saved["model"])
+            kfac.load_state_dict(saved["kfac"])
+        steps_in_turn(kfac, range(stop if stops else 0, 24))
+        ends.append(list(kfac.model.parameters()))
+    assert all(map(torch.equal, *ends))
+
+
+def test_a_state_of_before_is_one_of_layers_that_had_statistics():
+    kfac = made(TwoHeads(), 4)
+    steps_in_turn(kfac, range(8))
+    state = kfac.state_dict()
+    del state["kfac"]["waits"]
+    kfac.load_state_dict(state)
+    assert kfac.state_dict()["kfac"]["waits"] == [0, 0, 0]
