@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 from jax_exchange import measured
 from suite.core.placement import LayerShape, plan_placement
 from suite.jax import (
+    Categorical,
     adaptive_kfac,
     dense_newton,
     eigenbases,
@@ -411,6 +412,46 @@ def capture():
     return out
 
 
+def predictions():
+    """Statistics of a model's predictions in the user's own shard_map are one device's."""
+    vag = value_and_grad(with_outputs, has_aux=True, fisher=Categorical(exact=True))
+    expected = jax.jit(vag)(PARAMS, X, Y)[1:]
+    out = {"moved": difference(expected[0], jax.tree.map(jnp.zeros_like, PARAMS))}
+
+    def of_mean(axes):
+        def loss(p, x, y):
+            value, outputs = with_outputs(p, x, y)
+            return lax.pmean(value, axes), outputs
+
+        return value_and_grad(loss, has_aux=True, fisher=Categorical(exact=True))
+
+    def averaged(axes):
+        """Gradients of parameters that devices share are sums, and so are statistics."""
+        return lambda *given: of_mean(axes)(*given)[1:]
+
+    def apart(axes):
+        def run(p, x, y):
+            local = jax.tree.map(lambda leaf: lax.pcast(leaf, axes, to="varying"), p)
+            grads, statistics = vag(local, x, y)[1:]
+            return lax.pmean(grads, axes), lax.psum(statistics, axes)
+
+        return run
+
+    def divided(axes):
+        def run(p, x, y):
+            grads, statistics = vag(p, x, y)[1:]
+            return jax.tree.map(lambda g: g / lax.psum(1, axes), grads), statistics
+
+        return run
+
+    for axes in (("data",), ("data", "model")):
+        specs = (P(), P(axes), P(axes))
+        for run in (averaged, apart, divided):
+            mapped = jax.shard_map(run(axes), mesh=MESH, in_specs=specs, out_specs=P())
+            out[f"{run.__name__} {axes}"] = difference(jax.jit(mapped)(PARAMS, X, Y), expected)
+    return out
+
+
 def adaptive():
     """`adaptive_kfac` on sharded arrays, inside the user's own shard_map, and under explicit axes."""
     settings = {"damping": 1.0, "factor_update_steps": 2, "inv_update_steps": 3}
@@ -623,6 +664,7 @@ if __name__ == "__main__":
             own_shard_map,
             ensembles,
             capture,
+            predictions,
             adaptive,
             explicit_axes,
             explicit_mesh,

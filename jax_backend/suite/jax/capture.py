@@ -36,7 +36,7 @@ from suite.jax.layers import (
 )
 from suite.jax.plan import Plan, Require, Statistics, make_plan
 from suite.jax.probes import Probe, evaluate
-from suite.jax.varying import vary_like, varying_alike
+from suite.jax.varying import vary_like, varying_alike, varying_axes
 from suite.jax.views import write_matrices
 
 AllBases = dict[str, Bases]  # by layer
@@ -243,7 +243,11 @@ class value_and_grad:
             grads, _ = pull((jnp.ones_like(loss), jnp.zeros_like(outputs)))
             found = self._sampled(outputs, pull, loss, empty, kwargs.get("key"))
             columns = self._fisher.likelihood.columns(outputs.shape)
-            terms = jnp.full((), outputs.size / columns, jnp.float32)
+            # Sums over the devices that share parameters are of all of their outputs.
+            apart = [varying_axes(leaves[layer.leaf]) for layer in plan.layers]
+            shared = tuple(varying_axes(outputs) - set().union(*apart))
+            devices = lax.psum(1, shared)
+            terms = jnp.full((), devices * (outputs.size / columns), jnp.float32)
         value = (loss, _joined(traced.aux, arrays)) if self._has_aux else loss
         return value, jax.tree.unflatten(plan.treedef, grads), Statistics(found, terms)
 
