@@ -512,6 +512,56 @@ def test_masked_and_partitioned_leaves_are_left_to_others():
         optax.masked(scale_by_kfac(PLAN), {**mask, "b": False}).init(PARAMS)
 
 
+def test_one_label_covers_a_whole_subtree_as_optax_has_it():
+    """As if the plan had left that alone, and its optimizer were the fallback."""
+    params = {
+        "trunk": {"w": PARAMS["w"], "b": PARAMS["b"]},
+        "head": {"v": PARAMS["v"], "c": jnp.ones(2)},
+    }
+
+    def loss(p, x, y):
+        hidden = jnp.tanh(x @ p["trunk"]["w"] + p["trunk"]["b"])
+        return jnp.mean(jnp.sum((hidden @ p["head"]["v"] + p["head"]["c"] - y) ** 2, 1))
+
+    settings = {"damping": 0.01, "weight_decay": 0.1}
+    decays = {"trunk": {"w": True, "b": False}, "head": {"v": True, "c": False}}
+    alone = value_and_grad(loss, plain=["['head']['v']", "['head']['c']"])
+    by_hand = kfac(
+        alone.plan(params, X, Y), 0.1, fallback=optax.adam(0.01), **settings,
+        weight_decay_mask={**decays, "head": False},
+    )  # fmt: skip
+    vag = value_and_grad(loss)
+    ours = kfac(vag.plan(params, X, Y), 0.1, **settings, weight_decay_mask=decays)
+    frozen = optax.transforms.selective_transform(ours, freeze_mask={"trunk": False, "head": True})
+    mine, others = {"trunk": True, "head": False}, {"trunk": False, "head": True}
+    of_labels = [
+        optax.partition({"k": ours, "a": optax.adam(0.01)}, {"trunk": "k", "head": "a"}),
+        optax.chain(optax.masked(ours, mine), optax.masked(optax.adam(0.01), others)),
+    ]
+
+    def trained(vag, tx):
+        @jax.jit
+        def step(params, state):
+            _, grads, statistics = vag(params, X, Y)
+            updates, state = tx.update(grads, state, params, statistics=statistics)
+            return optax.apply_updates(params, updates), state
+
+        moved, state = params, tx.init(params)
+        for _ in range(3):
+            moved, state = step(moved, state)
+        return moved
+
+    expected = trained(alone, by_hand)
+    for tx in of_labels:
+        assert_trees_close(trained(vag, tx), expected)
+    held = trained(vag, frozen)
+    jax.tree.map(np.testing.assert_array_equal, held["head"], params["head"])
+    assert np.abs(held["trunk"]["w"] - params["trunk"]["w"]).max() > 1e-3
+    all_of_it = optax.masked(scale_by_kfac(vag.plan(params, X, Y)), False)
+    updates, _ = all_of_it.update(params, all_of_it.init(params), params, statistics=None)
+    jax.tree.map(np.testing.assert_array_equal, updates, params)
+
+
 def test_injected_hyperparameters():
     make = optax.inject_hyperparams(kfac)
     tx = make(

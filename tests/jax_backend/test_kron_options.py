@@ -14,7 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from suite.core import noise
 from suite.core.rounding import stochastic_round
-from suite.jax import get_opt_state_partition_specs, hessian_vector_product, kron, scale_by_kron
+from suite.jax import (
+    get_opt_state_partition_specs,
+    hessian_vector_product,
+    kron,
+    scale_by_dense,
+    scale_by_kron,
+    scale_by_lra,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +66,26 @@ def test_settings_of_all_parameters_fit_those_that_are_not_masked():
     expected, _ = directions(scale_by_kron(scanned_layers={"s": True, "w": False}), alone)
     assert_same({name: whole[name] for name in alone}, expected, rtol=1e-6)  # other noise streams
     assert_same(whole["b"], -0.1 * normal(7, seed=13))
+
+
+def test_settings_of_all_parameters_fit_where_one_label_covers_a_subtree():
+    nested = {"own": {"s": PARAMS["s"], "w": PARAMS["w"]}, "rest": {"b": PARAMS["b"], "c": normal(3)}}
+    specs = {"own": {"s": P(None, "x"), "w": P("x")}, "rest": {"b": P(), "c": P()}}
+    scanned = {"own": {"s": True, "w": False}, "rest": {"b": False, "c": False}}
+    decays = {"own": {"s": False, "w": True}, "rest": {"b": True, "c": True}}
+    settings = {"learning_rate": 0.1, "weight_decay": 0.1}
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:1]), ("x",))):
+        tx = kron(
+            **settings, scanned_layers=scanned, params_partition_specs=specs, weight_decay_mask=decays
+        )
+        labelled = {"kron": tx, "sgd": optax.sgd(0.1)}
+        whole, _ = directions(optax.partition(labelled, {"own": "kron", "rest": "sgd"}), nested)
+    alone = kron(**settings, scanned_layers=scanned["own"], weight_decay_mask=decays["own"])
+    assert_same(whole["own"], directions(alone, nested["own"])[0])
+    assert_same(whole["rest"]["b"], -0.1 * normal(7, seed=13))
+    deeper = {"own": {"s": {"x": True}, "w": False}, "rest": scanned["rest"]}
+    with pytest.raises(ValueError, match="scanned_layers must have the structure"):
+        optax.masked(kron(scanned_layers=deeper), {"own": True, "rest": False}).init(nested)
 
 
 def test_gradients_of_another_structure_or_shape_are_an_error():
@@ -435,17 +462,18 @@ def test_blocks_keep_the_order_of_the_parameters():
     assert_same(state.buckets, other.buckets)
 
 
-def test_a_pair_for_all_parameters_is_that_of_those_that_are_not_masked():
-    shapes = {"a": (3, 2), "b": (3, 2)}
-    tree = {k: jax.random.normal(jax.random.key(i), s) for i, (k, s) in enumerate(shapes.items())}
+@pytest.mark.parametrize("scale", [scale_by_kron, scale_by_lra, scale_by_dense])
+def test_a_pair_for_all_parameters_is_that_of_those_that_are_not_masked(scale):
+    tree = {"a": {"w": normal(3, 2), "v": normal(3, 2, seed=1)}, "b": normal(3, 2, seed=2)}
     vector, product = (jax.tree.map(lambda x, n=n: jnp.sin(n * x), tree) for n in (3.0, 5.0))
-    masked = optax.masked(scale_by_kron(), {"a": False, "b": True})
-    found, _ = masked.update(tree, masked.init(tree), tree, vector=vector, hvp=product)
-    alone = scale_by_kron()
+    alone = scale()
     own = {"b": tree["b"]}
     given = {"vector": {"b": vector["b"]}, "hvp": {"b": product["b"]}}
     expected, _ = alone.update(own, alone.init(own), own, **given)
-    np.testing.assert_array_equal(found["b"], expected["b"])
+    for mask in ({"a": False, "b": True}, {"a": {"w": False, "v": False}, "b": True}):
+        masked = optax.masked(scale(), mask)
+        found, _ = masked.update(tree, masked.init(tree), tree, vector=vector, hvp=product)
+        np.testing.assert_array_equal(found["b"], expected["b"])
     with pytest.raises(ValueError, match="vector and hvp must have the shapes"):
         alone.update(own, alone.init(own), own, vector=vector, hvp=product)
 

@@ -24,7 +24,7 @@ from suite.jax.given import any_rows, finite_signs, require_fit
 from suite.jax.kept_factors import KeptFactors
 from suite.jax.kfac_state import KFACOptState, ScaleByKFACState, explicit_state_specs
 from suite.jax.layers import gradient_matrix, write_gradient
-from suite.jax.masks import decayed_weights
+from suite.jax.masks import decayed_weights, is_masked
 from suite.jax.plan import Plan, Statistics
 from suite.jax.spread import spread_of
 from suite.jax.spread_factors import SpreadFactors
@@ -355,13 +355,21 @@ def of_the_rest(fallback: Any, mask: Callable[[Any], Any]) -> optax.GradientTran
 
 
 def plan_leaves(plan: Plan, tree: Any) -> list[Any]:
-    """Leaves in the plan's order; None for masked ones."""
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_masked)
-    leaves = [None if _is_masked(leaf) else leaf for _, leaf in with_paths]
-    shapes = tuple(None if leaf is None else tuple(jnp.shape(leaf)) for leaf in leaves)
+    """Leaves in the plan's order; None for masked ones, of which one node may stand for a subtree."""
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
     # flax's nnx hands optimizers the same tree without the boxes around its leaves.
-    names = tuple(jax.tree_util.keystr(path).removesuffix(".value") for path, _ in with_paths)
-    known = tuple(name.removesuffix(".value") for name in plan.names)
+    known = [name.removesuffix(".value") for name in plan.names]
+    names: list[str] = []
+    leaves: list[Any] = []
+    for path, leaf in with_paths:
+        name = jax.tree_util.keystr(path).removesuffix(".value")
+        below = (name + "[", name + ".")
+        own = [name]
+        if is_masked(leaf) and treedef != plan.treedef:
+            own = [x for x in known[len(names) :] if x == name or x.startswith(below)]
+        names += own
+        leaves += [None] * len(own) if is_masked(leaf) else [leaf]
+    shapes = tuple(None if leaf is None else tuple(jnp.shape(leaf)) for leaf in leaves)
     same = treedef == plan.treedef or names == known
     if not same or any(shape not in (None, own) for shape, own in zip(shapes, plan.shapes, strict=True)):
         raise ValueError(
@@ -369,10 +377,6 @@ def plan_leaves(plan: Plan, tree: Any) -> list[Any]:
             f"{dict(zip(known, plan.shapes, strict=True))}, got {list(zip(names, shapes, strict=True))}"
         )
     return leaves
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
 
 
 def _at(value: Schedule, count: jax.Array) -> Any:

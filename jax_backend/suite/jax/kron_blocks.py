@@ -6,6 +6,7 @@ slice per parameter and all mathematics once per kind of parameter: it compiles 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 
 from suite.core import blocks, buckets, noise
 from suite.core.checks import check_flag
-from suite.jax.masks import unmasked, with_places
+from suite.jax.masks import unmasked
 
 
 @dataclass(frozen=True)
@@ -200,9 +201,11 @@ def _scanned(scanned_layers: Any, tree: Any, leaves: int) -> list[bool]:
     expected = jax.tree.structure(tree)
     if given == expected:  # type: ignore[operator]
         return scanned
-    if given != with_places(tree)[1]:
-        raise ValueError(f"scanned_layers must have the structure {expected}, got {given}")
-    return unmasked(scanned, tree)
+    with contextlib.suppress(ValueError):
+        own = unmasked(scanned_layers, tree)
+        if jax.tree_util.all_leaves(own):
+            return own
+    raise ValueError(f"scanned_layers must have the structure {expected}, got {given}")
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
 from suite.jax.kron import Integer, with_learning_rate
 from suite.jax.kron_engine import Schedule, at
+from suite.jax.masks import like
 from suite.jax.varying import cond
 
 
@@ -211,7 +212,9 @@ def _scale(
         gradient = flat(plain).astype(state.momentum.dtype)
         if not gradient.size:
             return updates, state
-        finite = all_finite((plain, unbox(hvp)))
+        if vector is not None:
+            vector, hvp = like(plain, unbox(vector)), like(plain, unbox(hvp))
+        finite = all_finite((plain, hvp))
         step = state.steps + 1
         due, clock = advance_clock(state.update_clock, at(probability, step))
         momentum = moments.update_average(state.momentum, gradient, b1)

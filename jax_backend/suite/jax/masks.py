@@ -1,11 +1,12 @@
 """Settings that are given for all parameters, where some of those are masked.
 
-`optax.masked` and `optax.partition` put a MaskedNode, which has no leaves, where a parameter is another
-transformation's; what the user says about all parameters keeps its leaf there.
+`optax.masked` and `optax.partition` put a MaskedNode, which has no leaves, where a parameter, or a whole
+subtree, is another transformation's; what the user says about all parameters keeps its leaves there.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -14,15 +15,15 @@ import numpy as np
 import optax
 
 
-def with_places(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure of a tree whose masked parameters count as leaves."""
-    return jax.tree.flatten(tree, is_leaf=is_masked)
+def unmasked(settings: Any, tree: Any) -> list[Any]:
+    """What `settings`, a pytree for all parameters, holds for each leaf of `tree`, some of it masked.
 
-
-def unmasked(settings: list[Any], tree: Any) -> list[Any]:
-    """`settings`, one for each of `with_places(tree)`, without those of masked parameters."""
-    places = with_places(tree)[0]
-    return [x for x, place in zip(settings, places, strict=True) if not is_masked(place)]
+    Raises:
+        ValueError: it has another structure.
+    """
+    places, treedef = jax.tree.flatten(tree, is_leaf=is_masked)
+    own = treedef.flatten_up_to(settings)  # type: ignore[attr-defined]
+    return [x for x, place in zip(own, places, strict=True) if not is_masked(place)]
 
 
 def like(updates: Any, tree: Any) -> Any:
@@ -35,8 +36,9 @@ def like(updates: Any, tree: Any) -> Any:
     """
     leaves, treedef = jax.tree.flatten(updates)
     own = jax.tree.leaves(tree)
-    if len(own) == len(with_places(updates)[0]):
-        own = unmasked(own, updates)
+    if len(own) > len(leaves):
+        with contextlib.suppress(ValueError):
+            own = jax.tree.leaves(unmasked(tree, updates))
     expected, found = ([jnp.shape(x) for x in some] for some in (leaves, own))
     if expected != found:
         raise ValueError(f"vector and hvp must have the shapes {expected} of the updates, got {found}")
@@ -50,12 +52,21 @@ def decayed_weights(weight_decay: Any, mask: Any) -> optax.GradientTransformatio
         ValueError: `mask` has another structure than the parameters, or a part of it, have.
         TypeError: it has a leaf that is no boolean.
     """
-    decay = optax.add_decayed_weights(weight_decay, mask)
     if mask is None:
-        return decay
+        return optax.add_decayed_weights(weight_decay)
+
+    def own(params: Any) -> Any:
+        given = mask(params) if callable(mask) else mask
+        with contextlib.suppress(ValueError):  # or it is a prefix
+            leaves = unmasked(given, params)
+            if jax.tree_util.all_leaves(leaves):
+                return jax.tree.unflatten(jax.tree.structure(params), leaves)
+        return given
+
+    decay = optax.add_decayed_weights(weight_decay, own)
 
     def init(params: Any) -> Any:
-        given = mask(params) if callable(mask) else mask
+        given = own(params)
         for leaf in jax.tree.leaves(given):
             if not isinstance(leaf, bool | int) and getattr(leaf, "dtype", None) != np.bool_:
                 raise TypeError(f"weight_decay_mask must have leaves True or False, got {leaf!r}")

@@ -7,6 +7,7 @@ few blocks.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from suite.jax.devices import on_devices
-from suite.jax.masks import is_masked
+from suite.jax.masks import is_masked, unmasked
 
 T = Any
 
@@ -175,17 +176,21 @@ def specs_of(tree: Any, params_partition_specs: Any) -> list[PartitionSpec]:
         ValueError: another number of specs than leaves, or other keys.
     """
     leaves = jax.tree.leaves(tree)
-    named = jax.tree_util.tree_flatten_with_path(params_partition_specs, is_leaf=is_spec)[0]
-    specs = [spec for _, spec in named]
-    places = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_absent)[0]
-    if len(specs) == len(places):
-        for (path, _), (own, _) in zip(named, places, strict=True):
-            if _keys(path) and _keys(own) and _keys(path) != _keys(own):  # a list of specs has none
-                raise ValueError(
-                    "params_partition_specs must have the keys of the parameters: "
-                    f"{jax.tree_util.keystr(path)} is none of them"
-                )
-        specs = [spec for spec, (_, x) in zip(specs, places, strict=True) if not _is_absent(x)]
+    specs: list[Any] = []
+    with contextlib.suppress(ValueError):  # lists, and trees with or without boxes, go by order
+        specs = unmasked(params_partition_specs, tree)
+    if not specs or not all(map(is_spec, specs)):
+        named = jax.tree_util.tree_flatten_with_path(params_partition_specs, is_leaf=is_spec)[0]
+        specs = [spec for _, spec in named]
+        places = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_absent)[0]
+        if len(specs) == len(places):
+            for (path, _), (own, _) in zip(named, places, strict=True):
+                if _keys(path) and _keys(own) and _keys(path) != _keys(own):  # a list of specs has none
+                    raise ValueError(
+                        "params_partition_specs must have the keys of the parameters: "
+                        f"{jax.tree_util.keystr(path)} is none of them"
+                    )
+            specs = [spec for spec, (_, x) in zip(specs, places, strict=True) if not _is_absent(x)]
     if len(specs) != len(leaves):
         raise ValueError(
             f"params_partition_specs must have a spec for each of {len(leaves)} parameters, "
