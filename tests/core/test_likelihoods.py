@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import assert_close, dtype_name, normal, to_numpy
-from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
+from suite.core.likelihoods import Bernoulli, Categorical, Gaussian, check_outputs
 
 LIKELIHOODS = {
     "categorical": Categorical(),
@@ -240,6 +240,16 @@ def test_outputs_without_an_axis_are_refused(likelihood):
             ValueError, match=r"outputs must have their classes on a last axis, got shape"
         ):
             call(())
+
+
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Gaussian()])
+def test_one_number_for_each_example_needs_an_axis(likelihood):
+    name = type(likelihood).__name__
+    with pytest.raises(ValueError, match=rf"outputs of {name} must be \(..., C\), got \(32,\), as many"):
+        check_outputs(likelihood, (32,), [(32,), (32, 4)])
+    for shape, given in {(32,): [(32,), (4, 32)], (32, 1): [(32, 4)], (1,): [(1, 4)]}.items():
+        check_outputs(likelihood, shape, given)
+    check_outputs(Categorical(), (32,), [(32, 4)])  # a choice of one of them
 
 
 @every_likelihood

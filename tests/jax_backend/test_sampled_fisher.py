@@ -218,6 +218,59 @@ def test_a_sampled_fisher_trains_under_jit():
     assert values[-1] < values[0]
 
 
+@pytest.mark.parametrize("kind", ["bernoulli", "gaussian"])
+def test_one_number_for_each_example_is_an_error_and_one_example_of_many_is_none(kind):
+    """(n,) would be one term of n coordinates: G would be n times too large."""
+    x = normal(6, 4, seed=3)
+    params = {"w": PARAMS["w"][:, :1]}
+
+    def loss(p, x):
+        outputs = (x @ p["w"])[..., 0]
+        return jnp.mean(outputs**2), outputs
+
+    fisher = KINDS[kind]
+    for arguments, own in (((x,), loss), ((), lambda p: loss(p, x))):
+        with pytest.raises(ValueError, match=r"must be \(..., C\), got \(6,\), as many as examples"):
+            value_and_grad(own, has_aux=True, fisher=fisher(exact=True)).plan(params, *arguments)
+    vag = value_and_grad(loss, has_aux=True, fisher=fisher(lambda y: y[..., None], exact=True))
+    statistics = vag(params, x)[2]
+    assert float(statistics.terms) == 6
+    outputs = np.asarray(x @ params["w"])
+    expected = sum(hessian(kind, y) for y in outputs)
+    np.testing.assert_allclose(statistics["['w']"].main.G[0], expected, rtol=1e-9)
+
+    each = value_and_grad(
+        lambda p, x: (jnp.sum(x @ p["w"]), x @ p["w"]), True, fisher=fisher(exact=True)
+    )
+    of_each = jax.vmap(lambda x: each(PARAMS, x)[2])(x)
+    np.testing.assert_array_equal(of_each.terms, np.ones(6))
+    expected = [hessian(kind, y) for y in np.asarray(x @ PARAMS["w"])]
+    np.testing.assert_allclose(of_each["['w']"].main.G[:, 0], expected, rtol=1e-9)
+
+
+def test_the_key_of_a_sampled_fisher_is_not_taken_for_the_losss_own():
+    def loss(p, x, key=None):
+        kept = 1.0 if key is None else jax.random.bernoulli(key, 0.5, x.shape)
+        outputs = (x * kept) @ p["w"]
+        return jnp.sum(outputs**2), outputs
+
+    for taken in (loss, lambda p, x, *, key: loss(p, x, key)):
+        with pytest.raises(ValueError, match=r"got \['key'\]: key is the sampled.*dropout_key"):
+            value_and_grad(taken, has_aux=True, fisher=Gaussian())
+    one, two = jax.random.key(1), jax.random.key(2)
+    expected = loss(PARAMS, X, one)[0]
+    for other in (None, Gaussian(exact=True)):  # have no use for a key
+        (value, _), *_ = value_and_grad(loss, has_aux=True, fisher=other)(PARAMS, X, key=one)
+        np.testing.assert_allclose(value, expected, rtol=1e-12)
+    own = value_and_grad(
+        lambda p, x, dropout_key: loss(p, x, dropout_key), has_aux=True, fisher=Gaussian()
+    )
+    (value, _), *_ = jax.jit(own)(PARAMS, X, dropout_key=one, key=two)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    assert abs(float(value) - float(loss(PARAMS, X)[0])) > 1e-3
+    value_and_grad(lambda p, x, **kwargs: loss(p, x), has_aux=True, fisher=Gaussian())
+
+
 def test_errors():
     fisher = Categorical(lambda aux: aux["outputs"])
     with pytest.raises(ValueError, match="needs the model's outputs"):

@@ -401,6 +401,40 @@ def test_output_of_may_move_the_axis_of_the_classes():
     assert_close(held(kfac)["conv"][1][0], H)
 
 
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Gaussian(0.5)])
+def test_one_number_for_each_example_is_an_error_and_one_example_of_many_is_none(likelihood):
+    """(n,) would be one term of n coordinates: G would be n times too large."""
+
+    class Squeezed(nn.Module):
+        def __init__(self, outputs):
+            super().__init__()
+            self.linear = nn.Linear(4, outputs)
+
+        def forward(self, x):
+            return self.linear(x["x"] if isinstance(x, dict) else x).squeeze(-1)
+
+    def of_rows(f):
+        if isinstance(likelihood, Gaussian):
+            return torch.full_like(f, 2.0).diag_embed()
+        return (f.sigmoid() * (1 - f.sigmoid())).diag_embed()
+
+    def measured(model, x, **options):
+        kfac = KFAC(model, likelihood=likelihood, **options, **TYPE2)
+        f = model(x)
+        f.square().mean().backward()
+        kfac.step()
+        return f.detach(), held(kfac)["linear"][1][0]
+
+    x = numbers(6, 4)
+    for given in (x, {"x": x}):
+        with pytest.raises(ValueError, match=r"must be \(..., C\), got \(6,\), as many as examples"):
+            measured(double(lambda: Squeezed(1)), given)
+    f, G = measured(double(lambda: Squeezed(1)), x, output_of=lambda y: y[..., None])
+    assert_close(G, of_rows(f[:, None]).mean(0))
+    f, G = measured(double(lambda: Squeezed(3)), x[0])
+    assert_close(G, of_rows(f))
+
+
 # ---- EKFAC --------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ loss. Nothing here knows of the mean or sum over terms.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -178,6 +179,25 @@ class Gaussian:
 
 
 Likelihood: TypeAlias = Categorical | Bernoulli | Gaussian
+
+
+def check_outputs(likelihood: Likelihood, shape: Shape, given: Iterable[Shape]) -> None:
+    """Refuse one number for each of n examples as outputs (n,): they would be one term's n coordinates.
+
+    Args:
+        shape: of the outputs.
+        given: shapes of what the model was given; (n, ...) of two axes or more is of n examples.
+
+    Raises:
+        ValueError: coordinates of a `Bernoulli` or `Gaussian` that are as many as the examples.
+    """
+    if isinstance(likelihood, Categorical) or len(shape) != 1 or shape[0] < 2:
+        return
+    if any(len(own) > 1 and own[0] == shape[0] for own in given):
+        raise ValueError(
+            f"outputs of {type(likelihood).__name__} must be (..., C), got ({shape[0]},), as many as "
+            "examples: add an axis, outputs[..., None], or outputs[None] where they are one example's"
+        )
 
 
 def _last(shape: Shape) -> int:

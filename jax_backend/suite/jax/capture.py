@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from suite.core.checks import check_choice, check_integer, check_number
+from suite.core.likelihoods import check_outputs
 from suite.core.routing import Routing
 from suite.jax import jaxprs
 from suite.jax.explicit_axes import on_automatic_axes
@@ -101,7 +102,7 @@ class value_and_grad:
         self._reduce, self._max_factor_size = rows == "reduce", max_factor_size
         self._plain, self._require = tuple(plain), require
         functools.update_wrapper(self, loss_fn, updated=())
-        self.__signature__ = _with_own_arguments(loss_fn)
+        self.__signature__ = _with_own_arguments(loss_fn, self._needs_key)
 
     def plan(self, params: Any, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes; arrays may be `jax.ShapeDtypeStruct`s.
@@ -129,7 +130,8 @@ class value_and_grad:
             capture: False is `jax.value_and_grad` and nothing else, with None for statistics. A traced
                 boolean chooses by `lax.cond`; where False, the statistics are of nothing.
             bases: for EKFAC, `suite.jax.eigenbases(optimizer_state)`.
-            key: with a sampled Fisher, a `jax.random` key; not handed to `loss_fn` then.
+            key: with a sampled Fisher, a `jax.random` key; not handed to `loss_fn`, whose own, if it has
+                one, is named otherwise (`dropout_key`).
 
         Raises:
             TypeError: `capture` is no boolean or scalar; a sampled Fisher has no key.
@@ -315,6 +317,9 @@ class value_and_grad:
             return result, *outputs, *(x for x, yes in zip(aux_leaves, kept, strict=True) if yes)
 
         jaxpr = jax.make_jaxpr(flat)(leaves, arrays)
+        if self._fisher is not None:
+            shapes = [jnp.shape(x) for x in (*arrays, *jaxpr.consts)]
+            check_outputs(self._fisher.likelihood, jaxpr.out_avals[1].shape, shapes)
         aux_leaves, aux_tree, kept = static[0]
         aux = [None if yes else x for x, yes in zip(aux_leaves, kept, strict=True)], aux_tree, kept
         return _Traced(jaxpr, arrays, aux)
@@ -521,17 +526,22 @@ def _loss_and_outputs(out: list[Any]) -> tuple[tuple[Any, Any], list[Any]]:
     return (out[0], out[1]), out[2:]
 
 
-def _with_own_arguments(loss_fn: Callable[..., Any]) -> inspect.Signature:
-    """The signature of `loss_fn`, where `jax.jit` looks for static arguments, with capture and bases."""
+def _with_own_arguments(loss_fn: Callable[..., Any], needs_key: bool) -> inspect.Signature:
+    """The signature of `loss_fn`, where `jax.jit` looks for static arguments, with those of a call."""
     own = inspect.signature(value_and_grad.__call__).parameters
     try:
         theirs = inspect.signature(loss_fn)
     except ValueError:  # a builtin
         theirs = inspect.signature(lambda params, *args, **kwargs: None)
     ours = {n: p for n, p in own.items() if p.kind is p.KEYWORD_ONLY}
+    if needs_key:
+        ours["key"] = inspect.Parameter("key", inspect.Parameter.KEYWORD_ONLY)
     taken = sorted(ours.keys() & theirs.parameters.keys())
     if taken:
-        raise ValueError(f"loss_fn must have no argument named as one of value_and_grad's, got {taken}")
+        hint = ": key is the sampled Fisher's, call yours dropout_key" if "key" in taken else ""
+        raise ValueError(
+            f"loss_fn must have no argument named as one of value_and_grad's, got {taken}{hint}"
+        )
     both = ours | dict(theirs.parameters)
     return theirs.replace(parameters=sorted(both.values(), key=lambda p: p.kind))
 

@@ -23,7 +23,8 @@ class Fisher:
 
     Args:
         outputs: picks the array of the model's outputs, (..., C), from the loss's auxiliary output,
-            which is all of it by default.
+            which is all of it by default. The last axis is of classes or coordinates, the others count
+            the loss's terms: of n scalars it has to be (n, 1), as (n,) is one term of n coordinates.
         exact: sum over the C columns of the loss's Hessian by the outputs ("type-2"), a backward pass
             for each, without noise; else sample labels from the model. A pass takes its column at all
             positions of an example at once: where a layer's output reaches several of them (attention

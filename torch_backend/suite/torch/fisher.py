@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
+from suite.core.likelihoods import Bernoulli, Categorical, Gaussian, check_outputs
 from suite.core.noise import unit_noise
 from suite.torch.dtensors import kept_whole, sharded_modules
 from suite.torch.hooks import Hook, in_backward
@@ -70,6 +70,10 @@ class FisherSampler:
                 f"the model's output must be a tensor for fisher={self.fisher!r}, got {kind}: "
                 "give output_of=, a function that picks the tensor the likelihood is about"
             )
+        if f.ndim == 1:
+            kinds = (torch.Tensor, dict, tuple, list)  # other objects may have tensors of any kind
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, kinds)]
+            check_outputs(self.likelihood, tuple(f.shape), [tuple(x.shape) for x in _tensors(given)])
         if f.requires_grad and any(capture.is_trained(0) for capture in self.captures):
             number = self._forwards
             self._forwards += 1
