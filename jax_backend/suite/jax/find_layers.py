@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from suite.jax import jaxprs, operations
 from suite.jax.activations import Activations, LookedUp
+from suite.jax.examples import of_examples
 from suite.jax.joined import Piece, moved, pieces, window, windows
 from suite.jax.layers import (
     Convolution,
@@ -77,6 +79,9 @@ class _Finder:
         # Numbers and random keys (`PRNGKey`s are of this kind) have no axis for examples.
         with_axes = {v for v in program.inputs[leaves:] if self.shape(v) and self.kind(v) != np.uint32}
         self.of_arguments = jaxprs.dependent_values(program, with_axes)
+        # What examples are made of: the arguments, unless these are numbers and data is closed over.
+        keys = any(self.is_key(v) for v in program.inputs[leaves:])
+        self.of_examples = of_examples(program, program.inputs[leaves:] if with_axes or keys else data)
         self.origins: dict[int, Origin] = {}
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
@@ -147,6 +152,14 @@ class _Finder:
 
     def kind(self, value: int) -> Any:
         return self.program.avals[value].dtype
+
+    def is_key(self, value: int) -> bool:
+        kind = self.kind(value)
+        return kind == np.uint32 or jax.dtypes.issubdtype(kind, jax.dtypes.prng_key)
+
+    def is_once(self, *beside: int | None) -> bool:
+        """Whether none of what a leaf is applied to is an example's."""
+        return bool(self.of_examples) and not any(v in self.of_examples for v in beside)
 
     # ---- values that are a leaf's --------------------------------------------------------------
 
@@ -411,7 +424,8 @@ class _Finder:
                 rows = math.prod(whole) // max(math.prod(product.shape), 1)
                 factor = Factor(path, use.x_operand, steps)  # type: ignore[arg-type]
                 use = use._replace(path=node.path, out=0, x_operand=1 - place, product=product)
-                use = use._replace(factor=factor, rows=rows, examples=rows)
+                once = use.once and self.is_once(node.inputs[1 - place])
+                use = use._replace(factor=factor, rows=rows, examples=rows, once=once)
                 late = site._replace(use=use, value=out)
                 self.activations.outputs[out] = self.activations.made_by(late, out)
                 self.late[use.place] = site
@@ -468,7 +482,7 @@ class _Finder:
             y_window=owns,
             examples=min(counted, rows),
             multipliers=origin.multipliers,
-            once=x not in self.of_data,
+            once=self.is_once(x),
         )
         hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
@@ -649,7 +663,8 @@ class _Finder:
         use = Use(
             path, out_index, x_operand, product, False, origin.scans, origin.stack, 1, rows, None, owns
         )
-        use = use._replace(examples=rows, multipliers=origin.multipliers)
+        once = self.is_once(*(node.inputs if beside else (other,)))
+        use = use._replace(examples=rows, multipliers=origin.multipliers, once=once)
         k = len(origin.stack)
         view = View(origin.outer, (tuple(range(k)), tuple(range(k, k + len(origin.part))), ()))
         site = Site(origin.leaf, use, view, (size, 1), False, None, value, node.loops)

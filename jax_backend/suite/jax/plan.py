@@ -181,6 +181,8 @@ class _Assembly:
             return f"{how}, but also used by {kinds}"
         if products and leaf in self.uses.biases:
             return "both weight and bias"
+        if any(s.use.once for s in sites if isinstance(s.use.product, Elementwise)):
+            return "applied elementwise once for all examples"
         return ""
 
     def blocks(self, leaf: int, sites: list[Site]) -> list[list[tuple[Site, bool]]]:
@@ -351,6 +353,7 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
     owner = {u.place: layer for layer in layers for u in layer.uses}
     primal = {u.site.use.place for own in uses.biases.values() for u in own}
     sites = [*uses.sites, *(u.instead for own in uses.biases.values() for u in own)]
+    sites = [s for s in sites if not (s.use.once and isinstance(s.use.product, Elementwise))]
     products = [s for s in sites if not isinstance(s.use.product, Elementwise)]
     if uses.beside:
         # Of values and what derivatives of them multiply with only the former are terms.

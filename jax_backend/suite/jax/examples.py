@@ -1,0 +1,90 @@
+"""Which values of a loss's program are examples', and which are the same for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from suite.jax import jaxprs, operations
+from suite.jax.activations import moved_axes
+from suite.jax.views import Shape
+
+
+def of_examples(program: jaxprs.Program, given: Collection[int]) -> set[int]:
+    """Values that are computed from data, and what is `ones_like` them: tangents of each example.
+
+    Args:
+        given: values that are data, or weights which are not trained.
+    """
+    data = set(given) - _weights(program, given)
+    if not any(_shape(program, v) for v in data):  # nothing to tell them from
+        data = set(given)
+    found = jaxprs.dependent_values(program, data)
+    lengths = {_shape(program, v)[0] for v in data if _shape(program, v)}
+    shapes = {shape for shape in (_shape(program, v) for v in found) if shape and shape[0] in lengths}
+    made = [node for node in program.nodes if isinstance(node.operation, operations.Reindex)]
+    filled = {node.outputs[0] for node in made if node.inputs == (None,)}
+    return jaxprs.dependent_values(program, found | {v for v in filled if _shape(program, v) in shapes})
+
+
+def _weights(program: jaxprs.Program, given: Collection[int]) -> set[int]:
+    """What has no examples on its leading axis: a product sums over it and another axis of data."""
+    of_given = jaxprs.dependent_values(program, given)
+    # Where leading axes are: pairs of an axis and the value whose leading axis it was.
+    leading = {v: {(0, v)} for v in given if _shape(program, v)}
+    found: set[int] = set()
+    for node in program.nodes:
+        op = node.operation
+        out: set[tuple[int, int]] = set()
+        known = [leading.get(v, set()) if v is not None else set() for v in node.inputs]
+        if isinstance(op, operations.DotGeneral):
+            for i in (0, 1):
+                sums = dict(zip(op.contracted[i], op.contracted[1 - i], strict=True))
+                others = {axis for axis, _ in known[1 - i]}
+                if node.inputs[1 - i] in of_given:
+                    found |= {v for a, v in known[i] if a in sums and sums[a] not in others}
+            out = _of_product(op, known, [_shape(program, v) for v in node.inputs])
+        else:
+            if isinstance(op, operations.Convolve) and node.inputs[0] in of_given:
+                found |= {v for axis, v in known[1] if axis != op.w_spec[0]}
+                known[1] = set()
+            for value, pairs in zip(node.inputs, known, strict=True):
+                for result in node.outputs if pairs else ():
+                    places = _places(op, _shape(program, value), _shape(program, result))
+                    out |= {(places[axis], v) for axis, v in pairs if places.get(axis, -1) >= 0}
+        for result in node.outputs if out else ():
+            leading[result] = out
+    return found
+
+
+def _shape(program: jaxprs.Program, value: int | None) -> Shape:
+    return () if value is None else program.avals[value].shape
+
+
+def _of_product(
+    op: operations.DotGeneral, known: list[set[tuple[int, int]]], shapes: list[Shape]
+) -> set[tuple[int, int]]:
+    """Where leading axes of two operands are in their product."""
+    out: set[tuple[int, int]] = set()
+    first = len(op.batch[0])
+    for i in (0, 1):
+        bound = (*op.batch[i], *op.contracted[i])
+        free = [axis for axis in range(len(shapes[i])) if axis not in bound]
+        places = {axis: place for place, axis in enumerate(op.batch[i])}
+        places |= {axis: first + place for place, axis in enumerate(free)}
+        out |= {(places[axis], v) for axis, v in known[i] if axis in places}
+        first += len(free)
+    return out
+
+
+def _places(op: object, old: Shape, new: Shape) -> dict[int, int]:
+    """Where an operation puts its input's axes, as far as that can be told: -1 is nowhere."""
+    if isinstance(op, operations.LoopSlice):  # of stacked weights, or of steps in time
+        return {0: 0} if new else {}
+    step = op.step if isinstance(op, operations.Reindex) else None
+    axes = None if step is None else moved_axes(old, step)
+    if axes is not None:
+        return dict(enumerate(axes))
+    if old == new or (step is not None and step[0] in ("slice", "rev")):
+        return {axis: axis for axis in range(len(old))}
+    reshaped = step is not None and step[0] == "reshape"
+    return {0: 0} if new and (reshaped or old[0] == new[0]) else {}

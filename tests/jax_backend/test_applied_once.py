@@ -1,0 +1,261 @@
+"""Leaves that meet, elementwise, nothing of an example's: the same result is for all of them.
+
+The oracle: of a mean over examples, the Fisher's diagonal is the mean of squared gradients, one example
+at a time by `jax.grad`; and data that is repeated has the same.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fishers import normal
+from suite.jax import value_and_grad, verify
+
+N, T, D = 5, 4, 6
+DISTANCES = -jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T)).astype(float)
+SINES = jnp.sin(jnp.arange(1.0, T + 1)[:, None] * jnp.arange(1, D + 1))
+FROZEN = normal(D, D, seed=7)
+U, _, VT = np.linalg.svd(FROZEN)
+
+
+def attention(x, bias):
+    weights = jax.nn.softmax(jnp.einsum("nid,njd->nij", x, x)[:, None] + bias)
+    return jnp.einsum("nhij,njd->nid", weights, x)
+
+
+def weight_norm(p, x):
+    norm = jnp.sqrt(jnp.sum(p["v"] ** 2, 0, keepdims=True))
+    return x @ (p["v"] / norm * p["s"])
+
+
+def dora(p, x):
+    w = FROZEN + p["a"] @ p["b"]
+    return x @ (w / jax.lax.stop_gradient(jnp.linalg.norm(w, axis=0)) * p["s"])
+
+
+def kernel_scale(p, x):
+    kernel = jnp.ones((3, 1, D)) * p["s"]
+    specs = ("NHC", "HIO", "NHC")
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1,), "SAME", dimension_numbers=specs, feature_group_count=D
+    )
+
+
+def side_by_side(p, x):
+    row = jnp.broadcast_to(p["s"][:, None], (2, 2, 3))
+    column = jnp.broadcast_to(p["t"], (2, 2, 3))
+    return x + jnp.concatenate([row, column], -1).reshape(T, D)
+
+
+def scanned(p, x):
+    return jax.lax.scan(lambda h, s: (jnp.tanh(h @ (FROZEN * s)), None), x, p["s"])[0]
+
+
+def shifted(p, x):
+    return x @ (FROZEN * p["s"] + p["t"])
+
+
+# by name: what is made of x (N, T, D), and of which leaves, once for all examples
+ONCE = {
+    "slopes": (lambda p, x: attention(x, p["s"][:, None, None] * DISTANCES), {"s": (2,)}),
+    "added slopes": (lambda p, x: attention(x, p["s"][:, None, None] + DISTANCES), {"s": (2,)}),
+    "sines": (lambda p, x: x + p["s"] * SINES, {"s": ()}),
+    "frequencies of sines": (lambda p, x: x + SINES * p["s"], {"s": (D,)}),
+    "one plus": (lambda p, x: x @ (FROZEN * (1 + p["s"])), {"s": (D,)}),
+    "vmap": (lambda p, x: jax.vmap(lambda x: x @ (FROZEN * p["s"]))(x), {"s": (D,)}),
+    "remat": (lambda p, x: jax.checkpoint(lambda s: x @ (FROZEN * s))(p["s"]), {"s": (D,)}),
+    "singular values": (lambda p, x: x @ ((U * p["s"]) @ VT), {"s": (D,)}),
+    "scale and shift": (shifted, {"s": (D,), "t": (D,)}),
+    "weight norm": (weight_norm, {"s": (D,)}),
+    "DoRA": (dora, {"s": (D,)}),
+    "kernel": (kernel_scale, {"s": (D,)}),
+    "side by side": (side_by_side, {"s": (2, 3), "t": (2, 3)}),
+    "scanned": (scanned, {"s": (3, D)}),
+}
+# and of which leaves by themselves, for each example
+EACH = {
+    "scale": (lambda p, x: x.mean(1) * p["s"], {"s": (D,)}),
+    "scale about one": (lambda p, x: x.mean(1) * (1 + p["s"]), {"s": (D,)}),
+    "number": (lambda p, x: x.mean(1) * p["s"], {"s": ()}),
+    "positions": (lambda p, x: x + p["s"], {"s": (T, D)}),
+    "times a number": (lambda p, x: x + 2.0 * p["s"], {"s": (T, D)}),
+    "rows, then columns": (lambda p, x: (x + p["s"][:, None]) + p["t"], {"s": (T,), "t": (D,)}),
+    "of sines and x": (lambda p, x: (x * SINES).sum(1) * p["s"], {"s": (D,)}),
+    "vmap": (lambda p, x: jax.vmap(lambda x: x.mean(0) + p["s"])(x), {"s": (D,)}),
+    "token": (
+        lambda p, x: jnp.concatenate([jnp.broadcast_to(p["s"], (len(x), 1, D)), x], 1),
+        {"s": (D,)},
+    ),
+    "tangent": (
+        lambda p, x: jax.jvp(lambda x: jnp.tanh(x) @ FROZEN * p["s"], (x,), (jnp.ones_like(x),))[1],
+        {"s": (D,)},
+    ),
+    "tangent's scale": (
+        lambda p, x: jnp.sin(x) * jax.jvp(lambda x: x * p["s"], (x,), (jnp.ones_like(x),))[1],
+        {"s": ()},
+    ),
+}
+READ_ONCE = {"scale", "scale about one", "positions", "vmap", "of sines and x"}  # by an example
+
+
+def loss_of(make):
+    def loss(p, x):
+        h = jnp.sin(make(p, x))
+        return jnp.mean(jnp.sum(jnp.tanh(h.reshape(len(x), -1, D).sum(1) @ p["head"]) ** 2, 1))
+
+    return loss
+
+
+def parameters(shapes):
+    fixed = {"head": normal(D, 3), "v": normal(D, D, seed=1)}
+    fixed |= {"a": 0.1 * normal(D, 2, seed=2), "b": 0.1 * normal(2, D, seed=3)}
+    return fixed | {name: 1 + 0.3 * normal(*shape, seed=4) for name, shape in shapes.items()}
+
+
+def diagonal(loss, params, name, *arguments):
+    """The Fisher's diagonal that K-FAC has for a leaf, of a loss that is a mean."""
+    _, _, statistics = jax.jit(value_and_grad(loss))(params, *arguments)
+    own = statistics[f"['{name}']"].main
+    return np.asarray(own.A / own.rows[:, None] * own.G * statistics.terms)
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_what_is_applied_once_for_all_examples_is_plain_and_says_so(name):
+    make, shapes = ONCE[name]
+    loss, params, x = loss_of(make), parameters(shapes), normal(N, T, D, seed=5)
+    closed = lambda p: loss(p, x)  # noqa: E731
+    plans = [value_and_grad(loss).plan(params, x), value_and_grad(loss).plan(params, x[:1])]
+    if "slopes" not in name and "sines" not in name:  # of which nothing tells that they are no data
+        plans.append(value_and_grad(closed).plan(params))
+    for plan in plans:
+        assert plan.routing["['head']"].treatment == "kfac"
+        for leaf in shapes:
+            assert plan.routing[f"['{leaf}']"].treatment == "plain"
+            assert plan.routing[f"['{leaf}']"].reason == "applied elementwise once for all examples"
+    verify(closed, params)
+
+
+# by name: of leaves, frozen weights and x
+FROZEN_ARGUMENTS = {
+    "dense": lambda p, w, x: x @ (w["square"] * p["s"]),
+    "singular values": lambda p, w, x: x @ ((w["square"] * p["s"]) @ w["square"].T),
+    "of inner layers": lambda p, w, x: jax.lax.scan(
+        lambda h, own: (jnp.tanh(h @ (own * p["s"])), None), x, w["stack"]
+    )[0],
+    "kernel": lambda p, w, x: jax.lax.conv_general_dilated(
+        x, w["kernel"] * p["s"], (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN_ARGUMENTS)
+def test_frozen_weights_may_be_arguments(name):
+    frozen = {"square": FROZEN, "stack": normal(3, D, D), "kernel": normal(3, D, D)}
+    params, x = parameters({"s": (D,)}), normal(N, T, D, seed=5)
+
+    def loss(p, w, x):
+        return loss_of(lambda p, x: FROZEN_ARGUMENTS[name](p, w, x))(p, x)
+
+    reason = value_and_grad(loss).plan(params, frozen, x).routing["['s']"].reason
+    assert reason == "applied elementwise once for all examples"
+
+
+def scaled(p, x):
+    return jnp.tanh((x * p["s"]) @ p["head"])
+
+
+# by name: losses, and shapes of arguments, all of which hold examples
+SEVERAL = {
+    "contrast": (lambda p, a, b: jax.nn.logsumexp(scaled(p, a) @ scaled(p, b).T, 1).sum(), (N, N)),
+    "matched": (
+        lambda p, a, b: (jax.nn.softmax(scaled(p, a) @ scaled(p, b).T) @ scaled(p, b)).sum(),
+        (N, 3),
+    ),
+    "correlated": (lambda p, a, b: ((scaled(p, a).T @ scaled(p, b)) ** 2).sum(), (N, N)),
+    "two kinds of points": (lambda p, a, b: scaled(p, a).mean() + (scaled(p, b) ** 2).mean(), (N, 3)),
+    "weighted": (lambda p, a, b: b[:, 0] @ (scaled(p, a) ** 2).sum(1), (N, N)),
+    "one graph": (lambda p, a, b: jnp.sum((b @ b.T @ scaled(p, a)) ** 2), (N, N)),
+    "whitened": (
+        lambda p, a, b: (scaled(p, jnp.linalg.solve(b.T @ b + jnp.eye(D), a.T).T) ** 2).sum(),
+        (N, N),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_arguments_that_meet_each_other_hold_examples(name):
+    loss, lengths = SEVERAL[name]
+    a, b = (normal(n, D, seed=i) for i, n in enumerate(lengths))
+    plan = value_and_grad(loss).plan(parameters({"s": (D,)}), a, b)
+    assert plan.routing["['s']"].treatment == "kfac", str(plan)
+
+
+@pytest.mark.parametrize("shapes", [((D,), (3,)), ((T, D), ()), ((T, D), (T, T)), ((1, D), (1, 3))])
+def test_one_example_without_a_batch_axis_is_data(shapes):
+    params = parameters({"s": (T, D)}) if shapes[1] == (T, T) else parameters({"s": (D,)})
+
+    def loss(p, x, y):
+        h = jnp.tanh((x[None] if x.ndim < 2 else x) * p["s"])
+        if y.ndim == 2 and len(y) == T:  # a mask
+            h = jax.nn.softmax((h @ h.T)[None] + y) @ h
+        return jnp.sum((h @ p["head"]) ** 2) * jnp.sum(y)
+
+    plan = value_and_grad(loss).plan(params, *(normal(*shape) for shape in shapes))
+    assert "once" not in str(plan)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_what_meets_each_example_has_the_sum_of_their_squares(name):
+    make, shapes = EACH[name]
+    loss, params, x = loss_of(make), parameters(shapes), normal(N, T, D, seed=5)
+    each = jax.vmap(jax.grad(loss), (None, 0))(params, x[:, None])
+    plan = value_and_grad(loss).plan(params, x)
+    for leaf in shapes:
+        assert plan.routing[f"['{leaf}']"].treatment == "kfac", str(plan)
+        found = diagonal(loss, params, leaf, x)
+        many = diagonal(loss, params, leaf, jnp.tile(x, (7, 1, 1)))
+        np.testing.assert_allclose(many, found, rtol=1e-10)
+        np.testing.assert_allclose(diagonal(lambda p, x=x: loss(p, x), params, leaf), found, rtol=1e-12)
+        if name in READ_ONCE:
+            expected = (np.asarray(each[leaf]) ** 2).mean(0).reshape(1, -1)
+            np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_is_applied_once_tells_nothing_of_the_number_of_terms(late):
+    params = {"s": normal(D), "t": normal(D, seed=1)}
+
+    def loss(p, x):
+        h = x * p["s"] if late else x
+        h = jnp.tanh(h @ (FROZEN * p["t"]))
+        return jnp.mean(jnp.sum((h if late else h * p["s"]) ** 2, 1))
+
+    vag, x = value_and_grad(loss), normal(N, D, seed=2)
+    assert [r.treatment for r in vag.plan(params, x).routing] == ["kfac", "plain"]
+    assert float(jax.jit(vag)(params, x)[2].terms) == N
+
+
+def test_a_key_makes_examples_too():
+    params = parameters({"s": (D,)})
+
+    def loss(p, key, walls):
+        inside = jax.random.normal(key, (N, D))
+        ends = [jnp.tanh((x * p["s"]) @ p["head"]) for x in (inside, walls)]
+        return sum(jnp.mean(jnp.sum(end**2, 1)) for end in ends)
+
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        plan = value_and_grad(loss).plan(params, key, normal(3, D))
+        assert plan.routing["['s']"].treatment == "kfac"
+
+
+def test_where_nothing_is_data_nothing_is_once_for_all():
+    params = {"s": jnp.ones(D), "head": normal(D, 3)}
+
+    def loss(p):
+        points = jnp.linspace(0, 1, N * D).reshape(N, D)
+        return jnp.mean(jnp.sum(jnp.tanh((points * p["s"]) @ p["head"]) ** 2, 1))
+
+    assert value_and_grad(loss).plan(params).routing["['s']"].treatment == "kfac"
