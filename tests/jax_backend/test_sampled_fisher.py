@@ -8,8 +8,18 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from suite.jax import Bernoulli, Categorical, Gaussian, kfac, value_and_grad
+from suite.jax import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    eigenbases,
+    kfac,
+    scale_by_kfac,
+    value_and_grad,
+)
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -191,6 +201,79 @@ def test_means_and_sums_give_one_direction():
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8), directions[one], directions[other]
         )
     assert np.abs(directions[0]["w"] - directions[1]["w"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("method", ["eigen", "ekfac"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_what_undoes_a_loss_scale_for_each_kind_of_statistics(reduction, method):
+    x = normal(6, 4, seed=3)
+    params = PARAMS | {"s": jnp.ones(4), "t": normal(4, seed=5)}
+
+    def loss(p, x, scale):
+        outputs = model(p, jnp.sin(x @ jnp.eye(4)) * p["s"] + p["t"])
+        return scale * 0.5 * getattr(jnp, reduction)(jnp.sum(outputs**2, 1)), outputs
+
+    for fisher in (None, Gaussian(exact=True)):
+        vag = value_and_grad(loss, has_aux=True, fisher=fisher)
+        plan = vag.plan(params, x, 1.0)
+        tx = scale_by_kfac(plan, kl_clip=None, loss_reduction=reduction, compute_method=method)
+
+        @jax.jit
+        def direction(scale, vag=vag, plan=plan, tx=tx, fisher=fisher):
+            state = tx.init(params)
+            for _ in range(2):
+                bases = {"bases": eigenbases(state, plan)} if method == "ekfac" else {}
+                _, grads, statistics = vag(params, x, scale, **bases)
+                grads = jax.tree.map(lambda g: g / scale, grads)
+                if fisher is None:
+                    power = 1 if reduction == "mean" else 2
+                    statistics = jax.tree.map(lambda s, power=power: s / scale**power, statistics)
+                moved, state = tx.update(grads, state, params, statistics=statistics)
+            return moved
+
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7), direction(1024.0), direction(1.0)
+        )
+
+
+def test_outputs_whose_gradient_is_stopped_are_no_terms():
+    """As the predictions at padded positions, that the loss ignores, are none."""
+    x, counted = normal(5, 7, 4, seed=3), jnp.asarray(np.random.default_rng(1).random((5, 7)) < 0.4)
+
+    def loss(p, x, counted):
+        logits = model(p, x)
+        own = jnp.sum(logits**2, -1) * counted
+        return jnp.sum(own) / counted.sum(), jnp.where(
+            counted[..., None], logits, lax.stop_gradient(logits)
+        )
+
+    vag = value_and_grad(loss, has_aux=True, fisher=Categorical(exact=True))
+    statistics = vag(PARAMS, x, counted)[2]
+    outputs = np.asarray(model(PARAMS, x))[np.asarray(counted)]
+    expected = sum(
+        np.diag(1 - y**2) @ hessian("categorical", y) @ np.diag(1 - y**2) for y in outputs
+    )  # y = tanh s
+    np.testing.assert_allclose(statistics["['w']"].main.G[0], expected, rtol=1e-9)
+    assert float(statistics.terms) == 35  # replaced by the user: counted.sum()
+
+
+def test_the_plan_of_a_loss_with_an_axis_name_is_made_where_it_has_one():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    x = normal(6, 4, seed=3)
+
+    def loss(p, x, mean=lambda h: h):
+        hidden = x @ p["w"]
+        return jnp.mean((hidden - mean(hidden.mean(0)) + p["b"]) ** 2)
+
+    vag = value_and_grad(lambda p, x: loss(p, x, lambda h: lax.pmean(h, "data")))
+    with pytest.raises(NameError, match="unbound axis name"):
+        vag.plan(PARAMS, x)
+    plans = []
+    inside = jax.shard_map(
+        lambda p, x: plans.append(vag.plan(p, x)), mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
+    )
+    jax.eval_shape(inside, PARAMS, x)
+    assert str(plans[0].routing) == str(value_and_grad(loss).plan(PARAMS, x).routing)
 
 
 def test_a_sampled_fisher_trains_under_jit():

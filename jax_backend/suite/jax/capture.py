@@ -54,7 +54,8 @@ class value_and_grad:
     differentiated by its first argument. Every call traces `loss_fn` again, so call it under `jax.jit`
     as you would `jax.value_and_grad`.
 
-    Whatever is done to gradients must be done to statistics: average both over micro-batches or devices.
+    Average both gradients and statistics over micro-batches or devices. With `fisher=None` divide
+    statistics by a loss scale S, too, or by S² where the loss is a sum of its terms.
 
     Args:
         loss_fn: (params, *args, **kwargs) -> scalar loss, or (loss, aux) with `has_aux`.
@@ -106,6 +107,8 @@ class value_and_grad:
 
     def plan(self, params: Any, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes; arrays may be `jax.ShapeDtypeStruct`s.
+
+        That of a loss with an axis name (`lax.pmean`) is made where it has one, inside of `shard_map`.
 
         Raises:
             ValueError: a loss function in which nothing, or less than required, would be preconditioned.

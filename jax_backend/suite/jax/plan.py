@@ -72,7 +72,7 @@ class Plan:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Statistics:
-    """What all layers saw, a pytree: whatever is done to gradients must be done to it."""
+    """What all layers saw, a pytree: to be averaged as gradients are."""
 
     layers: dict[str, LayerSums]
     terms: jax.Array  # (): how many terms the loss has
