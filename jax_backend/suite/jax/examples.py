@@ -20,7 +20,11 @@ def of_examples(program: jaxprs.Program, given: Collection[int]) -> set[int]:
         data = set(given)
     found = jaxprs.dependent_values(program, data)
     lengths = {_shape(program, v)[0] for v in data if _shape(program, v)}
-    shapes = {shape for shape in (_shape(program, v) for v in found) if shape and shape[0] in lengths}
+    shapes = {
+        shape
+        for shape in (_shape(program, v) for v in found)
+        if len(shape) > 1 or (shape and shape[0] in lengths)  # also of points that were put together
+    }
     made = [node for node in program.nodes if isinstance(node.operation, operations.Reindex)]
     filled = {node.outputs[0] for node in made if node.inputs == (None,)}
     return jaxprs.dependent_values(program, found | {v for v in filled if _shape(program, v) in shapes})
