@@ -16,6 +16,7 @@ from conftest import (
     to_numpy,
 )
 from suite.core import linalg
+from suite.core._namespace import array_namespace, factorizations
 
 
 def difficult(n: int = 4) -> dict[str, np.ndarray]:
@@ -408,6 +409,28 @@ def test_the_largest_entry_is_that_of_absolute_values(xp, axis, keepdims):
     x = normal(3, 4, 2)  # of either sign
     got = xp.run(lambda x: linalg.largest_entry(x, axis, keepdims=keepdims), xp.asarray(x))
     assert_identical(xp.numpy(got), np.abs(x).max(axis=axis, keepdims=keepdims))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (2, 300, 300)])
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf, -np.inf])
+def test_the_largest_entry_of_few_numbers_and_of_many_is_not_finite_where_one_is_not(xp, shape, bad):
+    if xp.name == "jax" and bad is not None and np.isnan(bad):
+        pytest.skip("XLA's maximum may pass over NaN")
+    x = normal(*shape)
+    x[1, -1, 0] = -7.0 if bad is None else bad
+    got = xp.numpy(xp.run(lambda x: linalg.largest_entry(x, (1, 2)), xp.asarray(x)))
+    assert_identical(got, np.abs(x).max(axis=(1, 2)))
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_the_largest_row_is_that_of_the_largest_size(xp, batch):
+    x, size = normal(*batch, 4, 4), np.abs(normal(*batch, 4))
+
+    def largest_row(x, size):
+        return factorizations(array_namespace(x)).largest_row(x, size)
+
+    expected = np.take_along_axis(x, size.argmax(-1)[..., None, None], axis=-2)
+    assert_identical(xp.numpy(xp.run(largest_row, xp.asarray(x), xp.asarray(size))), expected)
 
 
 @pytest.mark.parametrize("sizes", [(1.0, 1e-3, 7.0), (1e-30, 1.0, 0.0), (1e36, 1e-12, 1e30)])

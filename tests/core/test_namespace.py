@@ -82,7 +82,13 @@ CALLS = {
     "isfinite": lambda xp, x, y, m: xp.isfinite(x / (x * m)),
     "log": lambda xp, x, y, m: xp.log(xp.abs(x)),
     "log2": lambda xp, x, y, m: xp.log2(xp.abs(x)),
-    "matmul": lambda xp, x, y, m: xp.matmul(x, xp.matrix_transpose(y)),
+    "matmul": lambda xp, x, y, m: (
+        xp.matmul(x, xp.matrix_transpose(y)),
+        xp.matmul(x[:1], xp.matrix_transpose(y)),
+        xp.matmul(x[0], xp.matrix_transpose(y)),
+        xp.matmul(x[None], xp.matrix_transpose(y)[:, None]),
+        xp.matmul(x, y[0, 0]),
+    ),
     "matrix_transpose": lambda xp, x, y, m: xp.matrix_transpose(x),
     "max": lambda xp, x, y, m: (
         xp.max(x, axis=(-2, -1), keepdims=True),
@@ -113,7 +119,7 @@ CALLS = {
 NOT_CALLED = {"bool", "float32", "float64", "int32", "finfo", "linalg"}
 NOT_CALLED |= {"cholesky_inverse", "eigh", "gram", "qr", "solve_triangular"}
 NOT_CALLED |= {"add_diagonal", "are_finite", "diagonal", "inner_product", "trace", "usually"}
-NOT_CALLED |= {"largest_entry", "parts", "root_mean_square", "summed_gram"}
+NOT_CALLED |= {"largest_entry", "largest_row", "parts", "root_mean_square", "summed_gram"}
 NOT_CALLED |= {"times_block_diagonal", "times_transposed", "transposed_times"}
 NOT_CALLED |= {"correlations", "work_of_a_launch"}  # tested in test_correlations.py
 NOT_CALLED |= {"over_groups"}  # tested in test_statistics.py
@@ -143,6 +149,7 @@ def test_every_name_that_torch_is_given_is_checked_above():
         "builtins",
         "itertools",
         "math",
+        "sys",
         "torch",
         "F",
         "grad",
