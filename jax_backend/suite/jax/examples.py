@@ -9,13 +9,20 @@ from suite.jax.activations import moved_axes
 from suite.jax.views import Shape
 
 
-def of_examples(program: jaxprs.Program, given: Collection[int]) -> set[int]:
+def of_examples(program: jaxprs.Program, leaves: int, arguments: Collection[int]) -> set[int]:
     """Values that are computed from data, and what is `ones_like` them: tangents of each example.
 
     Args:
-        given: values that are data, or weights which are not trained.
+        leaves: how many inputs are trained; all else is data, or weights which are not trained.
+        arguments: inputs that may have an axis for examples. Where no product with what is a leaf's
+            alone is one with theirs (class weights), what is closed over is data, too.
     """
-    data = set(given) - _weights(program, given)
+    given: set[int] = {*program.inputs[leaves:], *program.constants}
+    trained = jaxprs.dependent_values(program, program.inputs[:leaves])
+    trained -= jaxprs.dependent_values(program, given)
+    if _meet(program, trained, jaxprs.dependent_values(program, arguments)):
+        given = set(program.inputs[leaves:])
+    data = given - _weights(program, given, trained)
     if not any(_shape(program, v) for v in data):  # nothing to tell them from
         data = set(given)
     found = jaxprs.dependent_values(program, data)
@@ -30,9 +37,21 @@ def of_examples(program: jaxprs.Program, given: Collection[int]) -> set[int]:
     return jaxprs.dependent_values(program, found | {v for v in filled if _shape(program, v) in shapes})
 
 
-def _weights(program: jaxprs.Program, given: Collection[int]) -> set[int]:
-    """What has no examples on its leading axis: a product sums over it and another axis of data."""
+def _meet(program: jaxprs.Program, some: Collection[int], others: Collection[int]) -> bool:
+    """Whether there is a product of one of the former and one of the latter."""
+    products = (operations.DotGeneral, operations.Convolve)
+    pairs = [node.inputs[:2] for node in program.nodes if isinstance(node.operation, products)]
+    return any((a in some and b in others) or (b in some and a in others) for a, b in pairs)
+
+
+def _weights(program: jaxprs.Program, given: Collection[int], trained: Collection[int]) -> set[int]:
+    """What has no examples on its leading axis: a product sums over it and another axis of data.
+
+    Not what a graph's matrix, or any whose two axes are of one length, is multiplied with, nor the rows
+    that what is `trained` is multiplied with.
+    """
     of_given = jaxprs.dependent_values(program, given)
+    rows: set[int] = set()
     # Where leading axes are: pairs of an axis and the value whose leading axis it was.
     leading = {v: {(0, v)} for v in given if _shape(program, v)}
     found: set[int] = set()
@@ -43,9 +62,12 @@ def _weights(program: jaxprs.Program, given: Collection[int]) -> set[int]:
         if isinstance(op, operations.DotGeneral):
             for i in (0, 1):
                 sums = dict(zip(op.contracted[i], op.contracted[1 - i], strict=True))
-                others = {axis for axis, _ in known[1 - i]}
+                others, shape = {axis for axis, _ in known[1 - i]}, _shape(program, node.inputs[1 - i])
+                sums = {a: b for a, b in sums.items() if shape[b] not in {shape[c] for c in others}}
+                if node.inputs[1 - i] in trained:
+                    rows |= {v for a, v in known[i] if a not in (*op.contracted[i], *op.batch[i])}
                 if node.inputs[1 - i] in of_given:
-                    found |= {v for a, v in known[i] if a in sums and sums[a] not in others}
+                    found |= {v for a, v in known[i] if a in sums}
             out = _of_product(op, known, [_shape(program, v) for v in node.inputs])
         else:
             if isinstance(op, operations.Convolve) and node.inputs[0] in of_given:
@@ -57,7 +79,7 @@ def _weights(program: jaxprs.Program, given: Collection[int]) -> set[int]:
                     out |= {(places[axis], v) for axis, v in pairs if places.get(axis, -1) >= 0}
         for result in node.outputs if out else ():
             leading[result] = out
-    return found
+    return found - rows
 
 
 def _shape(program: jaxprs.Program, value: int | None) -> Shape:

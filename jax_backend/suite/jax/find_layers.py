@@ -79,9 +79,7 @@ class _Finder:
         # Numbers and random keys (`PRNGKey`s are of this kind) have no axis for examples.
         with_axes = {v for v in program.inputs[leaves:] if self.shape(v) and self.kind(v) != np.uint32}
         self.of_arguments = jaxprs.dependent_values(program, with_axes)
-        # What examples are made of: the arguments, unless these are numbers and data is closed over.
-        keys = any(self.is_key(v) for v in program.inputs[leaves:])
-        self.of_examples = of_examples(program, program.inputs[leaves:] if with_axes or keys else data)
+        self.of_examples = of_examples(program, leaves, {v for v in with_axes if not self.is_key(v)})
         self.origins: dict[int, Origin] = {}
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
