@@ -259,3 +259,47 @@ def test_where_nothing_is_data_nothing_is_once_for_all():
         return jnp.mean(jnp.sum(jnp.tanh((points * p["s"]) @ p["head"]) ** 2, 1))
 
     assert value_and_grad(loss).plan(params).routing["['s']"].treatment == "kfac"
+
+
+NODES, GRAPH = normal(8, D), np.abs(normal(8, 8, seed=1))
+POOL = np.repeat(np.eye(2), 4, axis=1)  # nodes of two graphs
+OF_NODES = {  # (layers, arguments): a graph's matrix sums over nodes, which are its examples
+    "graph convolution": (
+        lambda p, x, a: a @ (jnp.tanh((a @ (x @ p["w"])) * p["s"]) @ p["head"]),
+        GRAPH,
+    ),
+    "neighbours": (lambda p, x, a: (a @ (jnp.tanh(x @ p["w"]) * p["s"])) @ p["head"], GRAPH),
+    "pooled": (lambda p, x, b: (b @ (jnp.tanh(x @ p["w"]) * p["s"])) @ p["head"], POOL),
+}
+
+
+@pytest.mark.parametrize("name", OF_NODES)
+def test_nodes_of_a_graph_are_examples(name):
+    model, matrix = OF_NODES[name]
+    params = {"w": normal(D, D, seed=2), "s": jnp.ones(D), "head": normal(D, 3, seed=3)}
+    plan = value_and_grad(lambda p, x, a: jnp.mean(model(p, x, a) ** 2)).plan(params, NODES, matrix)
+    assert [route.treatment for route in plan.routing] == ["kfac"] * 3
+    assert "once for all" not in str(plan)
+
+
+CLOSED = {
+    "key": jax.random.key(0),
+    "class weights": np.ones(3),
+    "number": 0.5,
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_closed_over_data_is_examples_beside_arguments_that_are_none(name):
+    params = {"w": normal(D, D, seed=2), "s": jnp.ones(D), "head": normal(D, 3, seed=3)}
+
+    def loss(p, given):
+        z = jnp.tanh(NODES @ p["w"]) * p["s"]
+        if name == "key":
+            z = z * jax.random.bernoulli(given, 0.5, z.shape)
+            given = 1.0
+        return jnp.mean(given * (z @ p["head"]) ** 2)
+
+    plan = value_and_grad(loss).plan(params, CLOSED[name])
+    assert [route.treatment for route in plan.routing] == ["kfac"] * 3
+    assert "once for all" not in str(plan)

@@ -285,11 +285,24 @@ def test_a_state_without_counts_of_parameters_has_those_of_its_group():
     optimizer = Kron([p])
     in_turn([optimizer], [p], lambda step: {0}, range(5))
     state = optimizer.state_dict()
-    del state["param_groups"][0]["behind"]
+    assert "behind" not in state["param_groups"][0]
     optimizer.param_groups[0]["behind"] = [(0, 0, 0, 1.0)]
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["behind"] == []
     assert optimizer.param_groups[0]["steps"] == 5
+
+
+def test_an_object_without_counts_of_parameters_has_those_of_its_group():
+    p = torch.nn.Parameter(torch.zeros(3, 3))
+    optimizer = Kron([p])
+    in_turn([optimizer], [p], lambda step: {0}, range(3))
+    state = copy.deepcopy(optimizer.__getstate__())
+    for group in state["param_groups"]:
+        del group["behind"]
+    again = Kron.__new__(Kron)
+    again.__setstate__(state)
+    in_turn([again], again.param_groups[0]["params"], lambda step: {0}, range(3, 6))
+    assert (again.param_groups[0]["steps"], again.param_groups[0]["behind"]) == (6, [])
 
 
 def test_groups_have_settings_of_their_own_and_can_join_later():

@@ -1454,3 +1454,18 @@ def test_the_state_of_a_base_optimizer_may_look_like_anything(tmp_path):
     train(again, resumed, range(3, 6))
     assert torch.equal(base.slow[0], torch.ones(3))
     assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+@pytest.mark.parametrize("base", [True, False])
+def test_hooks_may_add_to_a_state(base):
+    model = nn.Linear(4, 2)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1) if base else None)
+    kfac.register_state_dict_post_hook(lambda _, state: {**state, "epoch": 3})
+    kfac.register_load_state_dict_pre_hook(
+        lambda _, state: {key: value for key, value in state.items() if not base or key != "epoch"}
+    )
+    model(torch.randn(8, 4)).square().mean().backward()
+    kfac.step()
+    state = kfac.state_dict()
+    assert state["epoch"] == 3
+    kfac.load_state_dict(state)

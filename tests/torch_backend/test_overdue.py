@@ -134,10 +134,47 @@ def test_a_run_with_heads_in_turn_is_resumed_as_it_was(stop, tmp_path):
     assert all(map(torch.equal, *ends))
 
 
-def test_a_state_of_before_is_one_of_layers_that_had_statistics():
-    kfac = made(TwoHeads(), 4)
-    steps_in_turn(kfac, range(8))
-    state = kfac.state_dict()
-    del state["kfac"]["waits"]
-    kfac.load_state_dict(state)
-    assert kfac.state_dict()["kfac"]["waits"] == [0, 0, 0]
+def test_a_state_says_nothing_of_it_where_all_layers_are_alike():
+    """So that one of before it did loads, be it as strictly as torch.distributed.checkpoint's."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    kfac = made(model, 4)
+    for step in range(7):
+        assert "waits" not in kfac.state_dict()["kfac"]
+        kfac.zero_grad()
+        x, y = batch(step)
+        F.cross_entropy(model(x), y).backward()
+        kfac.step()
+
+
+def test_a_layer_that_does_not_run_again_is_waited_for_no_longer_than_a_period():
+    kfac, wanted = made(TwoHeads(), 10), []
+    others = []
+    for step in range(60):
+        wanted.append(kfac._engine.capture.clock.wanted)
+        before = kfac.state_dict()["kfac"]["layers"]["a"].get("G")
+        kfac.zero_grad()
+        x, y = batch(step)
+        F.cross_entropy(kfac.model(x, "b" if step == 3 else "a"), y).backward()
+        kfac.step()
+        after = kfac.state_dict()["kfac"]["layers"]["a"]["G"]
+        others.append(before is None or not torch.equal(before, after))
+    assert [step for step in range(60) if wanted[step]] == [0, *range(4, 14), 20, 30, 40, 50]
+    # What is wanted for one layer alone is not averaged into the others' factors.
+    assert [step for step in range(60) if others[step]] == [0, 10, 20, 30, 40, 50]
+
+
+def test_a_layer_that_no_hook_sees_is_not_waited_for():
+    kfac, wanted = made(TwoHeads(), 10), []
+    for step in range(60):
+        wanted.append(kfac._engine.capture.clock.wanted)
+        head = "b" if step % 10 == 3 else "a"
+        kfac.model.train(head == "a")
+        kfac.zero_grad()
+        x, y = batch(step)
+        F.cross_entropy(kfac.model(x, head), y).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kfac.step()
+    extra = [step for step in range(60) if wanted[step] and step % 10]
+    assert extra[0] == 4
+    assert len(extra) <= 21

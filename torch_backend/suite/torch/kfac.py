@@ -551,17 +551,19 @@ class KFAC(torch.optim.Optimizer):
         if not agreed.unusable:
             counts = True
             still = self._base is not None and all(map(_stands_still, self.param_groups))
-            due_statistics = self._steps % factor_update_steps == 0
-            # An overdue layer asks for them in steps in which nothing may run that is covered.
-            takes = due_statistics or (self._overdue.are_some and any(agreed.seen))
-            if takes:
+            overdue = self._overdue.layers
+            if self._steps % factor_update_steps == 0:
                 counts = self._engine.update(taken, agreed, factor_decay)
                 counts |= self._base is not None and not still  # which moves by its momentum
                 self._counted_terms = agreed.counted_terms() if any(agreed.seen) else self._counted_terms
-            elif still:
-                counts = not self._engine.reports.gradients_are_zero()  # as in `KFACEngine.update`
+            else:
+                if any(agreed.seen[i] for i in overdue):
+                    self._engine.update(taken, agreed, factor_decay, overdue)
+                if still:
+                    counts = not self._engine.reports.gradients_are_zero()  # as in `KFACEngine.update`
+            wanted = bool(overdue) or self._steps % factor_update_steps == 0
+            self._overdue.note(agreed.present, agreed.seen, wanted, factor_update_steps)
             del taken  # before inverses need room
-            self._overdue.note(agreed.present, agreed.seen, takes, factor_update_steps)
             if self._spread_inverses:
                 turn = self._steps % inv_update_steps, inv_update_steps
                 self._engine.refresh(damping, self._steps, turn)
@@ -631,7 +633,7 @@ class KFAC(torch.optim.Optimizer):
     def _set_clock(self) -> None:
         """Whether the coming step wants statistics, and its number for the noise."""
         due = self._steps % self.hyperparameter("factor_update_steps") == 0
-        self._engine.capture.clock.wanted = due or self._overdue.are_some
+        self._engine.capture.clock.wanted = due or bool(self._overdue.layers)
         self._engine.capture.clock.count.fill_(self._steps)
 
     def _parameters(self) -> list[torch.Tensor]:
@@ -809,7 +811,7 @@ class KFAC(torch.optim.Optimizer):
             "gathered": gather,
             "factors": include_factors and self._engine.factors.allocated,
             "inverses": include_inverses,
-            "waits": list(self._overdue.waits),
+            **self._overdue.state(),
         }
         if self._base is None and "initial_lr" in self.param_groups[0]:  # of a scheduler
             kfac["initial_lr"] = plain(self.param_groups[0]["initial_lr"])
@@ -894,7 +896,8 @@ class KFAC(torch.optim.Optimizer):
             return str(error)
         if kfac["compute_method"] != own:
             return f"compute_method of the state_dict must be {own!r}, got {kfac['compute_method']!r}"
-        if kfac["gathered"] and (self._base is not None) != (len(state_dict) > 1):
+        of_base = len(state_dict) > 1 if self._base is not None else "param_groups" in state_dict
+        if kfac["gathered"] and (self._base is not None) != of_base:
             kinds = ("with", "without") if self._base is not None else ("without", "with")
             return f"state_dict must be of a KFAC {kinds[0]} an optimizer, got one {kinds[1]}"
         return self._engine.factors.misfit(kfac["layers"])
@@ -907,7 +910,7 @@ class KFAC(torch.optim.Optimizer):
             self.param_groups[0]["initial_lr"] = kfac["initial_lr"]
         self._steps, self._skipped_steps, self._unread = kfac["steps"], kfac["skipped_steps"], None
         self._engine.refreshed_at = kfac["refreshed_at"]
-        self._overdue.load(kfac.get("waits"), self.hyperparameter("factor_update_steps"))
+        self._overdue.load(kfac.get("waits"), kfac["steps"])
         if self._sampler is not None:
             self._sampler.draws = kfac["draws"]
         self._set_clock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,8 +147,17 @@ class KFACEngine:
         self.reports.require_parameters(taken)
         return self.agreements.agree(parameters, taken, moves, self.factors.input_of)
 
-    def update(self, taken: Taken, agreed: Agreement, factor_decay: float) -> bool:
+    def update(
+        self,
+        taken: Taken,
+        agreed: Agreement,
+        factor_decay: float,
+        only: Collection[int] | None = None,
+    ) -> bool:
         """Average statistics into the factors of the layers that some rank has seen.
+
+        Args:
+            only: the layers that are due; None: all.
 
         Returns:
             Whether this was a step: not with gradients that are all zero and nothing seen, unless a base
@@ -173,13 +182,16 @@ class KFACEngine:
         scaling = Scaling(agreed.terms, self.loss_reduction, self.factor_scaling)
         new = summed_factors(captures, taken, agreed, self.factors, scaling)
         seen = {
-            (i, side): agreed.seen[i] and not (side == "A" and i in partial)
+            (i, side): agreed.seen[i]
+            and (only is None or i in only)
+            and not (side == "A" and i in partial)
             for i, side in self.factors.all_keys()
         }
         usable = agreed.usable()
         self.factors.update(new, seen, factor_decay, usable)
         if self.rule.compute_method == "ekfac":
-            products = summed_products(captures, taken, agreed.measured, self.factors, scaling)
+            measured = [m and (only is None or i in only) for i, m in enumerate(agreed.measured)]
+            products = summed_products(captures, taken, measured, self.factors, scaling)
             self.factors.update_products(products, factor_decay, usable)
         return True
 

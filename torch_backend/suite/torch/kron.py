@@ -336,6 +336,8 @@ class Kron(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._records = Records()
+        for group in self.param_groups:
+            group.setdefault("behind", [])  # pickles of before
         for engine in self._engines:  # a pickle forgets that the state's tensors are views
             self._attach(engine)
 
@@ -391,7 +393,10 @@ class Kron(torch.optim.Optimizer):
             if not any(present):
                 continue
             # Pairs were made before anybody knew of gradients, for the group's own turn.
-            parts = turns(group, settings, present) if self.hvp is None else [(settings, None)]
+            if self.hvp is None:
+                parts = turns(group, settings, counts, present)
+            else:
+                parts = [(settings, None)]
             for own, members in parts:
                 given = found
                 if members is not None:
@@ -540,7 +545,11 @@ class Kron(torch.optim.Optimizer):
         self._require_parameters()
         saved = super().state_dict()
         saved["param_groups"] = [
-            {key: plain(value) for key, value in group.items() if not callable(value)}
+            {
+                key: plain(value)
+                for key, value in group.items()
+                if not callable(value) and (key != "behind" or value)  # as those of before
+            }
             for group in saved["param_groups"]
         ]
         scattered = self.distributed == "shard" and not self._ranks.alone

@@ -113,7 +113,10 @@ def _turn(group: dict[str, Any], counts: tuple[Any, ...]) -> tuple[bool, float, 
 
 @torch._disable_dynamo
 def turns(
-    group: dict[str, Any], settings: StepSettings, present: list[bool]
+    group: dict[str, Any],
+    settings: StepSettings,
+    planned_counts: dict[str, Any],
+    present: list[bool],
 ) -> list[tuple[StepSettings, list[bool] | None]]:
     """The step of a group by parameters that take it alike, and which these are; None: all.
 
@@ -122,20 +125,23 @@ def turns(
     group's counts are in its 'behind': (number among those of the group that are not empty, *counts).
 
     Args:
-        settings: of parameters with the group's own counts.
+        settings, planned_counts: of parameters with the group's own counts, from `planned`.
         present: which of the group's parameters that are not empty have a gradient.
     """
     if all(present) and not group["behind"]:
         return [(settings, None)]
     own = tuple(group[name] for name in COUNTS)
-    after = _turn(group, own)[2]
+    after = tuple(planned_counts[name] for name in COUNTS)
     behind = {i: counts for i, *counts in group["behind"]}
     found: dict[tuple[bool, float], list[bool]] = {}
     left = []
+    known = {own: (settings.update, settings.preconditioner_lr, after)}
     for i, here in enumerate(present):
         counts = tuple(behind.get(i, own))
         if here:
-            due, rate, counts = _turn(group, counts)
+            if counts not in known:
+                known[counts] = _turn(group, counts)
+            due, rate, counts = known[counts]
             members = found.setdefault((due, rate if due else 0.0), [False] * len(present))
             members[i] = True
         if counts != after:
