@@ -449,7 +449,8 @@ def _probes_of_eigenbases(A: Eigen, G: Eigen, damping: Scalar) -> Probes:
 
 def _probe_vectors(A: Array, G: Array) -> list[Array]:
     """(2, d_in) and (8, d_out), of variance 1."""
-    streams = array_namespace(A).arange(10, dtype=array_namespace(A).int32, device=device_of(A))
+    xp = array_namespace(A)
+    streams = xp.arange(10, dtype=xp.int32, device=device_of(A))
     given = ((streams[:2], A), (streams[2:], G))
     return [unit_noise(own, 0, (like.shape[-1],), like.dtype) for own, like in given]
 

@@ -79,7 +79,8 @@ class _Finder:
         # Numbers and random keys (`PRNGKey`s are of this kind) have no axis for examples.
         with_axes = {v for v in program.inputs[leaves:] if self.shape(v) and self.kind(v) != np.uint32}
         self.of_arguments = jaxprs.dependent_values(program, with_axes)
-        self.of_examples = of_examples(program, leaves, {v for v in with_axes if not self.is_key(v)})
+        keys = {v for v in with_axes if jax.dtypes.issubdtype(self.kind(v), jax.dtypes.prng_key)}
+        self.of_examples = of_examples(program, leaves, with_axes - keys)
         self.origins: dict[int, Origin] = {}
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
@@ -150,10 +151,6 @@ class _Finder:
 
     def kind(self, value: int) -> Any:
         return self.program.avals[value].dtype
-
-    def is_key(self, value: int) -> bool:
-        kind = self.kind(value)
-        return kind == np.uint32 or jax.dtypes.issubdtype(kind, jax.dtypes.prng_key)
 
     def is_once(self, *beside: int | None) -> bool:
         """Whether none of what a leaf is applied to is an example's."""

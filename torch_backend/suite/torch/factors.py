@@ -114,7 +114,7 @@ class LayerFactors(FactorRefresh):
 
     def _products_of(self, index: int) -> torch.Tensor | None:
         """`_products` of one layer."""
-        for number, bucket in enumerate(self.buckets):
+        for number, bucket in enumerate(self.buckets if self.keeps_products else ()):
             for m in bucket.members:
                 if m.index == index:
                     return self._products(number, slice(m.start, m.stop))

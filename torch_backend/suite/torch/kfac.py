@@ -551,8 +551,8 @@ class KFAC(torch.optim.Optimizer):
         if not agreed.unusable:
             counts = True
             still = self._base is not None and all(map(_stands_still, self.param_groups))
-            overdue = self._overdue.layers
-            if self._steps % factor_update_steps == 0:
+            overdue, regular = self._overdue.layers, self._steps % factor_update_steps == 0
+            if regular:
                 counts = self._engine.update(taken, agreed, factor_decay)
                 counts |= self._base is not None and not still  # which moves by its momentum
                 self._counted_terms = agreed.counted_terms() if any(agreed.seen) else self._counted_terms
@@ -561,7 +561,7 @@ class KFAC(torch.optim.Optimizer):
                     self._engine.update(taken, agreed, factor_decay, overdue)
                 if still:
                     counts = not self._engine.reports.gradients_are_zero()  # as in `KFACEngine.update`
-            wanted = bool(overdue) or self._steps % factor_update_steps == 0
+            wanted = regular or bool(overdue)
             self._overdue.note(agreed.present, agreed.seen, wanted, factor_update_steps)
             del taken  # before inverses need room
             if self._spread_inverses:

@@ -291,11 +291,12 @@ class Kron(torch.optim.Optimizer):
         whole = []
         for number, gone in anew.items():
             group = self.param_groups[number]
-            behind = [(i, *counts) for i, *counts in group["behind"] if i not in gone]
-            group["behind"] = behind + [(i, *BEGINNING) for i in gone]
             if len(gone) == len(self._engines[number].parameters):
                 group.update(zip(COUNTS, BEGINNING, strict=True), behind=[])
                 whole.append(number)
+            else:
+                others = [entry for entry in group["behind"] if entry[0] not in gone]
+                group["behind"] = others + [(i, *BEGINNING) for i in gone]
         if self._skipped is not None and len(whole) == sum(bool(e.parameters) for e in self._engines):
             self._skipped.zero_()
         if any(engine.is_left_behind() for engine in self._engines):
