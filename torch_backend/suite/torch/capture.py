@@ -22,11 +22,11 @@ from suite.core.statistics import LayerStatistics
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import PRODUCTS, Call, DerivativeProbe, Noted, Source, follow
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed, without_modes
+from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed
 from suite.torch.layers import Layer, Site
 from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast
 from suite.torch.prepared import prepared
-from suite.torch.probe import Probe, ProbeOfDuals, Reached, Reading
+from suite.torch.probe import About, Reached, Reading, probed
 from suite.torch.rows import Bases, LayerSpec, example_count, output_positions, row_count
 from suite.torch.runs import Ending, Run
 from suite.torch.thin import KeptRows
@@ -334,26 +334,19 @@ class LayerCapture:
         if any([v is not None for v in (bases, scale, chosen, factor)]):  # noqa: C419 (torch.compile)
             slot = None if bases is None else self.products
             rest = (slot, scale, chosen, *(bases or (None, None)), factor)
-        compiling = torch.compiler.is_compiling()
-        apply = Probe.apply if compiling else ProbeOfDuals.apply
-        with without_modes():
-            probed = apply(
-                y,
-                None if spec.kind == "bias" else x,  # what is saved must not be changed in place
-                None if shared else slots[0],
-                slots[1],
-                slots[2],
-                spec,
-                clock,
-                self._reading(x),
-                source,
-                run,
-                None if compiling else self.clock,
-                *rest,
-            )
+        told = None if torch.compiler.is_compiling() else self.clock
+        found = probed(
+            y,
+            None if spec.kind == "bias" else x,  # what is saved must not be changed in place
+            None if shared else slots[0],
+            slots[1],
+            slots[2],
+            About(spec, clock, self._reading(x), source, run, told),
+            *rest,
+        )
         if isinstance(clock, UnlessBroadcast):
-            self.looked_up = LookedUp(weakref.ref(probed), x, clock, site)
-        return probed
+            self.looked_up = LookedUp(weakref.ref(found), x, clock, site)
+        return found
 
     def passed(
         self,

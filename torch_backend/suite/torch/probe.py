@@ -8,6 +8,7 @@ import torch
 
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Call, Source, is_awaited, is_recorded
+from suite.torch.hooks import without_modes
 from suite.torch.looked_up import OfSum, UnlessBroadcast
 from suite.torch.rows import Bases, LayerSpec, Sums, keeps_half, sums
 from suite.torch.runs import Run
@@ -20,6 +21,17 @@ class Reading(NamedTuple):
     token: int  # of the call's input
 
 
+class About(NamedTuple):
+    """What a backward pass through a call is to know of it."""
+
+    spec: LayerSpec
+    clock: CaptureClock | UnlessBroadcast | OfSum | None  # None: the pass takes statistics
+    reading: Reading | None
+    source: Source | None
+    run: Run | None
+    told: CaptureClock | None  # of backward passes
+
+
 class Probe(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -29,45 +41,38 @@ class Probe(torch.autograd.Function):
         A: torch.Tensor | None,
         G: torch.Tensor,
         counts: torch.Tensor,
-        spec: LayerSpec,
-        clock: CaptureClock | UnlessBroadcast | OfSum | None,
-        reading: Reading | None,
-        source: Source | None,
-        run: Run | None,
-        told: CaptureClock | None,
+        about: About,
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
         """
         Args:
-            told: of backward passes.
             rest: slot of products, scale, chosen rows, bases of A and G, a factor of x; or nothing.
         """
-        ctx.clock, ctx.reading, ctx.source, ctx.run, ctx.call = clock, reading, source, run, None
-        ctx.told = told
+        ctx.about, ctx.slot, ctx.call = about, G, None
         ctx.save_for_backward(x, *rest[1:])
-        ctx.spec, ctx.slot = spec, G
         # An alias, not a view: an output that is a view of an input breaks in-place ops after it.
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        wanted, on, source = ctx.needs_input_grad, gradient, ctx.source
+        spec, clock, reading, source, run, told = ctx.about
+        wanted, on = ctx.needs_input_grad, gradient
         x, *rest = ctx.saved_tensors  # once: checkpoints compute what is read again
         scale, chosen, *vectors = rest or (None, None)
-        waits = wanted[3] and (ctx.clock is None or ctx.clock.sampling)
+        waits = wanted[3] and (clock is None or clock.sampling)
         if source is not None and is_recorded():
-            ctx.call = ctx.call or Call(ctx.run)
+            ctx.call = ctx.call or Call(run)
             on = source.capture.passed(source, ctx.call, gradient, x, scale, True)
             waits = waits and is_awaited(ctx.slot)
-        if not waits or not (ctx.run is None or ctx.run.is_awaited()):
+        if not waits or not (run is None or run.is_awaited()):
             return (on, *(None,) * (len(wanted) - 1))
-        if ctx.told is not None:
-            ctx.told.passes()
-        counted = ctx.run is None or ctx.run.reached()
-        if ctx.reading is not None:
-            ctx.reading.read.append(ctx.reading.token)
-        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[11] else None
-        given = ctx, gradient, x, scale, chosen, bases, vectors[2] if vectors else None
+        if run is None and told is not None:
+            told.passes()  # a run says so itself
+        counted = run is None or run.reached()
+        if reading is not None:
+            reading.read.append(reading.token)
+        bases: Bases | None = (vectors[0], vectors[1]) if vectors and wanted[6] else None
+        given = ctx, spec, gradient, x, scale, chosen, bases, vectors[2] if vectors else None
         if _is_plain(gradient.device.type):
             A, G, counts, products = Probe._sums(*given)
         else:
@@ -76,12 +81,13 @@ class Probe(torch.autograd.Function):
         if not counted or (ctx.call is not None and not ctx.call.is_first()):
             counts = torch.stack([counts[0], torch.zeros_like(counts[0])])
         if not rest:
-            return on, None, A, G, counts, *(None,) * 6
-        return on, None, A, G, counts, *(None,) * 6, products, *(None,) * 5
+            return on, None, A, G, counts, None
+        return on, None, A, G, counts, None, products, *(None,) * 5
 
     @staticmethod
     def _sums(
         ctx: Any,
+        spec: LayerSpec,
         g: torch.Tensor,
         x: torch.Tensor | None,
         scale: torch.Tensor | None,
@@ -89,13 +95,15 @@ class Probe(torch.autograd.Function):
         bases: Bases | None,
         factor: torch.Tensor | None,
     ) -> Sums:
-        if scale is not None or factor is not None or not keeps_half(ctx.spec, g):
+        as_it_is = g.dtype == ctx.slot.dtype
+        if not as_it_is and (scale is not None or factor is not None or not keeps_half(spec, g)):
             g = g.to(ctx.slot.dtype)
         if scale is not None:
             g = g * scale
         if x is not None and x.is_floating_point():
-            x = x.to(g.dtype) if factor is None else x.to(g.dtype) * factor[0]
-        found = sums(ctx.spec, x, g, chosen=chosen, want_A=ctx.needs_input_grad[2], bases=bases)
+            x = x if x.dtype == g.dtype else x.to(g.dtype)
+            x = x if factor is None else x * factor[0]
+        found = sums(spec, x, g, chosen=chosen, want_A=ctx.needs_input_grad[2], bases=bases)
         if factor is not None and found[0] is not None and found[0].ndim == 3:
             for products in (found[0][:, :-1, -1], found[0][:, -1, :-1]):  # of inputs with the one
                 products *= factor[1]
@@ -122,6 +130,19 @@ class Reached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, torch.full(ctx.shape, float(ctx.positions), **ctx.kind), None
+
+
+def probed(*args: Any) -> torch.Tensor:
+    """`Probe.apply` without the look that torch takes for functorch's transforms, where none are."""
+    if torch.compiler.is_compiling():
+        with without_modes():
+            found: torch.Tensor = Probe.apply(*args)
+        return found
+    found = _apply(*args)
+    return found
+
+
+_apply = super(torch.autograd.Function, ProbeOfDuals).apply
 
 
 def _is_plain(device_type: str) -> bool:

@@ -122,6 +122,8 @@ def sums(
     """
     if chosen is not None and spec.max_examples:
         return _sums_of_some(spec, x, gradient, chosen, want_A, bases)
+    if spec.kind == "dense" and spec.axes is None and not spec.reduce and chosen is bases is None:
+        return _dense_sums(spec, x, gradient, want_A)
     positions = output_positions(spec, gradient)
     if spec.axes is not None:
         assert x is not None
@@ -161,6 +163,17 @@ def sums(
         A, G = None if A is None else A * share, G * share
         products = None if products is None else products * share
     return Sums(A, G, counts_like(gradient, round(inputs.shape[1] * share), positions), products)
+
+
+def _dense_sums(spec: LayerSpec, x: Any, gradient: torch.Tensor, want_A: bool) -> Sums:
+    """`sums` of what most layers are, in as few calls: there may be hundreds of small ones."""
+    of_A, of_G = spec.diagonal
+    G = second_moment_sum(gradient.reshape(1, -1, gradient.shape[-1]), diagonal=of_G)
+    A = None
+    if want_A:
+        A = second_moment_sum(x.reshape(1, -1, x.shape[-1]), diagonal=of_A, bias=spec.bias)
+    rows = gradient.numel() // gradient.shape[-1]
+    return Sums(A, G, counts_like(gradient, rows, rows), None)
 
 
 def keeps_half(spec: LayerSpec, gradient: torch.Tensor) -> bool:
