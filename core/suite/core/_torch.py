@@ -51,7 +51,6 @@ floor = torch.floor
 full = torch.full
 full_precision = _torch_precision.full_precision
 int32 = torch.int32
-isfinite = torch.isfinite
 linalg = torch.linalg
 log = torch.log
 log2 = torch.log2
@@ -99,6 +98,13 @@ def max(x: torch.Tensor, *, axis: Any, keepdims: Any = False) -> torch.Tensor:
     return torch.amax(x, dim=axis, keepdim=keepdims)
 
 
+def isfinite(x: torch.Tensor) -> torch.Tensor:
+    """Whether numbers are; of two operations, where torch's own is of four."""
+    if torch.compiler.is_compiling():  # which fuses these, and may know that 0 x is 0
+        return torch.isfinite(x)
+    return x * 0 == 0
+
+
 def min(x: torch.Tensor, *, axis: Any, keepdims: Any = False) -> torch.Tensor:
     return torch.amin(x, dim=axis, keepdim=keepdims)
 
@@ -131,7 +137,7 @@ def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
     """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
     inverse, factored = _torch_inverses.inverses(x)
     # Of positive definite matrices the diagonal bounds all entries; other infinities fail to factorize.
-    finite = torch.isfinite(trace(x)) & torch.isfinite(trace(inverse))
+    finite = trace(x) * 0 == trace(inverse) * 0  # NaN, which equals nothing, where one is not
     fine = (factored & finite)[..., None, None]
     return usually(fine, inverse, lambda: torch.full_like(inverse, torch.nan))
 
@@ -171,7 +177,7 @@ def trace(x: torch.Tensor) -> torch.Tensor:
 def are_finite(x: torch.Tensor) -> torch.Tensor:
     """(..., n, n) -> (...): whether all entries are finite, without an array of answers."""
     least, greatest = torch.aminmax(x.flatten(-2), dim=-1)
-    return torch.isfinite(least) & torch.isfinite(greatest)
+    return isfinite(least) & isfinite(greatest)
 
 
 def largest_entry(x: torch.Tensor, axis: tuple[int, ...], *, keepdims: Any) -> torch.Tensor:

@@ -259,10 +259,11 @@ class KFAC:
         )
         seen, fine = factor.weight > 0, usable(inverse, factor.weight.ndim)
         replace = seen & fine
+        failed = seen ^ replace
         return factor._replace(
             inverse=where(replace, inverse, factor.inverse),
             ready=factor.ready | replace,
-            failures=factor.failures + xp.astype(seen & ~fine, xp.int32),
+            failures=factor.failures + xp.astype(failed, xp.int32),
         )
 
     def invert(
@@ -554,9 +555,10 @@ def usable(inverse: Eigen | Array, batch: int) -> Array:
     elif inverse.ndim == batch + 1:
         marks = inverse
     else:
-        marks = linalg.trace(inverse)[..., None]
+        marks = linalg.trace(inverse)
     xp = array_namespace(marks)
-    return xp.all(xp.isfinite(marks), axis=-1)
+    finite = xp.isfinite(marks)
+    return finite if marks.ndim == batch else xp.all(finite, axis=-1)
 
 
 def all_usable(inverses: Sequence[Eigen | Array]) -> Array:

@@ -271,24 +271,28 @@ class FactorRefresh(FactorStore):
                 share_of |= {(i, "G"): for_G for i in members}
         dampings = []
         for factor, bucket in zip(self.factors, self.factor_buckets, strict=True):
-            none = torch.zeros_like(factor.weight)
-            owned = [(self.owners[m.index], slice(m.start, m.stop)) for m in bucket.members]
-            dampings.append(torch.cat([share_of.get(key, none[at]) for key, at in owned]))
+            own: list[torch.Tensor] = []
+            for m in bucket.members:
+                share = share_of.get(self.owners[m.index])
+                own.append(factor.weight.new_zeros(m.stop - m.start) if share is None else share)
+            dampings.append(torch.cat(own) if len(own) > 1 else own[0])
         return dampings
 
     def _mean_eigenvalues(self, keys: Sequence[Key]) -> dict[Key, torch.Tensor]:
         """(blocks,) of factors, wherever they are."""
-        means = [self.storage.mean_eigenvalue(factor) for factor in self.factors]
+        parts = [self.storage.mean_eigenvalue(factor) for factor in self.factors]
+        here: dict[Key, torch.Tensor] = {}
+        for mean, bucket in zip(parts, self.factor_buckets, strict=True):
+            sizes = [m.stop - m.start for m in bucket.members]
+            own = (self.owners[m.index] for m in bucket.members)
+            here |= zip(own, mean.split(sizes), strict=True)
 
-        def here(key: Key) -> torch.Tensor:
-            place = self.places.get(key)
-            if place is None:
-                layer = self.layers[key[0]]
-                dtype = at_least_single(self.factor_dtype or layer.dtype)
-                return torch.zeros(layer.blocks, dtype=dtype, device=layer.device)
-            return means[place.bucket][place.start : place.stop]
+        def elsewhere(i: int) -> torch.Tensor:
+            layer = self.layers[i]
+            dtype = at_least_single(self.factor_dtype or layer.dtype)
+            return torch.zeros(layer.blocks, dtype=dtype, device=layer.device)
 
-        found = {key: here(key) for key in keys}
+        found = {key: here[key] if key in here else elsewhere(key[0]) for key in keys}
         if self.ranks.alone:
             return found
         joined = torch.cat([mean.to(self.ranks.device, torch.float64) for mean in found.values()])
@@ -317,14 +321,14 @@ class FactorRefresh(FactorStore):
     def _settle(self, attempts: Sequence[Attempt]) -> None:
         """Look which factorizations failed, of all attempts in one wait, and try those again."""
         ready = [self.factors[attempt.number].ready for attempt in attempts]
-        flags = read_flags([*(attempt.failed.any() for attempt in attempts), *(x.all() for x in ready)])
-        for attempt, mask, failed, all_ready in zip(
+        flags = read_flags([attempt.failed for attempt in attempts] + ready)
+        for attempt, mask, failed, known in zip(
             attempts, ready, flags[: len(attempts)], flags[len(attempts) :], strict=True
         ):
-            if failed:
+            if any(failed):
                 self._try_again(attempt)
-                all_ready = bool(mask.all())
-            self._cache[attempt.number, "stack is ready"] = all_ready
+                known = mask.tolist()
+            self._cache[attempt.number, "stack is ready"] = all(known)
 
     def _try_again(self, attempt: Attempt) -> None:
         """A factor that failed gets more damping, then float64, then keeps the inverse before it."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+
+from suite.core._torch import isfinite
 
 HOST_DEVICES = ("cpu",)  # whose numbers can be read without waiting
 _LARGEST_JOINED = 2**18  # numbers of a tensor that takes a device less time to copy than to start on
@@ -86,15 +89,17 @@ def all_finite(
     return functools.reduce(torch.logical_and, [x.to(device) for x in found])
 
 
-def read_flags(flags: Sequence[torch.Tensor]) -> list[bool]:
-    """What booleans, (), of one device or of several are; the host waits once for each device."""
+def read_flags(flags: Sequence[torch.Tensor]) -> list[list[bool]]:
+    """What booleans, (n,), of one device or of several are; the host waits once for each device."""
     places: dict[torch.device, list[int]] = {}
     for i, flag in enumerate(flags):
         places.setdefault(flag.device, []).append(i)
-    found = dict.fromkeys(range(len(flags)), False)
+    found: list[list[bool]] = [[] for _ in flags]
     for own in places.values():
-        found |= zip(own, torch.stack([flags[i] for i in own]).tolist(), strict=True)
-    return list(found.values())
+        numbers = iter(torch.cat([flags[i] for i in own]).tolist())
+        for i in own:
+            found[i] = list(itertools.islice(numbers, len(flags[i])))
+    return found
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
@@ -116,4 +121,4 @@ def _are_finite(
         found.append(nn.utils.get_total_norm(elsewhere, norm_type=float("inf")))
     if scale is not None:
         found = [x * scale.to(x) for x in found]
-    return [x.to(kept_dtype or x.dtype).isfinite().all() for x in found]
+    return [isfinite(x.to(kept_dtype or x.dtype)).all() for x in found]
