@@ -120,12 +120,12 @@ class GradientExchange:
                 places += self._place(s.layer, s.piece, s.box, found[number])
         for i in here:
             for j, (piece, part) in enumerate(zip(_pieces(self.layers[i]), parts_of(i), strict=True)):
-                gradient, box = piece.grad(), self._box(rank, i, j)
                 if not moves(piece.parameter):
                     continue
-                if self._boxes is None and gradient is not None:
-                    places.append((gradient, part))
-                elif self._boxes is not None and size_of(box):
+                if self._boxes is None:
+                    gradient = piece.grad()
+                    places += [] if gradient is None else [(gradient, part)]
+                elif size_of(box := self._box(rank, i, j)):
                     places += self._place(i, j, box, part[slices(box)])
         for device in dict.fromkeys(target.device for target, _ in places):
             own = [(target, part) for target, part in places if target.device == device]

@@ -187,6 +187,8 @@ def joined_gradients(
 
 def split_directions(layers: Sequence[Layer], joined: torch.Tensor) -> list[list[torch.Tensor]]:
     """Undo `joined_gradients`: what is each layer's weight's, and its bias's if there is one."""
+    if len(layers) == 1:
+        return [layers[0].split(joined)]
     if not _are_alike(layers):
         matrices = joined.split([layer.blocks for layer in layers])
         return [layer.split(matrix) for layer, matrix in zip(layers, matrices, strict=True)]
