@@ -65,7 +65,7 @@ KFAC = {
     "kfac eigen": {},
     "kfac inverse": {"compute_method": "inverse", "weight_decay": 0.01},
     "kfac newton_schulz": {"compute_method": "newton_schulz"},
-    "kfac ekfac": {"compute_method": "ekfac"},
+    "kfac ekfac": {"compute_method": "ekfac", "inv_update_steps": 2},
     "kfac warm": {"warm_start": True},
     "kfac halves": {
         "compute_method": "inverse",

@@ -216,7 +216,9 @@ def test_what_undoes_a_loss_scale_for_each_kind_of_statistics(reduction, method)
     for fisher in (None, Gaussian(exact=True)):
         vag = value_and_grad(loss, has_aux=True, fisher=fisher)
         plan = vag.plan(params, x, 1.0)
-        tx = scale_by_kfac(plan, kl_clip=None, loss_reduction=reduction, compute_method=method)
+        tx = scale_by_kfac(
+            plan, kl_clip=None, loss_reduction=reduction, compute_method=method, inv_update_steps=2
+        )
 
         @jax.jit
         def direction(scale, vag=vag, plan=plan, tx=tx, fisher=fisher):

@@ -446,10 +446,12 @@ def test_functional_gradients_of_a_model_with_hooks_are_those_without():
 # Mistakes and interruptions
 
 
-def test_ekfac_that_refreshes_at_every_step_is_an_error():
+@pytest.mark.parametrize(("factors", "inverses"), [(1, 1), (10, 10), (20, 10)])
+def test_ekfac_whose_moments_every_refresh_replaces_is_an_error(factors, inverses):
     model = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="inv_update_steps must be > 1 with compute_method='ekfac'"):
-        KFAC(model, compute_method="ekfac", inv_update_steps=1)
+    periods = {"factor_update_steps": factors, "inv_update_steps": inverses}
+    with pytest.raises(ValueError, match="factor_update_steps must not be a multiple of inv_update_s"):
+        KFAC(model, compute_method="ekfac", **periods)
     assert hooks(model) == 0
 
 
@@ -670,10 +672,27 @@ def test_settings_that_mean_nothing_are_errors(settings, message):
         KFAC(nn.Linear(2, 2), **settings)
 
 
-def test_ekfac_keeps_a_period_above_one():
+@pytest.mark.parametrize(("name", "value"), [("inv_update_steps", 1), ("factor_update_steps", 4)])
+def test_ekfac_keeps_periods_that_measure_its_moments(name, value):
     kfac = KFAC(nn.Linear(2, 2), compute_method="ekfac", inv_update_steps=2)
-    with pytest.raises(ValueError, match="inv_update_steps must be > 1"):
-        kfac.set_hyperparameter("inv_update_steps", 1)
+    with pytest.raises(ValueError, match="factor_update_steps must not be a multiple of inv_update_s"):
+        kfac.set_hyperparameter(name, value)
+    assert (kfac.hyperparameter("inv_update_steps"), kfac.hyperparameter("factor_update_steps")) == (
+        2,
+        1,
+    )
+
+
+def test_ekfac_whose_schedules_leave_no_moments_says_so_before_anything_changes():
+    model = nn.Linear(2, 2)
+    kfac = KFAC(model, compute_method="ekfac", inv_update_steps=2, factor_update_steps=lambda t: 1 + t)
+    step(kfac, model(torch.randn(4, 2)).square().mean())
+    model(torch.randn(4, 2)).square().mean().backward()
+    before = model.weight.grad.clone()
+    with pytest.raises(ValueError, match="got 2 and 2"):
+        kfac.step()
+    assert torch.equal(model.weight.grad, before)
+    assert kfac.steps == 1
 
 
 def test_gradients_that_were_unscaled_already_are_not_unscaled_again():

@@ -86,6 +86,15 @@ class KFAC:
     def keeps_eigenbases(self) -> bool:
         return self.compute_method in ("eigen", "ekfac")
 
+    def check_periods(self, factor_update_steps: int, inv_update_steps: int) -> None:
+        """ValueError if 'ekfac' would be 'eigen': a refresh replaces the second moments before it."""
+        if self.compute_method == "ekfac" and factor_update_steps % inv_update_steps == 0:
+            raise ValueError(
+                "factor_update_steps must not be a multiple of inv_update_steps with compute_method="
+                "'ekfac', whose second moments are measured between refreshes, got "
+                f"{factor_update_steps} and {inv_update_steps}"
+            )
+
     def check_warm_start(self, warm_start: bool) -> None:
         """Raise unless it is True or False, and False where there are no eigenbases to start from."""
         check_flag("warm_start", warm_start)

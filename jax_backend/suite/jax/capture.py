@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.likelihoods import check_outputs
@@ -171,7 +172,10 @@ class value_and_grad:
             nothing = jax.tree.map(lambda s: varying_alike(jnp.zeros(s.shape, s.dtype), s), shapes)
             return arrays_of((value, grads, nothing))
 
-        arrays, grads, statistics = lax.cond(capture, captured, skipped)
+        if isinstance(capture, Tracer):
+            arrays, grads, statistics = lax.cond(capture, captured, skipped)
+        else:
+            arrays, grads, statistics = captured() if capture else skipped()
         leaves, tree, is_array = structure["value"]
         given_arrays = iter(arrays)
         value = [next(given_arrays) if yes else x for x, yes in zip(leaves, is_array, strict=True)]
@@ -453,7 +457,7 @@ def verify(
             matrix = matrix[..., :-1]
         given = sums.get(layer.leaf, jnp.zeros(plan.shapes[layer.leaf], matrix.dtype))
         sums[layer.leaf] = write_matrices(given, layer.view, matrix)
-    largest = max(float(np.abs(np.asarray(g, np.float64)).max(initial=0.0)) for g in grads)
+    largest = max(float(np.abs(np.asarray(g)).max(initial=0.0)) for g in grads)
     for leaf, total in sums.items():
         gradient = np.asarray(grads[leaf], np.float64)
         rounding = largest * float(jnp.finfo(plan.dtypes[leaf]).eps) ** 0.5

@@ -16,6 +16,7 @@ from suite.core import statistics as core_statistics
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.linalg import inner_product
 from suite.core.step_size import kl_clip_coefficient
+from suite.jax.at_once import compiled_unless_traced
 from suite.jax.dtypes import at_least_float32, check_dtype
 from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.factors import Factors
@@ -70,7 +71,8 @@ def scale_by_kfac(
         kl_clip: bound of lr² Σ⟨direction, gradient⟩; None switches clipping off.
         lr: the learning rate in that bound.
         compute_method: 'eigen', 'inverse', 'newton_schulz' or 'ekfac', see `suite.core.kfac.KFAC`. For
-            'ekfac' statistics must come from `value_and_grad(...)(..., bases=eigenbases(state, plan))`.
+            'ekfac' statistics must come from `value_and_grad(...)(..., bases=eigenbases(state, plan))`,
+            and be due between refreshes, too: factor_update_steps is no multiple of inv_update_steps.
         warm_start: eigenbases ('eigen', 'ekfac') start from the ones before and improve by one
             orthogonal iteration.
         factor_dtype, inv_dtype: dtypes of running averages and of inverses; default: the parameter's,
@@ -112,6 +114,8 @@ def scale_by_kfac(
             )
     rule = core_kfac.KFAC(compute_method)
     rule.check_warm_start(warm_start)
+    if isinstance(factor_update_steps, int) and isinstance(inv_update_steps, int):
+        rule.check_periods(factor_update_steps, inv_update_steps)
     spread = spread_of(mesh, axis_name, gradient_worker_fraction, assignment_strategy)
     if spread.keeps and rule.compute_method == "ekfac":
         raise ValueError(
@@ -166,9 +170,15 @@ def scale_by_kfac(
                 "K-FAC's update(...) needs statistics=, the third result of suite.jax.value_and_grad, "
                 "or None in a step that updates no factors"
             )
-        leaves, factors = factors_of(updates)
         if statistics is not None:
-            require_fit(plan, statistics, factors.keeps_products)
+            require_fit(plan, statistics, factors_of(updates)[1].keeps_products)
+        moved: tuple[Any, ScaleByKFACState] = compiled(updates, state, statistics)
+        return moved
+
+    def moved_by(
+        updates: Any, state: ScaleByKFACState, statistics: Statistics | None
+    ) -> tuple[Any, ScaleByKFACState]:
+        leaves, factors = factors_of(updates)
         at = {name: _at(value, state.steps) for name, value in settings.items()}
         signs = [] if statistics is None else finite_signs(statistics)
         finite = all_finite((updates, signs))
@@ -208,6 +218,7 @@ def scale_by_kfac(
         )
         return moved, new_state
 
+    compiled = compiled_unless_traced(moved_by)
     specs = functools.partial(explicit_state_specs, spread=spread)
     tx = optax.GradientTransformationExtraArgs(init, update)
     return across_explicit_axes(tx, spread.explicit_mesh, specs)

@@ -20,6 +20,7 @@ from suite.core.routing import Route, Routing
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip
 from suite.jax import kron_blocks, kron_engine
+from suite.jax.at_once import compiled_unless_traced
 from suite.jax.boxes import rebox, unbox
 from suite.jax.dtypes import check_dtype, check_precision
 from suite.jax.explicit_axes import across_explicit_axes, explicit_specs, on_automatic_axes
@@ -183,6 +184,8 @@ def scale_by_kron(
         _integer("seed", seed, 0),
     )
 
+    compiled = compiled_unless_traced(functools.partial(kron_engine.update, settings, value_fn=None))
+
     def init(params: Any) -> ScaleByKronState:
         params = unbox(params)
         whole: Any = PartitionSpec()
@@ -207,12 +210,14 @@ def scale_by_kron(
             raise ValueError("vector and hvp must be given together")
         if value_fn is not None and params is None:
             raise ValueError("params must be given to update(...) with value_fn")
-        plain, loss = jax.tree.map(jnp.asarray, unbox(updates)), value_fn
+        plain = jax.tree.map(jnp.asarray, unbox(updates))
         pair = None if vector is None else (like(plain, unbox(vector)), like(plain, unbox(hvp)))
-        if value_fn is not None:  # which may want its parameters in their boxes
+        if value_fn is None:
+            moved, state = compiled(plain, state, None, pair)
+            return rebox(moved, updates), state
 
-            def loss(values: Any) -> jax.Array:
-                return value_fn(rebox(values, params))
+        def loss(values: Any) -> jax.Array:  # which may want its parameters in their boxes
+            return value_fn(rebox(values, params))
 
         moved, state = kron_engine.update(settings, plain, state, unbox(params), pair, loss)
         return rebox(moved, updates), state

@@ -17,6 +17,7 @@ from suite.core import moments, noise
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip, clipped
+from suite.jax.at_once import compiled_unless_traced
 from suite.jax.boxes import rebox, unbox
 from suite.jax.dtypes import at_least_float32
 from suite.jax.explicit_axes import across_explicit_axes, on_automatic_axes
@@ -209,11 +210,25 @@ def _scale(
         if value_fn is not None and params is None:
             raise ValueError("params must be given to update(...) with value_fn")
         plain = unbox(updates)
-        gradient = flat(plain).astype(state.momentum.dtype)
-        if not gradient.size:
+        if not any(leaf.size for leaf in jax.tree.leaves(plain)):
             return updates, state
         if vector is not None:
             vector, hvp = like(plain, unbox(vector)), like(plain, unbox(hvp))
+        if value_fn is None:
+            directions, new_state = compiled(plain, state, vector, hvp)
+        else:
+            directions, new_state = moved_by(plain, state, vector, hvp, params, value_fn)
+        return rebox(directions, updates), new_state
+
+    def moved_by(
+        plain: Any,
+        state: ScaleByVectorState,
+        vector: Any,
+        hvp: Any,
+        params: Any = None,
+        value_fn: Callable[[Any], jax.Array] | None = None,
+    ) -> tuple[Any, ScaleByVectorState]:
+        gradient = flat(plain).astype(state.momentum.dtype)
         finite = all_finite((plain, hvp))
         step = state.steps + 1
         due, clock = advance_clock(state.update_clock, at(probability, step))
@@ -259,7 +274,7 @@ def _scale(
         parts = jnp.split(moved, np.cumsum([leaf.size for leaf in leaves])[:-1])
         shaped = [x.reshape(g.shape).astype(g.dtype) for x, g in zip(parts, leaves, strict=True)]
         directions = zero_unless(finite, jax.tree.unflatten(treedef, shaped))
-        return rebox(directions, updates), ScaleByVectorState(
+        return directions, ScaleByVectorState(
             jnp.where(finite, step, state.steps),
             jnp.where(finite & due, state.updates + 1, state.updates),
             jnp.where(finite, clock, state.update_clock),
@@ -269,6 +284,7 @@ def _scale(
             state.skipped_steps + (~finite).astype(jnp.int32),
         )
 
+    compiled = compiled_unless_traced(moved_by)
     return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))
 
 

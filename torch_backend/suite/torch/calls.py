@@ -107,8 +107,9 @@ def keeps_order(function: Any, args: Any) -> bool:
     """Whether it returns all of its argument's numbers, in their order."""
     if function is T.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        whole = [i is None or i is ... or (isinstance(i, slice) and i == slice(None)) for i in index]
-        return all(whole)
+        # By its parts: a slice that ends at a length is not to fix that for torch.compile.
+        parts = [(i.start, i.stop, i.step) if isinstance(i, slice) else (i,) for i in index]
+        return all([all([p is None or p is ... for p in of_one]) for of_one in parts])  # noqa: C419
     return function in RESHAPE
 
 

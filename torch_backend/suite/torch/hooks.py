@@ -98,7 +98,15 @@ def drop_inert_hooks(module: nn.Module) -> None:
 
 
 class Mode(TorchFunctionMode):
-    """Watches the functions that run in a forward, which torch.compile may trace."""
+    """Watches the functions that run in a forward, which torch.compile may trace.
+
+    Where torch.compile gives a forward up and compiles what that calls, it would compile
+    `__torch_function__`, too, and run for one function what it has made of another.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _keep_from_compiling(cls.__torch_function__.__code__)
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,6 +115,16 @@ class Mode(TorchFunctionMode):
     def is_elsewhere(self) -> bool:
         """Whether what runs is compiled by itself, inside of a forward that is not."""
         return torch.compiler.is_compiling() and not self.is_traced
+
+
+def _keep_from_compiling(code: CodeType) -> None:
+    """Have code run as it is, and what it calls, but where it is part of a graph."""
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    else:  # torch 2.6
+        frames.skip_code(code)
 
 
 class Stacks:

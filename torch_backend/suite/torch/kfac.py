@@ -32,7 +32,6 @@ from suite.torch.settings import (
     DistributedStrategy,
     check_hyperparameter,
     check_model_and_optimizer,
-    check_period_of_ekfac,
     check_settings,
     choice_of,
     likelihood_of,
@@ -78,7 +77,8 @@ class KFAC(torch.optim.Optimizer):
         lr: the learning rate in that bound. Default: the optimizer's for each parameter, or 0.1
             without one.
         compute_method: 'eigen', 'inverse', 'newton_schulz' or 'ekfac', see `suite.core.kfac.KFAC`;
-            'ekfac' needs inv_update_steps > 1.
+            with 'ekfac' statistics are due between refreshes, too: factor_update_steps is no multiple
+            of inv_update_steps.
         compute_eigenvalue_outer_product: of 'eigen': keep d_G d_Aᵀ between refreshes, of the size of the
             gradient, and save an outer product a step. Damping is added at every step all the same.
         warm_start: of eigenbases: start from the last one, a QR instead of a full eigendecomposition.
@@ -272,6 +272,8 @@ class KFAC(torch.optim.Optimizer):
         )
         rule = core_kfac.KFAC(settings["compute_method"])
         rule.check_warm_start(warm_start)
+        if not callable(factor_update_steps) and not callable(inv_update_steps):
+            rule.check_periods(factor_update_steps, inv_update_steps)
         likelihood = settings["likelihood"] = likelihood_of(likelihood, fisher)
         self._grad_scaler = grad_scaler
         self._spread_inverses = spread_inverses
@@ -489,8 +491,10 @@ class KFAC(torch.optim.Optimizer):
         if callable(self._given_as(name)):
             raise ValueError(f"{name} was given as a function of the step count and cannot be set")
         check_hyperparameter(name, value)
-        if name == "inv_update_steps" and self._engine.rule.compute_method == "ekfac":
-            check_period_of_ekfac(value)
+        other = {"factor_update_steps": "inv_update_steps", "inv_update_steps": "factor_update_steps"}
+        if name in other and not callable(self._given_as(other[name])):
+            periods = {name: value, other[name]: self._given_as(other[name])}
+            self._engine.rule.check_periods(**periods)
         self._put(name, value)
         self._set_clock()
 
@@ -534,6 +538,7 @@ class KFAC(torch.optim.Optimizer):
         damping = self.hyperparameter("damping")
         factor_decay = self.hyperparameter("factor_decay")
         kl_clip = self.hyperparameter("kl_clip")
+        self._engine.rule.check_periods(factor_update_steps, inv_update_steps)
         self._at("factor_update_steps", self._steps + 1)  # what is wrong with it is said now
         lr_of, moves = self._lr_of(), self._moves()
         self._require_unscaled()

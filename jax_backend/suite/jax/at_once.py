@@ -1,0 +1,20 @@
+"""What nothing traces is compiled once: `lax.cond` of new functions would be, in every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+
+def compiled_unless_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of pytrees of arrays, compiled where its caller is not, for each kind of these once."""
+    compiled = jax.jit(function)
+
+    def called(*args: Any) -> Any:
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
+        return function(*args) if traced else compiled(*args)
+
+    return called
