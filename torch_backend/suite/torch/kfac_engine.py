@@ -169,6 +169,8 @@ class KFACEngine:
         self.reports.unseen(agreed.seen)
         self.reports.thawed()
         self.reports.missed_derivatives()
+        if self.capture.clock.is_compiled:
+            self.reports.looked_up_for_all(taken, agreed.terms * agreed.share)
         self.capture.settle_functions(agreed.functional)
         partial = self._settle_sharing(taken, agreed)
         captures, sampled = self.capture.by_layer, self.capture.clock.sampled

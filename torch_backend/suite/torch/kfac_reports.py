@@ -11,6 +11,7 @@ from torch import nn
 
 from suite.core import linalg
 from suite.core.routing import Route, Routing
+from suite.torch.capture import Captured
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import local
@@ -41,6 +42,7 @@ class Reports:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._known = {found.name_of(name): p for name, p in model.named_parameters()}
         self._has_seen = self._torn_reported = False
+        self._has_compiled = False  # any layer
         self._unseen = set(range(len(self.layers)))  # layers that never ran where a hook could see it
         self._saw_nothing = False  # in a step
         self._missed: set[str] = set()  # of whose derivatives was warned
@@ -132,6 +134,32 @@ class Reports:
             said = f"{said}, although its layers have gradients ({why})"
         warn_user(f"{said}, so its factors were not updated")
         return True
+
+    def looked_up_for_all(self, taken: Sequence[Captured | None], terms: torch.Tensor) -> None:
+        """Warn, once, about tables whose rows a compiled graph may have looked up for all examples.
+
+        Args:
+            terms: (), of the loss of this rank.
+        """
+        if self._has_compiled:
+            return
+        self._has_compiled = True
+        counts = {
+            layer.name: captured.positions[0].to(terms)
+            for layer, captured in zip(self.layers, taken, strict=True)
+            if captured is not None and layer.spec.kind == "embedding"
+        }
+        if not counts:
+            return
+        fewer = (torch.stack(list(counts.values())) < terms).tolist()
+        names = ", ".join(repr(name) for name, few in zip(counts, fewer, strict=True) if few)
+        if names:
+            warn_user(
+                "these tables were looked up in a compiled graph, with fewer rows than the loss has "
+                "terms, as positions are that all examples share: their second moments are of gradients "
+                "summed over examples. Expand the indices over the batch, look up outside of the graph, "
+                f"or give skip_layers: {names}"
+            )
 
     def unseen(self, seen: Sequence[bool]) -> None:
         """Warn, of each once, about layers that have a gradient but never ran where a hook could see."""
