@@ -22,11 +22,11 @@ from suite.core.statistics import LayerStatistics
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import PRODUCTS, Call, DerivativeProbe, Noted, Source, follow
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed
+from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed, without_modes
 from suite.torch.layers import Layer, Site
 from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast
 from suite.torch.prepared import prepared
-from suite.torch.probe import About, Reached, Reading, probed
+from suite.torch.probe import About, ProbeOfSum, Reached, Reading, probed
 from suite.torch.rows import Bases, LayerSpec, example_count, output_positions, row_count
 from suite.torch.runs import Ending, Run
 from suite.torch.thin import KeptRows
@@ -79,6 +79,8 @@ class LayerCapture:
         self.read: list[int] = []  # of those whose A others share, or may: that a backward pass reached
         self.first_call = 0  # its number among all layers' calls
         self.looked_up: LookedUp | None = None  # the last call, of an embedding
+        self.arounds: list[Any] = []  # what watches the sums that its lookups are in (functional.py)
+        self.summed_in_graph = False  # whether it saw one in a graph that is compiled
         self.ran = False  # whether it was called in this step, and not only computed again
         self.called = False  # the same, with its weight as it is, in compiled graphs, too
         self.began = 0  # how often sums began anew
@@ -346,6 +348,9 @@ class LayerCapture:
         )
         if isinstance(clock, UnlessBroadcast):
             self.looked_up = LookedUp(weakref.ref(found), x, clock, site)
+        elif spec.kind == "embedding" and not self.clock.sampled:
+            for around in self.arounds:
+                around.looked_up_in_graph(self, spec, x, found)
         return found
 
     def passed(
@@ -460,6 +465,24 @@ class LayerCapture:
             return total
         moved: torch.Tensor = probed if axis == -1 else probed.movedim(-1, axis)
         return moved
+
+    def observe_sum_in_graph(
+        self, spec: LayerSpec, x: torch.Tensor, shape: torch.Size, factor: float, total: torch.Tensor
+    ) -> torch.Tensor:
+        """`observe_sum` in a graph that is compiled, of an output of this shape times a factor."""
+        if total.shape[-1] != shape[-1] or total.ndim < len(shape):
+            return total
+        self.summed_in_graph = True
+        if total.numel() <= shape.numel():
+            return total
+        if x.ndim == total.ndim - 1 and x.ndim and len(x) == len(total):
+            return total  # once an example, for all its rows
+        index = x.broadcast_to(total.shape[:-1])
+        with without_modes():
+            probed: torch.Tensor = ProbeOfSum.apply(
+                total, index, x, self.A, self.G, self.counts, spec, shape, factor
+            )
+        return probed
 
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> Run | None:
         spec = site.spec

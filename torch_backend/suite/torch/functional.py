@@ -126,6 +126,32 @@ class FunctionCapture(ModeAround):
         self.module = weakref.ref(module)
         self.found: set[int] = set()  # places in `uses`
         self.ran = False
+        for capture, _ in uses:
+            if capture.layer.spec.kind == "embedding":
+                capture.arounds.append(self)
+
+    def looked_up_in_graph(
+        self, capture: LayerCapture, spec: LayerSpec, x: torch.Tensor, found: torch.Tensor
+    ) -> None:
+        """A lookup in a graph that is compiled."""
+        mode = self.modes.own()[-1] if self.modes.own() else None
+        if not isinstance(mode, _Watching) or not mode.is_traced:
+            return
+        for place, (own, _) in enumerate(self.uses):
+            if own is capture:
+                mode.lookups.append(_LookedUp(place, spec, x, found, 1.0))
+                return
+
+    def meet_sum_in_graph(
+        self, operands: Sequence[Any], output: torch.Tensor, lookups: Sequence[_LookedUp]
+    ) -> torch.Tensor:
+        """`meet_sum`, of what lookups in a graph found, as it is."""
+        for one in lookups:
+            if any([operand is one.found for operand in operands]):  # noqa: C419 (torch.compile)
+                self.found.add(one.place)
+                capture, shape = self.uses[one.place][0], one.found.shape
+                output = capture.observe_sum_in_graph(one.spec, one.x, shape, one.factor, output)
+        return output
 
     def make_mode(self) -> _Watching | None:
         if not any([capture.wanted(index) for capture, index in self.uses]):  # noqa: C419 (torch.compile)
@@ -293,6 +319,16 @@ class _Known(NamedTuple):
         return self.role == role and self.tensor.shape == self.shape
 
 
+class _LookedUp(NamedTuple):
+    """What a graph that is compiled found in a table, or a multiple of it, perhaps with axes of one."""
+
+    place: int  # in `FunctionCapture.uses`
+    spec: LayerSpec
+    x: torch.Tensor
+    found: torch.Tensor
+    factor: float
+
+
 class _Product(NamedTuple):
     """Of a layer's weight, or a cast of it, that awaits the layer's bias."""
 
@@ -326,6 +362,7 @@ class _Watching(Mode):
         self.made: list[Made] = []
         self._ids: tuple[int, set[int]] = -1, set()  # of the tensors in `known` and `made`, so many
         self.moved: list[tuple[torch.Tensor, LookedUp]] = []  # kept alive, for who adds it
+        self.lookups: list[_LookedUp] = []  # in a graph that is compiled
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
         self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
         self.began = 0 if torch.compiler.is_compiling() else graph_clock()
@@ -366,6 +403,7 @@ class _Watching(Mode):
             return output  # a checkpoint inside of the forward runs its part again without this mode
         if function in _MOVES:
             self._follow_lookups(function, args, kwargs, output)
+            self.lookups += self._moved_in_graph(function, args, kwargs, output) if self.lookups else []
         if function in CASTS:
             self._follow(args[0], output)
             return output
@@ -387,6 +425,8 @@ class _Watching(Mode):
                 sum_of = {"input": product.x, "bias": bias}
                 return self.around.meet([product.place], F.linear, sum_of, output, None, product.axes)
             self.around.stray(product.place)
+        if sums and self.lookups:
+            return self.around.meet_sum_in_graph(args, output, self.lookups)
         if sums:
             return self.around.meet_sum(args, output, [one for _, one in self.moved])
         if function is torch.einsum:
@@ -544,6 +584,22 @@ class _Watching(Mode):
                 self._note_call(output, given["input"])
                 return self.around.meet([made.place], function, given, output, made.scale)
         return output
+
+    def _moved_in_graph(
+        self, function: Any, args: Any, kwargs: Any, output: torch.Tensor
+    ) -> list[_LookedUp]:
+        """What a step makes of lookups that is still one: more axes in front, or a number of times."""
+        moved = []
+        for one in self.lookups:
+            shape = one.found.shape
+            if args[0] is one.found and function in VIEWS:
+                if output.shape[output.ndim - len(shape) :] == shape and output.numel() == shape.numel():
+                    moved.append(one._replace(found=output))
+            elif function in TIMES and len(args) == 2 and not kwargs:
+                other = args[1] if args[0] is one.found else args[0]
+                if isinstance(other, (int, float)) and any([x is one.found for x in args]):  # noqa: C419
+                    moved.append(one._replace(found=output, factor=one.factor * other))
+        return moved
 
     def _follow_lookups(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         """Its axes moved about, or a multiple of it."""

@@ -144,10 +144,11 @@ class Reports:
         if self._has_compiled:
             return
         self._has_compiled = True
+        known = {capture.layer.name for capture in self.capture.by_layer if capture.summed_in_graph}
         counts = {
             layer.name: captured.positions[0].to(terms)
             for layer, captured in zip(self.layers, taken, strict=True)
-            if captured is not None and layer.spec.kind == "embedding"
+            if captured is not None and layer.spec.kind == "embedding" and layer.name not in known
         }
         if not counts:
             return

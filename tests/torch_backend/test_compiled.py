@@ -1,0 +1,189 @@
+"""What torch.compile makes of a model with K-FAC attached: the same function, the same statistics.
+
+The oracle is the model as it is, whose own tests compare it to dense formulas.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from suite.torch import KFAC, LSTM
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # dynamo's own
+    pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning"),  # dynamo looks at .grad
+    pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes"),
+]
+
+
+class BreaksInLoop(nn.Module):
+    """Torch.compile gives its forward up, and compiles what that calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner, self.head = nn.Parameter(torch.ones(6)), nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.inner(x) * self.scale
+        for _ in range(2):
+            if h.sum() > -1e9:
+                h = h + 0
+        return self.head(h.tanh() - h.sigmoid() * h.exp())
+
+
+class Routed(nn.Module):
+    """A mixture of experts, whose shapes depend on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.head = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 5)
+        self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weight[rows][:, None])
+        return self.head(x + out)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = LSTM(4, 6, batch_first=True), nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(self.cells(x)[0][:, -1])
+
+
+class Tokens(nn.Module):
+    """Positions that are looked up once for all examples, in ways that models have."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.tokens, self.table = how, nn.Embedding(20, 8), nn.Embedding(12, 8)
+        self.norm, self.hidden, self.head = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 20)
+        self.register_buffer("ids", torch.arange(12)[None])
+
+    def forward(self, x):
+        length, h = x.shape[1], self.tokens(x)
+        if self.how == "arange":
+            h = h + self.table(torch.arange(length))
+        elif self.how == "buffer, in place":
+            h += self.table(self.ids[:, :length])
+        elif self.how == "scaled, with an axis more":
+            h = h * 3 + 2 * self.table(torch.arange(length)).unsqueeze(0)
+        elif self.how == "one of each example":
+            h = h + self.table(x[:, :1] % 12)
+        elif self.how == "expanded":
+            h = h + self.table(self.ids[:, :length]).expand(len(x), -1, -1)
+        h = self.norm(h)
+        return self.head(h + torch.tanh(self.hidden(h)))
+
+
+def trained(model, batches, run=None, micro=1):
+    """Outputs, and all parameters, after each step."""
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, base, kl_clip=None, damping=0.01, factor_update_steps=2)
+    run, found = run or (lambda: model), []
+    call = run()
+    for x in batches:
+        kfac.zero_grad()
+        for part in x.chunk(micro):
+            y = call(part)
+            if x.is_floating_point():
+                loss = y.square().mean()
+            else:
+                loss = F.cross_entropy(y.flatten(0, 1), part.roll(1, 1).flatten())
+            (loss / micro).backward()
+        kfac.step()
+        found.append([y.detach(), *(p.detach().clone() for p in model.parameters())])
+    return found
+
+
+def pair_of(make, batches, backend, **settings):
+    torch._dynamo.reset()
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = make().double()
+
+        def run(model=model, compiled=compiled):
+            return torch.compile(model, backend=backend, **settings) if compiled else model
+
+        ends.append(trained(model, batches, run, micro=2))
+    return ends
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("make", [BreaksInLoop, Routed, Recurrent])
+def test_what_cannot_be_one_graph_is_the_same_function_and_step(make, backend):
+    torch.manual_seed(1)
+    shape = (6, 7, 4) if make is Recurrent else (24, 4)
+    batches = [torch.randn(shape).double() for _ in range(3)]
+    found, expected = pair_of(make, batches, backend)
+    for own, others in zip(found, expected, strict=True):
+        for a, b in zip(own, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "how", ["arange", "buffer, in place", "scaled, with an axis more", "one of each example"]
+)
+def test_positions_count_once_an_example_in_one_graph(how, recwarn):
+    torch.manual_seed(1)
+    batches = [torch.randint(0, 20, (16, 10)) for _ in range(4)]
+    found, expected = pair_of(lambda: Tokens(how), batches, "aot_eager", fullgraph=True)
+    for own, others in zip(found, expected, strict=True):
+        for a, b in zip(own, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    assert not [w for w in recwarn if "compiled graph" in str(w.message)]
+
+
+def test_positions_that_a_graph_expands_are_named_in_a_warning():
+    torch._dynamo.reset()
+    model = Tokens("expanded")
+    kfac, run = KFAC(model), torch.compile(model, backend="eager")
+    for _ in range(2):
+        run(torch.randint(0, 20, (16, 10))).square().mean().backward()
+        if kfac.steps:
+            kfac.step()  # it is said once
+            continue
+        with pytest.warns(RuntimeWarning, match="looked up in a compiled graph.*'table'$"):
+            kfac.step()
+
+
+def test_a_length_that_is_marked_as_dynamic_stays_so():
+    torch._dynamo.reset()
+
+    class Sliced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+            self.positions = nn.Parameter(torch.randn(32, 8))
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.table(x) + self.positions[: x.shape[1]]))
+
+    model, graphs = Sliced(), []
+    kfac = KFAC(model, factor_update_steps=1)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    run, counts = torch.compile(model, backend=backend), []
+    for length in range(7, 23, 2):
+        x = torch.randint(0, 20, (4, length))
+        torch._dynamo.mark_dynamic(x, 1)
+        run(x).square().mean().backward()
+        kfac.step()
+        model.zero_grad()
+        counts.append(len(graphs))
+    assert counts[-1] < len(counts)
