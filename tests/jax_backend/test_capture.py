@@ -602,3 +602,13 @@ def test_what_only_passes_through_a_constant_function_is_not_used(steps):
     assert statistics.terms == 8
     (value,) = statistics.layers.values()
     np.testing.assert_allclose(value.main.A[0], x.T @ x, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("error")
+def test_verify_takes_the_size_of_a_complex_gradient():
+    params = {"w": jnp.full((3, 3), 1e3j), "l": jnp.ones((4, 3))}
+
+    def loss(p, x):
+        return jnp.mean(jnp.abs((x @ p["l"]) @ p["w"]))
+
+    assert verify(loss, params, jnp.ones((2, 4)), rtol=1e-10)["['l']"] < 1e-10
