@@ -88,3 +88,28 @@ def test_a_pair_and_a_loss_still_give_the_pair():
             updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS, vector=vector, hvp=grads, **more)
             ends.append(updates)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), *ends)
+
+
+@pytest.mark.parametrize("name", ["kfac", "kron", "lra"])
+def test_schedules_of_what_nothing_traces_may_be_any_function(name):
+    box = {"value": 0.0}
+
+    def chosen(step):
+        return box["value"] if int(step) >= 0 else 0.0
+
+    makers = {
+        "kfac": lambda value: kfac(VAG.plan(PARAMS, X), 0.1, damping=value, kl_clip=None),
+        "kron": lambda value: kron(0.1, preconditioner_lr=value),
+        "lra": lambda value: lra(0.1, rank=2, preconditioner_lr=value),
+    }
+    tx, params = makers[name](chosen), jax.tree.map(jnp.asarray, PARAMS)
+    state = tx.init(params)
+    for value in (0.1, 0.5, 0.9):
+        box["value"] = value
+        _, grads, statistics = VAG(params, X)
+        alike = makers[name](value)
+        expected, _ = jax.jit(lambda *given, tx=alike: tx.update(*given[:3], statistics=given[3]))(
+            grads, state, params, statistics
+        )
+        updates, state = tx.update(grads, state, params, statistics=statistics)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), updates, expected)

@@ -22,7 +22,7 @@ from torch.overrides import _get_current_function_mode_stack as mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from conftest import same
-from suite.torch import KFAC, LRA, Kron, detach
+from suite.torch import KFAC, LRA, KFACParamScheduler, Kron, detach
 
 T64 = torch.float64
 
@@ -673,26 +673,35 @@ def test_settings_that_mean_nothing_are_errors(settings, message):
 
 
 @pytest.mark.parametrize(("name", "value"), [("inv_update_steps", 1), ("factor_update_steps", 4)])
-def test_ekfac_keeps_periods_that_measure_its_moments(name, value):
-    kfac = KFAC(nn.Linear(2, 2), compute_method="ekfac", inv_update_steps=2)
-    with pytest.raises(ValueError, match="factor_update_steps must not be a multiple of inv_update_s"):
-        kfac.set_hyperparameter(name, value)
-    assert (kfac.hyperparameter("inv_update_steps"), kfac.hyperparameter("factor_update_steps")) == (
-        2,
-        1,
-    )
-
-
-def test_ekfac_whose_schedules_leave_no_moments_says_so_before_anything_changes():
+def test_ekfac_says_once_that_periods_measure_no_moments_any_more(name, value):
     model = nn.Linear(2, 2)
-    kfac = KFAC(model, compute_method="ekfac", inv_update_steps=2, factor_update_steps=lambda t: 1 + t)
-    step(kfac, model(torch.randn(4, 2)).square().mean())
+    kfac = KFAC(model, compute_method="ekfac", inv_update_steps=2)
+    kfac.set_hyperparameter(name, value)  # one after the other, on the way to others perhaps
     model(torch.randn(4, 2)).square().mean().backward()
-    before = model.weight.grad.clone()
-    with pytest.raises(ValueError, match="got 2 and 2"):
+    with pytest.warns(RuntimeWarning, match="until they change: factor_update_steps must not be a mul"):
         kfac.step()
-    assert torch.equal(model.weight.grad, before)
-    assert kfac.steps == 1
+    step(kfac, model(torch.randn(4, 2)).square().mean())
+
+
+def test_ekfac_may_refresh_in_every_step_at_first():
+    model = nn.Linear(2, 2)
+    kfac = KFAC(model, compute_method="ekfac", inv_update_steps=lambda t: 1 if t < 2 else 10)
+    for number in range(4):
+        model(torch.randn(4, 2)).square().mean().backward()
+        if number:
+            kfac.step()
+            continue
+        with pytest.warns(RuntimeWarning, match="until they change.*got 1 and 1"):
+            kfac.step()
+    assert kfac.steps == 4
+
+
+def test_schedulers_change_both_periods_of_ekfac():
+    kfac = KFAC(nn.Linear(2, 2), compute_method="ekfac", inv_update_steps=10)
+    scheduler = KFACParamScheduler(kfac, update_freq_alpha=10, update_freq_schedule=[1])
+    scheduler.step()
+    assert kfac.hyperparameter("factor_update_steps") == 10
+    assert kfac.hyperparameter("inv_update_steps") == 100
 
 
 def test_gradients_that_were_unscaled_already_are_not_unscaled_again():

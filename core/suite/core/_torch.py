@@ -137,7 +137,7 @@ def cholesky_inverse(x: torch.Tensor) -> torch.Tensor:
     """Inverses, symmetric; NaN throughout that of a matrix that is not finite and positive definite."""
     inverse, factored = _torch_inverses.inverses(x)
     # Of positive definite matrices the diagonal bounds all entries; other infinities fail to factorize.
-    finite = trace(x) * 0 == trace(inverse) * 0  # NaN, which equals nothing, where one is not
+    finite = isfinite(trace(x) + trace(inverse))
     fine = (factored & finite)[..., None, None]
     return usually(fine, inverse, lambda: torch.full_like(inverse, torch.nan))
 

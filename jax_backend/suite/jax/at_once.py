@@ -13,8 +13,8 @@ def compiled_unless_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of pytrees of arrays, compiled where its caller is not, for each kind of these once."""
     compiled = jax.jit(function)
 
-    def called(*args: Any) -> Any:
-        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
-        return function(*args) if traced else compiled(*args)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
+        return (function if traced else compiled)(*args, **kwargs)
 
     return called

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -114,7 +115,7 @@ def scale_by_kfac(
             )
     rule = core_kfac.KFAC(compute_method)
     rule.check_warm_start(warm_start)
-    if isinstance(factor_update_steps, int) and isinstance(inv_update_steps, int):
+    if all(isinstance(period, Integral) for period in (factor_update_steps, inv_update_steps)):
         rule.check_periods(factor_update_steps, inv_update_steps)
     spread = spread_of(mesh, axis_name, gradient_worker_fraction, assignment_strategy)
     if spread.keeps and rule.compute_method == "ekfac":
@@ -172,14 +173,15 @@ def scale_by_kfac(
             )
         if statistics is not None:
             require_fit(plan, statistics, factors_of(updates)[1].keeps_products)
-        moved: tuple[Any, ScaleByKFACState] = compiled(updates, state, statistics)
+        # Here, where nothing is traced, they may be any function.
+        at = {name: _at(value, state.steps) for name, value in settings.items()}
+        moved: tuple[Any, ScaleByKFACState] = compiled(updates, state, statistics, at)
         return moved
 
     def moved_by(
-        updates: Any, state: ScaleByKFACState, statistics: Statistics | None
+        updates: Any, state: ScaleByKFACState, statistics: Statistics | None, at: dict[str, Any]
     ) -> tuple[Any, ScaleByKFACState]:
         leaves, factors = factors_of(updates)
-        at = {name: _at(value, state.steps) for name, value in settings.items()}
         signs = [] if statistics is None else finite_signs(statistics)
         finite = all_finite((updates, signs))
         gradients = [gradient_matrix(leaves, layer) for layer in factors.layers]

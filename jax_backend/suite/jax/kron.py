@@ -212,14 +212,16 @@ def scale_by_kron(
             raise ValueError("params must be given to update(...) with value_fn")
         plain = jax.tree.map(jnp.asarray, unbox(updates))
         pair = None if vector is None else (like(plain, unbox(vector)), like(plain, unbox(hvp)))
+        # Here, where nothing is traced, they may be any function.
+        chosen = kron_engine.schedules(settings, state)
         if value_fn is None:
-            moved, state = compiled(plain, state, None, pair)
+            moved, state = compiled(plain, state, None, pair, chosen=chosen)
             return rebox(moved, updates), state
 
         def loss(values: Any) -> jax.Array:  # which may want its parameters in their boxes
             return value_fn(rebox(values, params))
 
-        moved, state = kron_engine.update(settings, plain, state, unbox(params), pair, loss)
+        moved, state = kron_engine.update(settings, plain, state, unbox(params), pair, loss, chosen)
         return rebox(moved, updates), state
 
     return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))

@@ -108,6 +108,12 @@ def init(settings: Settings, params: Any) -> ScaleByKronState:
     )
 
 
+def schedules(settings: Settings, state: ScaleByKronState) -> tuple[Any, Any]:
+    """The update probability and the factors' learning rate of the coming step."""
+    probability = at(settings.preconditioner_update_probability, state.steps + 1)
+    return probability, at(settings.preconditioner_lr, state.updates)
+
+
 def update(
     settings: Settings,
     updates: Any,
@@ -115,12 +121,14 @@ def update(
     params: Any,
     pair: tuple[Any, Any] | None,
     value_fn: Callable[[Any], jax.Array] | None,
+    chosen: tuple[Any, Any],
 ) -> tuple[Any, ScaleByKronState]:
     """One step: directions like `updates`, and the new state.
 
     Args:
         pair: (v, H v) like the parameters, or None.
         value_fn: the loss as a function of the parameters, from which pairs are made when due, or None.
+        chosen: what the `schedules` say.
     """
     _require_alike(updates, state.mu)
     static, layout = _plan(settings, updates, state.mu), settings.layout_on(updates)
@@ -128,7 +136,7 @@ def update(
     gradients = static.join(leaves)
     finite = all_finite((gradients, pair))
     step = state.steps + 1
-    probability = at(settings.preconditioner_update_probability, step)
+    probability, rate = chosen
     due, clock = advance_clock(state.update_clock, probability)
     if settings.normalize_grads:
         gradients = [normalized(g, g.ndim - 1) for g in gradients]
@@ -164,7 +172,6 @@ def update(
                 stacked(static.join(jax.tree.leaves(tree))) for tree in (vector, product)
             )
             stacks = (list(olds), on_product, stacks[2], on_vector)
-        rate = at(settings.preconditioner_lr, state.updates)
         new = layout.each(_fitting(settings, step, rate), *stacks)
         return select(ok, tuple(new), olds), ok
 

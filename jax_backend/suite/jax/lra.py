@@ -214,10 +214,12 @@ def _scale(
             return updates, state
         if vector is not None:
             vector, hvp = like(plain, unbox(vector)), like(plain, unbox(hvp))
+        # Here, where nothing is traced, they may be any function.
+        chosen = at(probability, state.steps + 1), at(rate, state.updates)
         if value_fn is None:
-            directions, new_state = compiled(plain, state, vector, hvp)
+            directions, new_state = compiled(plain, state, vector, hvp, chosen)
         else:
-            directions, new_state = moved_by(plain, state, vector, hvp, params, value_fn)
+            directions, new_state = moved_by(plain, state, vector, hvp, chosen, params, value_fn)
         return rebox(directions, updates), new_state
 
     def moved_by(
@@ -225,13 +227,14 @@ def _scale(
         state: ScaleByVectorState,
         vector: Any,
         hvp: Any,
+        chosen: tuple[Any, Any],
         params: Any = None,
         value_fn: Callable[[Any], jax.Array] | None = None,
     ) -> tuple[Any, ScaleByVectorState]:
         gradient = flat(plain).astype(state.momentum.dtype)
         finite = all_finite((plain, hvp))
         step = state.steps + 1
-        due, clock = advance_clock(state.update_clock, at(probability, step))
+        due, clock = advance_clock(state.update_clock, chosen[0])
         momentum = moments.update_average(state.momentum, gradient, b1)
         weight = moments.update_average(state.weight, jnp.ones_like(state.weight), b1)
         signal = moments.unbiased(momentum[None], weight[None])[0]
@@ -257,7 +260,7 @@ def _scale(
         def fit(old: Any) -> tuple[Any, jax.Array]:
             v, evidence = pair()
             unit = noise.draw(streams(), step, noise.FIT, gradient.shape, gradient.dtype)[0]
-            new = fit_rule(old, evidence, unit, at(rate, state.updates), state.updates, v)
+            new = fit_rule(old, evidence, unit, chosen[1], state.updates, v)
             ok = all_finite(evidence)
             return select(ok, new, old), ok
 

@@ -22,11 +22,11 @@ from suite.core.statistics import LayerStatistics
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import PRODUCTS, Call, DerivativeProbe, Noted, Source, follow
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed, without_modes
+from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed
 from suite.torch.layers import Layer, Site
 from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast
 from suite.torch.prepared import prepared
-from suite.torch.probe import About, ProbeOfSum, Reached, Reading, probed
+from suite.torch.probe import About, Reached, Reading, probed
 from suite.torch.rows import Bases, LayerSpec, example_count, output_positions, row_count
 from suite.torch.runs import Ending, Run
 from suite.torch.thin import KeptRows
@@ -104,6 +104,9 @@ class LayerCapture:
         self.counts_each = layer.spec.kind == "stack"  # rows, by a coordinate 1 of the inputs
         sizes = (layer.sizes[0] + self.counts_each, layer.sizes[1])
         self.A, self.G, self.counts = self._slots(sizes, layer.diagonal)
+        self.of_sums: tuple[torch.Tensor, ...] = ()  # of lookups for all examples, in compiled graphs
+        if layer.spec.kind == "embedding":
+            self.of_sums = self._slots(sizes, layer.diagonal)
         if layer.spec.kind == "free":
             self.A = self._slot(*layer.weight.shape)
         self.transposed: tuple[torch.Tensor, ...] = ()
@@ -156,7 +159,7 @@ class LayerCapture:
 
     def slots(self) -> list[torch.Tensor]:
         """All slots, in a fixed order."""
-        return [self.A, self.G, self.counts, *self.transposed, self.products]
+        return [self.A, self.G, self.counts, *self.transposed, self.products, *self.of_sums]
 
     def counted_slots(self) -> list[torch.Tensor]:
         """The slots that grow with every backward pass, whatever its gradients."""
@@ -467,9 +470,17 @@ class LayerCapture:
         return moved
 
     def observe_sum_in_graph(
-        self, spec: LayerSpec, x: torch.Tensor, shape: torch.Size, factor: float, total: torch.Tensor
+        self,
+        spec: LayerSpec,
+        x: torch.Tensor,
+        shape: torch.Size,
+        factor: torch.Tensor | None,
+        total: torch.Tensor,
     ) -> torch.Tensor:
-        """`observe_sum` in a graph that is compiled, of an output of this shape times a factor."""
+        """`observe_sum` in a graph that is compiled, of an output of this shape, times a factor.
+
+        What the lookup's own probe is to do was traced before. So it sums as ever, beside this.
+        """
         if total.shape[-1] != shape[-1] or total.ndim < len(shape):
             return total
         self.summed_in_graph = True
@@ -477,12 +488,9 @@ class LayerCapture:
             return total
         if x.ndim == total.ndim - 1 and x.ndim and len(x) == len(total):
             return total  # once an example, for all its rows
-        index = x.broadcast_to(total.shape[:-1])
-        with without_modes():
-            probed: torch.Tensor = ProbeOfSum.apply(
-                total, index, x, self.A, self.G, self.counts, spec, shape, factor
-            )
-        return probed
+        rest = () if factor is None else (None, factor, None, None, None, None)
+        index, about = x.broadcast_to(total.shape[:-1]), About(spec, None, None, None, None, None)
+        return probed(total, index, *self.of_sums, about, *rest)
 
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> Run | None:
         spec = site.spec
@@ -638,6 +646,8 @@ class LayerCapture:
     def take(self) -> Captured | None:
         """What was summed since the last `take`; None if no backward pass went through the layer."""
         A, G, counts = (self._sum(slot) for slot in (self.A, self.G, self.counts))
+        if self.of_sums and self.of_sums[1].grad is not None:  # beside these A and G are of sums
+            A, G, counts = (slot.grad for slot in self.of_sums)
         transposed = positions = None
         sums = [self._sum(slot) for slot in self.transposed]
         if sums and sums[0] is not None and sums[1] is not None and sums[2] is not None:

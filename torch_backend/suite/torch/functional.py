@@ -139,19 +139,25 @@ class FunctionCapture(ModeAround):
             return
         for place, (own, _) in enumerate(self.uses):
             if own is capture:
-                mode.lookups.append(_LookedUp(place, spec, x, found, 1.0))
+                mode.lookups.append(_LookedUp(place, spec, x, found, None))
                 return
 
     def meet_sum_in_graph(
         self, operands: Sequence[Any], output: torch.Tensor, lookups: Sequence[_LookedUp]
     ) -> torch.Tensor:
         """`meet_sum`, of what lookups in a graph found, as it is."""
-        for one in lookups:
-            if any([operand is one.found for operand in operands]):  # noqa: C419 (torch.compile)
-                self.found.add(one.place)
-                capture, shape = self.uses[one.place][0], one.found.shape
-                output = capture.observe_sum_in_graph(one.spec, one.x, shape, one.factor, output)
+        for operand in operands:
+            for one in reversed(lookups):  # what was changed in place is there again
+                if operand is one.found:
+                    self.found.add(one.place)
+                    capture, shape = self.uses[one.place][0], one.found.shape
+                    output = capture.observe_sum_in_graph(one.spec, one.x, shape, one.factor, output)
+                    break
         return output
+
+    def dtype_of(self, place: int) -> torch.dtype:
+        """That of a layer's statistics."""
+        return self.uses[place][0].dtype
 
     def make_mode(self) -> _Watching | None:
         if not any([capture.wanted(index) for capture, index in self.uses]):  # noqa: C419 (torch.compile)
@@ -326,7 +332,7 @@ class _LookedUp(NamedTuple):
     spec: LayerSpec
     x: torch.Tensor
     found: torch.Tensor
-    factor: float
+    factor: torch.Tensor | None  # (); None: 1
 
 
 class _Product(NamedTuple):
@@ -592,13 +598,16 @@ class _Watching(Mode):
         moved = []
         for one in self.lookups:
             shape = one.found.shape
-            if args[0] is one.found and function in VIEWS:
+            if args[0] is one.found and keeps_order(function, args):
                 if output.shape[output.ndim - len(shape) :] == shape and output.numel() == shape.numel():
                     moved.append(one._replace(found=output))
             elif function in TIMES and len(args) == 2 and not kwargs:
-                other = args[1] if args[0] is one.found else args[0]
-                if isinstance(other, (int, float)) and any([x is one.found for x in args]):  # noqa: C419
-                    moved.append(one._replace(found=output, factor=one.factor * other))
+                first, second = args
+                other = second if first is one.found else first
+                if isinstance(other, (int, float)) and (first is one.found or second is one.found):
+                    factor = torch.ones((), dtype=self.around.dtype_of(one.place), device=output.device)
+                    factor = factor * other if one.factor is None else one.factor * other
+                    moved.append(one._replace(found=output, factor=factor))
         return moved
 
     def _follow_lookups(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:

@@ -491,10 +491,6 @@ class KFAC(torch.optim.Optimizer):
         if callable(self._given_as(name)):
             raise ValueError(f"{name} was given as a function of the step count and cannot be set")
         check_hyperparameter(name, value)
-        other = {"factor_update_steps": "inv_update_steps", "inv_update_steps": "factor_update_steps"}
-        if name in other and not callable(self._given_as(other[name])):
-            periods = {name: value, other[name]: self._given_as(other[name])}
-            self._engine.rule.check_periods(**periods)
         self._put(name, value)
         self._set_clock()
 
@@ -538,7 +534,7 @@ class KFAC(torch.optim.Optimizer):
         damping = self.hyperparameter("damping")
         factor_decay = self.hyperparameter("factor_decay")
         kl_clip = self.hyperparameter("kl_clip")
-        self._engine.rule.check_periods(factor_update_steps, inv_update_steps)
+        self._engine.reports.periods(self._engine.rule, factor_update_steps, inv_update_steps)
         self._at("factor_update_steps", self._steps + 1)  # what is wrong with it is said now
         lr_of, moves = self._lr_of(), self._moves()
         self._require_unscaled()

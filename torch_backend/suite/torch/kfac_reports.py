@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from suite.core import kfac as core_kfac
 from suite.core import linalg
 from suite.core.routing import Route, Routing
 from suite.torch.capture import Captured
@@ -43,6 +44,7 @@ class Reports:
         self._known = {found.name_of(name): p for name, p in model.named_parameters()}
         self._has_seen = self._torn_reported = False
         self._has_compiled = False  # any layer
+        self._said_periods = False
         self._unseen = set(range(len(self.layers)))  # layers that never ran where a hook could see it
         self._saw_nothing = False  # in a step
         self._missed: set[str] = set()  # of whose derivatives was warned
@@ -135,6 +137,16 @@ class Reports:
         warn_user(f"{said}, so its factors were not updated")
         return True
 
+    def periods(self, rule: core_kfac.KFAC, factor_update_steps: int, inv_update_steps: int) -> None:
+        """Warn, once, of periods that schedules or a checkpoint brought, by which 'ekfac' is 'eigen'."""
+        if self._said_periods:
+            return
+        try:
+            rule.check_periods(factor_update_steps, inv_update_steps)
+        except ValueError as error:
+            self._said_periods = True
+            warn_user(f"until they change: {error}")
+
     def looked_up_for_all(self, taken: Sequence[Captured | None], terms: torch.Tensor) -> None:
         """Warn, once, about tables whose rows a compiled graph may have looked up for all examples.
 
@@ -157,9 +169,9 @@ class Reports:
         if names:
             warn_user(
                 "these tables were looked up in a compiled graph, with fewer rows than the loss has "
-                "terms, as positions are that all examples share: their second moments are of gradients "
-                "summed over examples. Expand the indices over the batch, look up outside of the graph, "
-                f"or give skip_layers: {names}"
+                "terms. If those are positions that all examples share, their second moments are of "
+                "gradients summed over examples: expand the indices over the batch, look up outside of "
+                f"the graph, or give skip_layers: {names}"
             )
 
     def unseen(self, seen: Sequence[bool]) -> None:

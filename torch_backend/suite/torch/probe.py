@@ -118,48 +118,6 @@ class ProbeOfDuals(Probe):
         return y.view_as(y)
 
 
-class ProbeOfSum(torch.autograd.Function):
-    """Behind a sum that a lookup for all examples is a part of, in a graph that is compiled.
-
-    The lookup's own probe, which comes after it and was traced before it, adds the square of what the
-    examples sum up to. That is taken off in advance.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y: torch.Tensor,
-        index: torch.Tensor,
-        x: torch.Tensor,
-        A: torch.Tensor,
-        G: torch.Tensor,
-        counts: torch.Tensor,
-        spec: LayerSpec,
-        shape: torch.Size,
-        factor: float,
-    ) -> torch.Tensor:
-        """
-        Args:
-            index: what was looked up for each row of `y`.
-            x, shape: the lookup's input, and its output's shape, perhaps with axes of one in front.
-            factor: what the sum has of it.
-        """
-        ctx.save_for_backward(index, x)
-        ctx.spec, ctx.shape, ctx.slot, ctx.factor = spec, shape, G, factor
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        index, x = ctx.saved_tensors
-        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-            g = gradient.to(ctx.slot.dtype) * ctx.factor
-            each, once = sums(ctx.spec, index, g), sums(ctx.spec, x, g.sum_to_size(ctx.shape))
-            assert each.A is not None
-            assert once.A is not None
-            found = each.A - once.A, each.G - once.G, each.counts - once.counts
-        return gradient, None, None, *found, None, None, None
-
-
 class Reached(torch.autograd.Function):
     """Has a backward pass that ends at a slot go through an output, which counts its positions."""
 
