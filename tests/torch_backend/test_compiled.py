@@ -83,6 +83,8 @@ class Tokens(nn.Module):
             h = h + self.table(x[:, :1] % 12)
         elif self.how == "expanded":
             h = h + self.table(self.ids[:, :length]).expand(len(x), -1, -1)
+        elif self.how == "by keyword":
+            h = h + torch.unsqueeze(input=self.table(torch.arange(length)), dim=0)
         h = self.norm(h)
         return self.head(h + torch.tanh(self.hidden(h)))
 
@@ -146,9 +148,10 @@ def test_positions_count_once_an_example_in_one_graph(how, recwarn):
     assert not [w for w in recwarn if "compiled graph" in str(w.message)]
 
 
-def test_positions_that_a_graph_expands_are_named_in_a_warning():
+@pytest.mark.parametrize("how", ["expanded", "by keyword"])
+def test_positions_that_are_not_followed_in_a_graph_are_named_in_a_warning(how):
     torch._dynamo.reset()
-    model = Tokens("expanded")
+    model = Tokens(how)
     kfac, run = KFAC(model), torch.compile(model, backend="eager")
     for _ in range(2):
         run(torch.randint(0, 20, (16, 10))).square().mean().backward()

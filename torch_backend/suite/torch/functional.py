@@ -409,7 +409,8 @@ class _Watching(Mode):
             return output  # a checkpoint inside of the forward runs its part again without this mode
         if function in _MOVES:
             self._follow_lookups(function, args, kwargs, output)
-            self.lookups += self._moved_in_graph(function, args, kwargs, output) if self.lookups else []
+            if self.lookups and args:
+                self.lookups += self._moved_in_graph(function, args, kwargs, output)
         if function in CASTS:
             self._follow(args[0], output)
             return output

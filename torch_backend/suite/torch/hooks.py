@@ -123,7 +123,7 @@ def _keep_from_compiling(code: CodeType) -> None:
     if hasattr(frames, "set_code_exec_strategy"):
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
-    else:  # torch 2.6
+    elif hasattr(frames, "skip_code"):  # torch 2.6
         frames.skip_code(code)
 
 
