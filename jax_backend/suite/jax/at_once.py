@@ -10,7 +10,10 @@ from jax.core import Tracer
 
 
 def compiled_unless_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of pytrees of arrays, compiled where its caller is not, for each kind of these once."""
+    """`function` of pytrees of arrays, compiled where its caller is not, for each kind of these once.
+
+    Schedules, which users hand in, are called before: where nothing is traced they may be any function.
+    """
     compiled = jax.jit(function)
 
     def called(*args: Any, **kwargs: Any) -> Any:

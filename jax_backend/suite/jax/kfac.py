@@ -171,9 +171,6 @@ def scale_by_kfac(
                 "K-FAC's update(...) needs statistics=, the third result of suite.jax.value_and_grad, "
                 "or None in a step that updates no factors"
             )
-        if statistics is not None:
-            require_fit(plan, statistics, factors_of(updates)[1].keeps_products)
-        # Here, where nothing is traced, they may be any function.
         at = {name: _at(value, state.steps) for name, value in settings.items()}
         moved: tuple[Any, ScaleByKFACState] = compiled(updates, state, statistics, at)
         return moved
@@ -182,6 +179,8 @@ def scale_by_kfac(
         updates: Any, state: ScaleByKFACState, statistics: Statistics | None, at: dict[str, Any]
     ) -> tuple[Any, ScaleByKFACState]:
         leaves, factors = factors_of(updates)
+        if statistics is not None:
+            require_fit(plan, statistics, factors.keeps_products)
         signs = [] if statistics is None else finite_signs(statistics)
         finite = all_finite((updates, signs))
         gradients = [gradient_matrix(leaves, layer) for layer in factors.layers]

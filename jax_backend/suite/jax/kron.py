@@ -212,7 +212,6 @@ def scale_by_kron(
             raise ValueError("params must be given to update(...) with value_fn")
         plain = jax.tree.map(jnp.asarray, unbox(updates))
         pair = None if vector is None else (like(plain, unbox(vector)), like(plain, unbox(hvp)))
-        # Here, where nothing is traced, they may be any function.
         chosen = kron_engine.schedules(settings, state)
         if value_fn is None:
             moved, state = compiled(plain, state, None, pair, chosen=chosen)

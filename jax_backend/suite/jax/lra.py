@@ -214,7 +214,6 @@ def _scale(
             return updates, state
         if vector is not None:
             vector, hvp = like(plain, unbox(vector)), like(plain, unbox(hvp))
-        # Here, where nothing is traced, they may be any function.
         chosen = at(probability, state.steps + 1), at(rate, state.updates)
         if value_fn is None:
             directions, new_state = compiled(plain, state, vector, hvp, chosen)
