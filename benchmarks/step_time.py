@@ -146,7 +146,7 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             for _ in range(PERIOD):
                 _step(found[contender], device)
     torch.manual_seed(arguments.seed)
-    plain = WORKLOADS[name](device)
+    plain = compiled(WORKLOADS[name](device), arguments.compile)
     dense, blocks = Floor(plain, device), Floor(plain, device, Structure())
     bare = {what: functools.partial(function, dense) for what, function in FLOORS.items()}
     bare |= {what: functools.partial(function, blocks) for what, function in IN_BLOCKS.items()}

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from suite.core.statistics import elementwise_second_moment_sum
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
 from suite.torch.einsum import axes_of, operands_of
-from suite.torch.hooks import Mode, in_traced_graph, is_batched, packs_with, without_modes
+from suite.torch.hooks import Mode, in_traced_graph, is_batched, packs_with, traceable, without_modes
 from suite.torch.rows import Axes, counts_like
 
 T: Any = torch.Tensor
@@ -83,7 +83,7 @@ class FreeParameters(Mode):
         self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        function, kwargs = traceable(function), kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
         if in_traced_graph() or function is BASE:

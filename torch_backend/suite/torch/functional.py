@@ -56,6 +56,7 @@ from suite.torch.hooks import (
     graph_clock,
     in_traced_graph,
     packs_with,
+    traceable,
 )
 from suite.torch.layers import Layer, Site
 from suite.torch.looked_up import LookedUp
@@ -390,11 +391,9 @@ class _Watching(Mode):
         self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        function, kwargs = traceable(function), kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
-        if self.is_traced and function is torch.Tensor.unflatten:
-            function = torch.unflatten  # torch.compile breaks its graph at what the method is written in
         ours = self._ours(args)
         version = None if ours is None else ours._version
         output = function(*args, **kwargs)

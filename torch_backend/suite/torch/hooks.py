@@ -117,6 +117,13 @@ class Mode(TorchFunctionMode):
         return torch.compiler.is_compiling() and not self.is_traced
 
 
+def traceable(function: Any) -> Any:
+    """A function as a mode is to call it: torch.compile breaks its graph at what this method is written in."""
+    if function is torch.Tensor.unflatten and torch.compiler.is_compiling():
+        return torch.unflatten
+    return function
+
+
 def _keep_from_compiling(code: CodeType) -> None:
     """Have code run as it is, and what it calls, but where it is part of a graph."""
     frames: Any = torch._C._dynamo.eval_frame

@@ -26,7 +26,15 @@ from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Noted, is_awaited, is_recorded
 from suite.torch.einsum import labels_of_call, operands_of, sides_of
 from suite.torch.free import BASE, CASTS, MATRIX, T, ends_of_groups, turns
-from suite.torch.hooks import Mode, ModeAround, in_backward, in_traced_graph, packs_with, without_modes
+from suite.torch.hooks import (
+    Mode,
+    ModeAround,
+    in_backward,
+    in_traced_graph,
+    packs_with,
+    traceable,
+    without_modes,
+)
 from suite.torch.rows import Bases, counts_like
 from suite.torch.runs import Run
 
@@ -95,7 +103,7 @@ class _Watching(Mode):
         self.watched, self.saving = watched, packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        function, kwargs = traceable(function), kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
         output = function(*args, **kwargs)

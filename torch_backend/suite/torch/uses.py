@@ -10,7 +10,7 @@ from torch import nn
 from suite.torch.capture import LayerCapture
 from suite.torch.free import CASTS
 from suite.torch.functional import RunningLayer
-from suite.torch.hooks import Mode, ModeAround, in_traced_graph
+from suite.torch.hooks import Mode, ModeAround, in_traced_graph, traceable
 
 # Kinds whose module passes its weight to one function in every call.
 _COUNTED = ("dense", "convolution", "transposed", "embedding", "bag")
@@ -74,7 +74,7 @@ class _Counting(Mode):
         self.casts: dict[int, tuple[torch.Tensor, int]] = {}  # a weight's, and which
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        function, kwargs = traceable(function), kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
         output = function(*args, **kwargs)
