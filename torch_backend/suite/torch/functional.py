@@ -363,11 +363,13 @@ class _Watching(Mode):
     def __init__(self, around: FunctionCapture) -> None:
         super().__init__()
         self.around = around
+        self.tables = [capture for capture, _ in around.uses if capture.layer.spec.kind == "embedding"]
         # Of modules, and not of layers: while fully_shard's forward runs, they have whole parameters.
         self.known: list[_Known] = []
         self.products: list[_Product] = []
         self.made: list[Made] = []
         self._ids: tuple[int, set[int]] = -1, set()  # of the tensors in `known` and `made`, so many
+        self._followed: tuple[int, set[int]] = -1, set()  # and in `products` and `moved`
         self.moved: list[tuple[torch.Tensor, LookedUp]] = []  # kept alive, for who adds it
         self.lookups: list[_LookedUp] = []  # in a graph that is compiled
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
@@ -392,7 +394,7 @@ class _Watching(Mode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function), kwargs or {}
-        if self.is_elsewhere():
+        if self.is_elsewhere() or not (self.is_traced or self._follows(args, kwargs)):
             return function(*args, **kwargs)
         ours = self._ours(args)
         version = None if ours is None else ours._version
@@ -534,6 +536,23 @@ class _Watching(Mode):
         for place, before in self.before.items():
             self.around.settle(place, before, place in missed)
 
+    def _follows(self, args: Any, kwargs: Any) -> bool:
+        """Whether an argument is followed, or a view of what is: few are, in any forward."""
+        count = len(self.known) + len(self.made) + len(self.products) + len(self.moved)
+        if self._followed[0] != count:
+            tensors = [one.tensor for some in (self.known, self.made, self.products) for one in some]
+            self._followed = count, {id(x) for x in (*tensors, *(x for x, _ in self.moved))}
+        ids = self._followed[1]
+        looked_up = [id(one.looked_up.output()) for one in self.tables if one.looked_up is not None]
+        given = [*args, *kwargs.values()]
+        for x in given:
+            if isinstance(x, torch.Tensor):
+                if id(x) in ids or id(x) in looked_up or id(x._base) in ids:
+                    return True
+            elif isinstance(x, list | tuple):
+                given += x
+        return False
+
     def _ours(self, args: Any) -> torch.Tensor | None:
         """A function's first argument, where it is known or made of what is and may be changed in place.
 
@@ -552,7 +571,7 @@ class _Watching(Mode):
 
     def _changed(self, function: Any, args: Any, kwargs: Any) -> None:
         """A copy of something that is known was changed in place: it is that no more."""
-        x, self._ids = args[0], (-1, set())
+        x, self._ids, self._followed = args[0], (-1, set()), (-1, set())
         self.known = [known for known in self.known if known.tensor is not x]
         before = [made for made in self.made if made.tensor is x]
         self.made = [made for made in self.made if made.tensor is not x]
