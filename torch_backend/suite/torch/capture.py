@@ -645,14 +645,15 @@ class LayerCapture:
 
     def take(self) -> Captured | None:
         """What was summed since the last `take`; None if no backward pass went through the layer."""
-        A, G, counts = (self._sum(slot) for slot in (self.A, self.G, self.counts))
+        A, G, counts = self._sum(self.A), self._sum(self.G), self._sum(self.counts)
         if self.of_sums and self.of_sums[1].grad is not None:  # beside these A and G are of sums
             A, G, counts = (slot.grad for slot in self.of_sums)
         transposed = positions = None
-        sums = [self._sum(slot) for slot in self.transposed]
+        sums = [self._sum(slot) for slot in self.transposed]  # of most layers there are none
         if sums and sums[0] is not None and sums[1] is not None and sums[2] is not None:
             transposed, positions = LayerStatistics(sums[0], sums[1], sums[2][0]), sums[2][1]
-        products, terms, read = self._sum(self.products), self.terms, tuple(sorted(self.read))
+        products, terms = self._sum(self.products), self.terms
+        read = tuple(sorted(self.read)) if self.read else ()
         self._begin_step()
         self.clear()
         if counts is None or G is None:
@@ -664,5 +665,6 @@ class LayerCapture:
             A = torch.zeros_like(self.A)
         if self.layer.spec.kind == "free":
             A = A.reshape(1, -1)
-        main = LayerStatistics(A, G, counts[0])
-        return Captured(main, transposed, (counts[1], positions), products, terms, read)
+        rows, own_positions = counts.unbind()
+        main = LayerStatistics(A, G, rows)
+        return Captured(main, transposed, (own_positions, positions), products, terms, read)

@@ -19,6 +19,9 @@ from suite.torch.factors import LayerFactors
 from suite.torch.inplace import all_times
 
 
+_LARGEST_JOINED = 2**18  # numbers of what takes less time to copy than to start on
+
+
 class Scaling(NamedTuple):
     """What turns sums into factors."""
 
@@ -132,8 +135,32 @@ def _all_normalized(
         A = all_times(A, statistics.input_scale(rows, kind, places).to(of_A))
         if kind == "kfac_pytorch" or reduction == "mean":
             G = all_times(G, statistics.gradient_scale(rows, terms, reduction, kind, places).to(of_G))
+        units: dict[Any, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         for i, *pair in zip(sums, A, G, strict=True):
-            found[i, "A"], found[i, "G"] = _of_kind(captures[i], *pair)
+            found[i, "A"], found[i, "G"] = pair
+            if captures[i].layer.has_gradients_in_A:
+                alone = i if pair[0].numel() > _LARGEST_JOINED else None
+                units.setdefault((pair[0].shape[1:], pair[1].shape[1:], alone), []).append((i, *pair))
+            elif captures[i].counts_each:
+                found[i, "A"], found[i, "G"] = _of_kind(captures[i], *pair)
+        for those in units.values():
+            found |= _with_unit_G(those)
+    return found
+
+
+def _with_unit_G(layers: list[tuple[int, torch.Tensor, torch.Tensor]]) -> dict[Key, torch.Tensor]:
+    """`_of_kind` of many layers' (number, A, G) in one call: there are as many norms as other layers."""
+    if len(layers) == 1:
+        i, A, G = layers[0]
+        A, G = statistics.with_unit_G(A, G)
+        return {(i, "A"): A, (i, "G"): G}
+    counts = [len(A) for _, A, _ in layers]
+    A = torch.cat([A for _, A, _ in layers])
+    G = torch.cat([G.expand(n, *G.shape[1:]) for n, (_, _, G) in zip(counts, layers, strict=True)])
+    A, G = statistics.with_unit_G(A, G)
+    found: dict[Key, torch.Tensor] = {}
+    for (i, _, own), of_A, of_G in zip(layers, A.split(counts), G.split(counts), strict=True):
+        found[i, "A"], found[i, "G"] = of_A, of_G[: len(own)]
     return found
 
 
