@@ -89,6 +89,31 @@ class Tokens(nn.Module):
         return self.head(h + torch.tanh(self.hidden(h)))
 
 
+class Block(nn.Module):
+    """Heads by `unflatten`, a method written in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.out = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        heads = self.inner(self.norm(x)).unflatten(-1, (2, 4)).transpose(1, 2)
+        return x + self.out(torch.tanh(heads).transpose(1, 2).flatten(2))
+
+
+class InBlocks(nn.Module):
+    """Blocks under the mode that watches positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(20, 8), nn.Embedding(12, 8)
+        self.blocks = nn.Sequential(Block(), Block(), Block())
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.tokens(x) + self.places(torch.arange(x.shape[1]))))
+
+
 def trained(model, batches, run=None, micro=1):
     """Outputs, and all parameters, after each step."""
     base = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -133,6 +158,22 @@ def test_what_cannot_be_one_graph_is_the_same_function_and_step(make, backend):
     for own, others in zip(found, expected, strict=True):
         for a, b in zip(own, others, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
+
+
+def test_blocks_that_are_compiled_one_by_one_are_one_graph_each():
+    torch.manual_seed(1)
+    batches = [torch.randint(0, 20, (6, 5)) for _ in range(4)]
+    torch._dynamo.reset()
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = InBlocks().double()
+        for block in model.blocks if compiled else ():
+            block.compile(backend="aot_eager", fullgraph=True)
+        ends.append(trained(model, batches))
+    for own, others in zip(*ends, strict=True):
+        for a, b in zip(own, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(
