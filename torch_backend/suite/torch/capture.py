@@ -643,11 +643,20 @@ class LayerCapture:
         self.incomplete, self.left_out = self.left_out, False
         self.had_others, self.with_others = self.with_others, False
 
-    def take(self) -> Captured | None:
-        """What was summed since the last `take`; None if no backward pass went through the layer."""
-        A, G, counts = self._sum(self.A), self._sum(self.G), self._sum(self.counts)
-        if self.of_sums and self.of_sums[1].grad is not None:  # beside these A and G are of sums
-            A, G, counts = (slot.grad for slot in self.of_sums)
+    def counted(self) -> torch.Tensor | None:
+        """(2,), rows and positions since the last `take`; None if no backward pass counted any."""
+        of_sums = self.of_sums and self.of_sums[1].grad is not None  # beside these A and G are of sums
+        return self.of_sums[2].grad if of_sums else self._sum(self.counts)
+
+    def take(self, counts: Sequence[torch.Tensor] | None) -> Captured | None:
+        """What was summed since the last `take`; None if no backward pass went through the layer.
+
+        Args:
+            counts: (), (): what was `counted`, which takes one call for many layers.
+        """
+        A, G = self._sum(self.A), self._sum(self.G)
+        if self.of_sums and self.of_sums[1].grad is not None:
+            A, G = self.of_sums[0].grad, self.of_sums[1].grad
         transposed = positions = None
         sums = [self._sum(slot) for slot in self.transposed]  # of most layers there are none
         if sums and sums[0] is not None and sums[1] is not None and sums[2] is not None:
@@ -659,12 +668,11 @@ class LayerCapture:
         if counts is None or G is None:
             if transposed is None:
                 return None
-            counts = torch.zeros_like(self.counts) if counts is None else counts
+            counts = torch.zeros_like(self.counts).unbind() if counts is None else counts
             G = torch.zeros_like(self.G)
         if A is None:
             A = torch.zeros_like(self.A)
         if self.layer.spec.kind == "free":
             A = A.reshape(1, -1)
-        rows, own_positions = counts.unbind()
-        main = LayerStatistics(A, G, rows)
-        return Captured(main, transposed, (own_positions, positions), products, terms, read)
+        main = LayerStatistics(A, G, counts[0])
+        return Captured(main, transposed, (counts[1], positions), products, terms, read)

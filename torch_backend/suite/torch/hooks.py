@@ -118,7 +118,7 @@ class Mode(TorchFunctionMode):
 
 
 def traceable(function: Any) -> Any:
-    """A function as a mode is to call it: torch.compile breaks its graph at what this method is written in."""
+    """A function as a mode is to call it: torch.compile breaks its graph at the method `unflatten`."""
     if function is torch.Tensor.unflatten and torch.compiler.is_compiling():
         return torch.unflatten
     return function

@@ -12,7 +12,7 @@ from torch import nn
 from suite.core._torch import isfinite
 
 HOST_DEVICES = ("cpu",)  # whose numbers can be read without waiting
-_LARGEST_JOINED = 2**18  # numbers of a tensor that takes a device less time to copy than to start on
+LARGEST_JOINED = 2**18  # numbers of a tensor that takes a device less time to copy than to start on
 
 
 def average_in(
@@ -51,7 +51,7 @@ def all_times(tensors: Sequence[torch.Tensor], scales: torch.Tensor) -> list[tor
 
 def joins(x: torch.Tensor) -> bool:
     """Whether it is so small that on its device several are best copied into one."""
-    return x.device.type not in HOST_DEVICES and x.numel() <= _LARGEST_JOINED
+    return x.device.type not in HOST_DEVICES and x.numel() <= LARGEST_JOINED
 
 
 def _evidence(average: torch.Tensor, new: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
@@ -81,7 +81,8 @@ def all_finite(
         extremes = [extreme for x in some if x.is_cpu for extreme in torch.aminmax(x)]
         found += _are_finite(extremes, [x for x in some if not x.is_cpu])
     for some in _by_dtype(moments).values():
-        extremes = [x.max() for x in some if x.is_cpu]
+        here = [x for x in some if x.is_cpu]
+        extremes = list(torch._foreach_max(here)) if here else []
         found += _are_finite(extremes, [x for x in some if not x.is_cpu], scale, kept_dtype)
     if not found:
         return torch.ones((), dtype=torch.bool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -188,7 +188,8 @@ class ModelCapture:
             return [None for _ in self.by_layer]
         if self._watches_passes != self.clock.is_compiled:  # which is known now, for something ran
             self._watch_passes(self.clock.is_compiled)
-        taken = [capture.take() for capture in self.by_layer]
+        counts = _unbound([capture.counted() for capture in self.by_layer])
+        taken = [capture.take(pair) for capture, pair in zip(self.by_layer, counts, strict=True)]
         return self.all_unscaled(taken, loss_scale())
 
     def forget_rows(self) -> None:
@@ -207,6 +208,20 @@ class ModelCapture:
         found = dict.fromkeys([*self._uses.strays(), *sorted(self.clock.strays)])
         self._uses.detach()
         return list(found)
+
+
+def _unbound(counts: Sequence[torch.Tensor | None]) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    """Both numbers of each, of those of one device and dtype in a few calls."""
+    alike: dict[Any, dict[int, torch.Tensor]] = {}
+    for i, pair in enumerate(counts):
+        if pair is not None:
+            alike.setdefault((pair.device, pair.dtype), {})[i] = pair
+    found: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(counts)
+    for own in alike.values():
+        rows, positions = torch.stack(list(own.values())).unbind(1)
+        for i, *both in zip(own, rows.unbind(), positions.unbind(), strict=True):
+            found[i] = both[0], both[1]
+    return found
 
 
 def _unscaled(captured: Captured, scale: Any, in_A: bool) -> Captured:

@@ -16,10 +16,7 @@ from suite.torch.capture import Captured, LayerCapture
 from suite.torch.collectives import Parcel
 from suite.torch.factor_store import Key
 from suite.torch.factors import LayerFactors
-from suite.torch.inplace import all_times
-
-
-_LARGEST_JOINED = 2**18  # numbers of what takes less time to copy than to start on
+from suite.torch.inplace import LARGEST_JOINED, all_times
 
 
 class Scaling(NamedTuple):
@@ -139,7 +136,7 @@ def _all_normalized(
         for i, *pair in zip(sums, A, G, strict=True):
             found[i, "A"], found[i, "G"] = pair
             if captures[i].layer.has_gradients_in_A:
-                alone = i if pair[0].numel() > _LARGEST_JOINED else None
+                alone = i if pair[0].numel() > LARGEST_JOINED else None
                 units.setdefault((pair[0].shape[1:], pair[1].shape[1:], alone), []).append((i, *pair))
             elif captures[i].counts_each:
                 found[i, "A"], found[i, "G"] = _of_kind(captures[i], *pair)
