@@ -83,6 +83,14 @@ class Factors(FactorLayout):
 
     # ---- update --------------------------------------------------------------------------------
 
+    def require_own(self, state: FactorsState) -> None:
+        """ValueError unless a state is laid out as that of `init` is."""
+        if state.shares is not None:
+            raise ValueError(
+                "state must have all factors on every device, got one with shares: of a "
+                "gradient_worker_fraction below 1"
+            )
+
     def update(self, state: FactorsState, given: Statistics, factor_decay: Any) -> FactorsState:
         """Average normalized statistics in."""
         if not self.stacks:

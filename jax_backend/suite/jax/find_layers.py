@@ -137,6 +137,7 @@ class _Finder:
             if root in self.scaled:
                 self.scalings[self.scaled[root].first].others.append("being returned")
         self.settle_scalings()
+        self.settle_beside()
         if self.uses.beside:
             values = [use.site for own in self.uses.biases.values() for use in own]
             values += self.uses.beside
@@ -237,6 +238,15 @@ class _Finder:
             site = self.product(node, met[0])
             if site is not None and (site.input in self.live or site.input in self.near):
                 self.aside[out] = site
+
+    def settle_beside(self) -> None:
+        """Products that the loss depends on in no way, as of a head for other losses, are no terms of it.
+
+        Of what it has derivatives of there are other products with the leaf, to which no bias is added.
+        """
+        valued = {use.site.use.place for own in self.uses.biases.values() for use in own}
+        derived = {site.leaf for site in self.uses.sites if site.use.place not in valued}
+        self.uses.beside = [site for site in self.uses.beside if site.leaf in derived]
 
     def is_entrywise(self, node: jaxprs.Node, among: set[int]) -> bool:
         """Whether each entry of what it computes may be of one of each of some values alone."""

@@ -39,6 +39,21 @@ class KeptFactors(SpreadFactors):
         averages, inverses = self.stores
         return FactorsState((), (), *self.no_evidence(), (), Shares(zeros(averages), zeros(inverses)))
 
+    def require_own(self, state: FactorsState) -> None:
+        rows = self.spread.rows_here()
+        wanted = [{dtype: own.shape(rows) for dtype, own in stores.items()} for stores in self.stores]
+        if state.shares is None:
+            raise ValueError(
+                f"state must have shares for {rows} devices, for gradient_worker_fraction is below 1, "
+                "got one with all factors on every device"
+            )
+        got = [{k: x.shape for k, x in own.items()} for own in state.shares[:2]]
+        if got != wanted:
+            raise ValueError(
+                "state must have shares of the shapes that this gradient_worker_fraction, "
+                f"assignment_strategy and number of devices have, {wanted}, got {got}"
+            )
+
     def update(self, state: FactorsState, given: Statistics, factor_decay: Any) -> FactorsState:
         new, seen = self._new(given)
         kept = _shares(state)

@@ -179,6 +179,7 @@ def scale_by_kfac(
         updates: Any, state: ScaleByKFACState, statistics: Statistics | None, at: dict[str, Any]
     ) -> tuple[Any, ScaleByKFACState]:
         leaves, factors = factors_of(updates)
+        factors.require_own(state.factors)
         if statistics is not None:
             require_fit(plan, statistics, factors.keeps_products)
         signs = [] if statistics is None else finite_signs(statistics)

@@ -113,6 +113,15 @@ def keeps_order(function: Any, args: Any) -> bool:
     return function in RESHAPE
 
 
+def summed(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of one of the `SUMS` by position, where all that is named are its operands."""
+    rest = {name: x for name, x in kwargs.items() if name not in ("input", "other")}
+    if rest.get("alpha") == 1:
+        del rest["alpha"]
+    named = [kwargs[name] for name in ("input", "other") if name in kwargs]
+    return (args, kwargs) if rest else ((*args, *named), {})
+
+
 def rows_of(table: torch.Tensor, index: Any) -> torch.Tensor | None:
     """The numbers of the rows that an index takes; None: it takes something else."""
     if isinstance(index, slice) and table.ndim == 2:

@@ -24,9 +24,9 @@ from suite.torch.derivatives import PRODUCTS, Call, DerivativeProbe, Noted, Sour
 from suite.torch.dtensors import is_sharded, like, local
 from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed
 from suite.torch.layers import Layer, Site
-from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast
+from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast, is_of_each
 from suite.torch.prepared import prepared
-from suite.torch.probe import About, Reached, Reading, probed
+from suite.torch.probe import About, ProbeInPlace, Reached, Reading, probed
 from suite.torch.rows import Bases, LayerSpec, example_count, output_positions, row_count
 from suite.torch.runs import Ending, Run
 from suite.torch.thin import KeptRows
@@ -298,8 +298,13 @@ class LayerCapture:
         unless: UnlessBroadcast | None = None,
         made: torch.Tensor | None = None,
         whole: bool = True,
+        in_place: bool = False,
     ) -> Any:
-        """`whole`: whether the layer computed `y` from `x`, and not from what `x` is a block of."""
+        """
+        Args:
+            whole: whether the layer computed `y` from `x`, and not from what `x` is a block of.
+            in_place: whether `y` itself is to have the probe behind it.
+        """
         if y.device != self.G.device:
             raise RuntimeError(
                 f"layer {self.layer.name!r} must run where it was when K-FAC was attached, on "
@@ -340,7 +345,7 @@ class LayerCapture:
             slot = None if bases is None else self.products
             rest = (slot, scale, chosen, *(bases or (None, None)), factor)
         told = None if torch.compiler.is_compiling() else self.clock
-        found = probed(
+        found = (ProbeInPlace.apply if in_place else probed)(
             y,
             None if spec.kind == "bias" else x,  # what is saved must not be changed in place
             None if shared else slots[0],
@@ -350,7 +355,7 @@ class LayerCapture:
             *rest,
         )
         if isinstance(clock, UnlessBroadcast):
-            self.looked_up = LookedUp(weakref.ref(found), x, clock, site)
+            self.looked_up = LookedUp(weakref.ref(found), x, clock, site, found._version)
         elif spec.kind == "embedding" and not self.clock.sampled:
             for around in self.arounds:
                 around.looked_up_in_graph(self, spec, x, found)
@@ -436,8 +441,12 @@ class LayerCapture:
         return probed
 
     def observe_sum(
-        self, known: Sequence[LookedUp], operand: torch.Tensor, total: torch.Tensor
-    ) -> torch.Tensor:
+        self,
+        known: Sequence[LookedUp],
+        operand: torch.Tensor,
+        total: torch.Tensor,
+        changed: bool = False,
+    ) -> torch.Tensor | None:
         """Probe what an embedding's output was added to, if that has more rows.
 
         Positions are often looked up once for all examples. What reaches the lookup then is the sum of
@@ -446,28 +455,45 @@ class LayerCapture:
         Args:
             known: what was made of the last lookup, the newest first, and that itself; `operand` may be
                 one of them.
+            changed: whether the total took the place of another tensor, which goes on as it.
+
+        Returns:
+            The total with a probe behind it; None: there is none.
         """
         last = next((one for one in known if one.output() is operand), None)
         width = self.layer.weight.shape[-1]
         if last is None or total.numel() <= last.x.numel() * width:
-            return total
+            return None
         if self.leads or self.input_of is not None or not self.clock.wanted:
-            return total
-        found = last.positions(width)
+            return None
+        found = last.positions(width) if operand._version == last.version else None
         if found is None or total.ndim < -found[1] or total.shape[found[1]] != width:
-            return total
+            self.miss_lookup(last, total)
+            return None
         index, axis = found
         rows = total if axis == -1 else total.movedim(axis, -1)
-        once = index.ndim > 0 and len(index) > 1 and index.stride(0) == 0
-        if index.ndim == rows.ndim - 1 and index.ndim and len(index) == len(rows) and not once:
-            return total  # once an example, for all its rows
+        if is_of_each(index, rows):
+            return None
         factor = None if last.factor == 1 else torch.full((), last.factor, device=total.device)
         index = index.broadcast_to(rows.shape[:-1])
-        probed = self._probed(last.site, index, rows, (), {}, last.unless, made=factor)
-        if probed is rows:
-            return total
+        in_place = changed and rows is total and not total._is_view()
+        probed = self._probed(
+            last.site, index, rows, (), {}, last.unless, made=factor, in_place=in_place
+        )
         moved: torch.Tensor = probed if axis == -1 else probed.movedim(-1, axis)
         return moved
+
+    def miss_lookup(self, one: LookedUp, result: torch.Tensor) -> None:
+        """What a lookup is used in is not followed: note it if that has more rows, of all examples."""
+        width = self.layer.weight.shape[-1]
+        if not self.clock.discovering or result.numel() <= one.x.numel() * width:
+            return
+        found = one.positions(width)
+        if found is not None and result.ndim >= -found[1]:
+            index, axis = found
+            if is_of_each(index, result.movedim(axis, -1)):
+                return  # once an example, for all its rows
+        self.clock.strays.add(self.layer.name)
 
     def observe_sum_in_graph(
         self,

@@ -18,7 +18,15 @@ from torch.nn import functional as F
 from suite.core.statistics import elementwise_second_moment_sum
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
 from suite.torch.einsum import axes_of, operands_of
-from suite.torch.hooks import Mode, in_traced_graph, is_batched, packs_with, traceable, without_modes
+from suite.torch.hooks import (
+    Mode,
+    in_traced_graph,
+    is_batched,
+    packs_with,
+    root_of,
+    traceable,
+    without_modes,
+)
 from suite.torch.rows import Axes, counts_like
 
 T: Any = torch.Tensor
@@ -40,7 +48,7 @@ _PERMUTE = {T.permute, torch.permute}
 # only the operator that transformers has for what those cannot do, which is known by its name.
 _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
-BASE = T._base.__get__  # no use of a view: another mode looks whose it is
+LOOKS = {T._base.__get__}  # no uses of a view: another mode looks whose it is
 QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
 # Functions of each entry: their derivatives' squares, by their values.
 _ENTRYWISE: dict[Any, Any] = {
@@ -80,13 +88,14 @@ class FreeParameters(Mode):
         """`constants`: the module's own buffers, and parameters that are not watched."""
         super().__init__()
         self.watched, self.constants = list(watched), list(constants)
+        self.fresh: list[T] = []  # made of no tensors: masks, or numbers of each example
         self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function), kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
-        if in_traced_graph() or function is BASE:
+        if in_traced_graph() or function in LOOKS:
             return function(*args, **kwargs)
         if packs_with() is not self.saving:
             # A checkpoint inside of the forward runs its part again without this mode.
@@ -104,11 +113,17 @@ class FreeParameters(Mode):
         before = args
         if not kwargs and function in (T.mul_, T.__imul__) and self._known(args[1]):
             before = (args[0].detach().clone(), args[1])  # the product takes its place
+        changes = self._may_change(args)
+        version = args[0]._version if changes else None
         output = function(*args, **kwargs)
+        if changes and args[0]._version != version:
+            self._changed(args[0], output)
         operands = [x for x in args if isinstance(x, T)]
         given = [*operands, *(x for x in kwargs.values() if isinstance(x, T))]
         written = args[0] if function is T.__setitem__ else output
-        if given and all([self._without_rows(x) for x in given]):  # noqa: C419
+        if isinstance(output, T) and not output.requires_grad and self._is_fresh(args, kwargs):
+            self.fresh.append(output)
+        elif given and all([self._without_rows(x) for x in given]):  # noqa: C419
             self.constants.append(written)
         elif any([written is x for x in operands]):  # noqa: C419
             self.constants = [x for x in self.constants if x is not written]
@@ -135,7 +150,7 @@ class FreeParameters(Mode):
                 elif not kwargs and function in QUOTIENTS and place == 0 and _divides(args[1]):
                     slot = watched.slot * (1 / args[1] ** 2)
                     self.watched.append(watched._replace(tensor=output, slot=slot))
-                elif not kwargs and function in SUMS | TIMES and self._without_rows(args[1 - place]):
+                elif not kwargs and function in SUMS | TIMES and self._fits(args, place, output):
                     # 1 + p has no rows before it meets x. The square of a factor goes into squares.
                     factor = before[1 - place] if function in TIMES else 1
                     square = factor.detach().square() if isinstance(factor, T) else factor**2
@@ -161,6 +176,40 @@ class FreeParameters(Mode):
                         watched.strays.add(watched.name)
                     output = output if probed is None else probed
         return output
+
+    def _may_change(self, args: Any) -> bool:
+        """Whether the first argument is watched, or has the memory of what is."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        if not args or not isinstance(args[0], T):
+            return False
+        root = root_of(args[0])
+        return any([root_of(watched.tensor) is root for watched in self.watched])  # noqa: C419
+
+    def _changed(self, x: T, output: Any) -> None:
+        """What is watched was changed in place: all that shares its memory is that no more."""
+        root = root_of(x)
+        gone = [w for w in self.watched if root_of(w.tensor) is root and w.tensor is not output]
+        self.watched = [w for w in self.watched if all([w is not other for other in gone])]  # noqa: C419
+        for watched in gone:
+            if watched.strays is not None:
+                watched.strays.add(watched.name)
+
+    def _is_fresh(self, args: Any, kwargs: Any) -> bool:
+        """Whether what a function is given is no tensor, or was made of none."""
+        given = [*args, *kwargs.values()]
+        for x in given:
+            if isinstance(x, list | tuple):
+                given += x
+        tensors = [x for x in given if isinstance(x, T)]
+        return all([any([x is one for one in self.fresh]) for x in tensors])  # noqa: C419
+
+    def _fits(self, args: Any, place: int, output: T) -> bool:
+        """Whether the other operand of a sum or product gives what is watched at `place` no rows."""
+        other = args[1 - place]
+        if not any([other is x for x in self.fresh]):  # noqa: C419
+            return self._without_rows(other)
+        return output.numel() == args[place].numel() or output.shape[0] == 1
 
     def _known(self, operand: Any) -> list[Watched]:
         return [watched for watched in self.watched if watched.tensor is operand]

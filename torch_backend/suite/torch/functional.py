@@ -31,6 +31,7 @@ from suite.torch.calls import (
     is_transpose,
     keeps_order,
     rows_of,
+    summed,
 )
 from suite.torch.capture import LayerCapture
 from suite.torch.einsum import axes_of, operands_of
@@ -56,14 +57,18 @@ from suite.torch.hooks import (
     graph_clock,
     in_traced_graph,
     packs_with,
+    root_of,
     traceable,
 )
 from suite.torch.layers import Layer, Site
-from suite.torch.looked_up import LookedUp
+from suite.torch.looked_up import LookedUp, as_repeated
 from suite.torch.made_weights import Made, node_of, reached_from, scale_of, tensors_in
 from suite.torch.rows import Axes, LayerSpec
 
 _MOVES = VIEWS | COPIES | TIMES | QUOTIENTS
+# What does not broadcast, or whose rows are no tensor's of its operands.
+_FOLLOWED = VIEWS | CASTS | COPIES | ARGUMENTS.keys() | {torch.einsum}
+_FOLLOWED |= {torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack, F.pad}
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
 
 
@@ -119,10 +124,16 @@ class RunningLayer:
 class FunctionCapture(ModeAround):
     """Watches what a module's forward does with weights of its own, or of its children."""
 
-    def __init__(self, module: nn.Module, uses: Sequence[tuple[LayerCapture, int]]) -> None:
-        """`uses`: captures, and which of their sites they are."""
+    def __init__(
+        self, module: nn.Module, uses: Sequence[tuple[LayerCapture, int]], sums_only: int = 0
+    ) -> None:
+        """
+        Args:
+            uses: captures, and which of their sites they are.
+            sums_only: how many, the last, are tables further inside, of which sums with lookups count.
+        """
         super().__init__(module)
-        self.uses = list(uses)
+        self.uses, self.sums_only = list(uses), sums_only
         self.own = [capture.layer.sites[index].module is module for capture, index in uses]
         self.module = weakref.ref(module)
         self.found: set[int] = set()  # places in `uses`
@@ -135,8 +146,8 @@ class FunctionCapture(ModeAround):
         self, capture: LayerCapture, spec: LayerSpec, x: torch.Tensor, found: torch.Tensor
     ) -> None:
         """A lookup in a graph that is compiled."""
-        mode = self.modes.own()[-1] if self.modes.own() else None
-        if not isinstance(mode, _Watching) or not mode.is_traced:
+        mode = self.mode()
+        if mode is None or not mode.is_traced:
             return
         for place, (own, _) in enumerate(self.uses):
             if own is capture:
@@ -149,12 +160,26 @@ class FunctionCapture(ModeAround):
         """`meet_sum`, of what lookups in a graph found, as it is."""
         for operand in operands:
             for one in reversed(lookups):  # what was changed in place is there again
-                if operand is one.found:
+                if operand is one.found and self.is_first_of(self.uses[one.place][0]):
                     self.found.add(one.place)
                     capture, shape = self.uses[one.place][0], one.found.shape
                     output = capture.observe_sum_in_graph(one.spec, one.x, shape, one.factor, output)
                     break
         return output
+
+    def is_first_of(self, capture: LayerCapture) -> bool:
+        """Whether this one's mode is the outermost that sees a function with a table's lookup."""
+        own = self.mode()
+        for around in capture.arounds:
+            mode = around.mode()
+            if mode is not None and own is not None and mode.sees_what(own):
+                return around is self
+        return True
+
+    def mode(self) -> _Watching | None:
+        """That of the forward that runs."""
+        modes = self.modes.own()
+        return modes[-1] if modes and isinstance(modes[-1], _Watching) else None
 
     def dtype_of(self, place: int) -> torch.dtype:
         """That of a layer's statistics."""
@@ -173,17 +198,27 @@ class FunctionCapture(ModeAround):
                 yield capture.looked_up
 
     def meet_sum(
-        self, operands: Sequence[Any], output: torch.Tensor, moved: Sequence[LookedUp]
+        self,
+        operands: Sequence[Any],
+        output: torch.Tensor,
+        moved: Sequence[LookedUp],
+        changed: bool,
     ) -> torch.Tensor:
-        """A sum, with a probe behind it if it is of a lookup for fewer rows, or one that was `moved`."""
+        """A sum, with a probe behind it if it is of a lookup for fewer rows, or one that was `moved`.
+
+        Args:
+            changed: whether the sum took its first operand's place.
+        """
         for place, (capture, _) in enumerate(self.uses):
+            if not self.is_first_of(capture):
+                continue
             for operand in operands:
                 if capture.looked_up is None or not isinstance(operand, torch.Tensor):
                     continue
                 last = capture.looked_up
                 known = [one for one in reversed(moved) if one.unless is last.unless]
-                probed = capture.observe_sum([*known, last], operand, output)
-                if probed is not output:
+                probed = capture.observe_sum([*known, last], operand, output, changed)
+                if probed is not None:
                     self.found.add(place)
                     return probed
         return output
@@ -193,6 +228,17 @@ class FunctionCapture(ModeAround):
         capture, index = self.uses[place]
         spec = capture.layer.sites[index].spec
         return spec.kind == "dense" and spec.bias and given.get("bias") is None
+
+    def is_discovering(self) -> bool:
+        """Whether it is still being found out what the model does."""
+        clock = self.uses[0][0].clock
+        return clock.discovering and not torch.compiler.is_compiling()
+
+    def miss(self, one: LookedUp, result: torch.Tensor) -> None:
+        """A table's lookup is used in a way that is not followed, which makes this of it."""
+        for capture, _ in self.uses:
+            if capture.looked_up is not None and capture.looked_up.unless is one.unless:
+                capture.miss_lookup(one, result)
 
     def stray(self, place: int) -> None:
         """What awaits a layer's bias went elsewhere."""
@@ -232,9 +278,9 @@ class FunctionCapture(ModeAround):
         return capture.layer.sites[index].spec.bias
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
-        mode = self.modes.own()[-1] if self.modes.own() else None
+        mode = self.mode()
         super().observe(site, args, kwargs, output)
-        if isinstance(mode, _Watching) and output is not None:
+        if mode is not None and output is not None:
             mode.settle(output)
 
     def meet(
@@ -375,7 +421,8 @@ class _Watching(Mode):
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
         self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
         self.began = 0 if torch.compiler.is_compiling() else graph_clock()
-        for place, (capture, index) in enumerate(around.uses):
+        whose = around.uses[: len(around.uses) - around.sums_only]
+        for place, (capture, index) in enumerate(whose):
             site = capture.layer.sites[index]
             weight = site.held(site.weight_name)
             turned = capture.layer.layout == "transposed"
@@ -392,11 +439,15 @@ class _Watching(Mode):
                 self.known.append(_Known(bias, place, "bias", bias.shape))
         self.saving = packs_with()
 
+    def sees_what(self, other: _Watching) -> bool:
+        """Whether it looks at the functions that another one looks at, which is entered after it."""
+        return self.is_traced == other.is_traced and self.saving is other.saving
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function), kwargs or {}
         if self.is_elsewhere() or not (self.is_traced or self._follows(args, kwargs)):
             return function(*args, **kwargs)
-        ours = self._ours(args)
+        ours = self._ours(args)  # changed through it, perhaps, or through a view of it
         version = None if ours is None else ours._version
         output = function(*args, **kwargs)
         if ours is not None and version != ours._version:
@@ -408,7 +459,11 @@ class _Watching(Mode):
             return output
         if packs_with() is not self.saving or in_traced_graph():
             return output  # a checkpoint inside of the forward runs its part again without this mode
-        if function in _MOVES:
+        if function in SUMS and kwargs:
+            args, kwargs = summed(args, kwargs)
+        if self.tables:
+            self._miss_lookups(function, args, kwargs, output)
+        if function in _MOVES or function in CASTS:
             self._follow_lookups(function, args, kwargs, output)
             if self.lookups and args:
                 self.lookups += self._moved_in_graph(function, args, kwargs, output)
@@ -436,7 +491,8 @@ class _Watching(Mode):
         if sums and self.lookups:
             return self.around.meet_sum_in_graph(args, output, self.lookups)
         if sums:
-            return self.around.meet_sum(args, output, [one for _, one in self.moved])
+            changed = len(args) > 0 and output is args[0] and not self.is_traced
+            return self.around.meet_sum(args, output, [one for _, one in self.moved], changed)
         if function is torch.einsum:
             return self._meet_einsum(*operands_of(args), output)
         names = ARGUMENTS.get(function)
@@ -545,16 +601,17 @@ class _Watching(Mode):
         ids = self._followed[1]
         looked_up = [id(one.looked_up.output()) for one in self.tables if one.looked_up is not None]
         given = [*args, *kwargs.values()]
-        for x in given:
-            if isinstance(x, torch.Tensor):
-                if id(x) in ids or id(x) in looked_up or id(x._base) in ids:
-                    return True
-            elif isinstance(x, list | tuple):
-                given += x
+        with torch._C.DisableTorchFunction():  # other modes would be asked for each base
+            for x in given:
+                if isinstance(x, torch.Tensor):
+                    if id(x) in ids or id(x) in looked_up or id(x._base) in ids:
+                        return True
+                elif isinstance(x, list | tuple):
+                    given += x
         return False
 
     def _ours(self, args: Any) -> torch.Tensor | None:
-        """A function's first argument, where it is known or made of what is and may be changed in place.
+        """A function's first argument, where it is known, made of what is or a view, and may be changed.
 
         Without gradients its values change, and it stays the same function of the weight.
         """
@@ -565,16 +622,17 @@ class _Watching(Mode):
         count = len(self.known) + len(self.made)
         if self._ids[0] != count:
             tensors = [known.tensor for known in self.known] + [made.tensor for made in self.made]
-            self._ids = count, {id(x) for x in tensors}
+            self._ids = count, {id(root_of(x)) for x in tensors}
         found: torch.Tensor = args[0]
-        return found if id(found) in self._ids[1] else None
+        return found if id(root_of(found)) in self._ids[1] else None
 
     def _changed(self, function: Any, args: Any, kwargs: Any) -> None:
-        """A copy of something that is known was changed in place: it is that no more."""
+        """A copy of something that is known was changed in place: it is that no more, nor are views."""
         x, self._ids, self._followed = args[0], (-1, set()), (-1, set())
-        self.known = [known for known in self.known if known.tensor is not x]
+        root = root_of(x)
+        self.known = [known for known in self.known if root_of(known.tensor) is not root]
         before = [made for made in self.made if made.tensor is x]
-        self.made = [made for made in self.made if made.tensor is not x]
+        self.made = [made for made in self.made if root_of(made.tensor) is not root]
         for made in before[-1:]:
             with torch.no_grad():
                 scale = scale_of(function, args, kwargs, 0, made)
@@ -617,7 +675,9 @@ class _Watching(Mode):
         moved = []
         for one in self.lookups:
             shape = one.found.shape
-            if args[0] is one.found and keeps_order(function, args):
+            if args[0] is one.found and function in CASTS:
+                moved.append(one._replace(found=output))
+            elif args[0] is one.found and keeps_order(function, args):
                 if output.shape[output.ndim - len(shape) :] == shape and output.numel() == shape.numel():
                     moved.append(one._replace(found=output))
             elif function in TIMES and len(args) == 2 and not kwargs:
@@ -637,13 +697,30 @@ class _Watching(Mode):
             if not at:
                 continue
             other = None if len(args) < 2 else args[1 - at[0]]
-            if function not in TIMES | QUOTIENTS and at == [0]:
+            if function in CASTS:
+                if at == [0] and output is not args[0]:
+                    self.moved.append((output, one.moved(output, None)))
+            elif function not in TIMES | QUOTIENTS and at == [0]:
                 step = functools.partial(_rearranged, function, args[1:], kwargs)
                 self.moved.append((output, one.moved(output, step)))
             elif function in TIMES and isinstance(other, int | float):
                 self.moved.append((output, one.moved(output, None, other)))
             elif function in QUOTIENTS and at == [0] and isinstance(other, int | float) and other:
                 self.moved.append((output, one.moved(output, None, 1 / other)))
+
+    def _miss_lookups(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        """Note, while it is found out what a model does, lookups for all examples that are not followed.
+
+        In products with what has more rows, and sums by other functions than `SUMS`.
+        """
+        if not self.around.is_discovering() or function in _FOLLOWED:
+            return
+        if function in SUMS and not kwargs:
+            return
+        given = [*args, *kwargs.values()]
+        for one in [*self.around.lookups(), *(one for _, one in self.moved)]:
+            if any([x is one.output() for x in given]):  # noqa: C419
+                self.around.miss(one, output)
 
     def _is_weight(self, x: Any) -> bool:
         """Whether it is a layer's, or a view of one."""
@@ -697,4 +774,6 @@ class _Watching(Mode):
 
 
 def _rearranged(function: Any, rest: Any, kwargs: Any, x: torch.Tensor) -> Any:
+    if function is torch.Tensor.repeat and not kwargs:
+        return as_repeated(x, *rest)
     return function(x, *rest, **kwargs)

@@ -261,6 +261,12 @@ def graph_clock() -> int:
     return number
 
 
+def root_of(x: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a view of, or the tensor itself: they have one memory, and change together."""
+    with torch._C.DisableTorchFunction():  # modes would be asked
+        return x if x._base is None else x._base
+
+
 def without_modes() -> Any:
     """Around the call of an autograd function: torch.compile traces its backward pass there, too."""
     if _TRACES_MODES and torch.compiler.is_compiling():

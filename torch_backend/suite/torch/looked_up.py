@@ -42,13 +42,22 @@ class LookedUp(NamedTuple):
     x: torch.Tensor
     unless: UnlessBroadcast
     site: Site
+    version: int  # of the output, which may be changed in place unseen
     steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()  # from what was found
     factor: float = 1.0
 
     def moved(self, output: torch.Tensor, step: Any, factor: float = 1.0) -> LookedUp:
         """What a step, or a factor, makes of it."""
         steps = self.steps if step is None else (*self.steps, step)
-        return self._replace(output=weakref.ref(output), steps=steps, factor=self.factor * factor)
+        return LookedUp(
+            weakref.ref(output),
+            self.x,
+            self.unless,
+            self.site,
+            output._version,
+            steps,
+            self.factor * factor,
+        )
 
     def positions(self, width: int) -> tuple[torch.Tensor, int] | None:
         """The index that each position has now, and which axis, from the end, has the features.
@@ -65,3 +74,20 @@ class LookedUp(NamedTuple):
         if len(axes) != 1 or marks.shape[axes[0]] != width:
             return None
         return index.select(axes[0], 0), axes[0]
+
+
+def is_of_each(index: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether each example has its own index, whose axes are the first of `rows`, (n, ..., width)."""
+    once = index.ndim > 0 and len(index) > 1 and index.stride(0) == 0
+    return index.ndim == rows.ndim - 1 and index.ndim > 0 and len(index) == len(rows) and not once
+
+
+def as_repeated(x: torch.Tensor, *counts: Any) -> torch.Tensor:
+    """`x.repeat(*counts)`, without a copy where no axis but new ones, or of length 1, is repeated."""
+    if len(counts) == 1 and not isinstance(counts[0], int):
+        counts = tuple(counts[0])
+    new = len(counts) - x.ndim
+    sizes = [*counts[:new], *(k * n for k, n in zip(counts[new:], x.shape, strict=True))]
+    if any(k != 1 and n != 1 for k, n in zip(counts[new:], x.shape, strict=True)):
+        return x.repeat(*counts)
+    return x.expand(sizes)

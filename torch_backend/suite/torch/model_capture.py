@@ -103,6 +103,7 @@ class ModelCapture:
     def _attach_functions(self, model: nn.Module) -> dict[nn.Module, FunctionCapture]:
         """By module, what watches the functions that its forward calls with weights of layers."""
         uses: dict[nn.Module, list[tuple[LayerCapture, int]]] = {}
+        further: dict[nn.Module, list[tuple[LayerCapture, int]]] = {}  # out, for sums with lookups
         around = callers(model)
         for capture in self.by_layer:
             for index, site in enumerate(capture.layer.sites):
@@ -110,7 +111,15 @@ class ModelCapture:
                     uses.setdefault(site.module, []).append((capture, index))
                 if site.module in around and has_functions(capture.layer, site):
                     uses.setdefault(around[site.module], []).append((capture, index))
-        found = {module: FunctionCapture(module, own) for module, own in uses.items()}
+                at = site.module if site.functional else around.get(site.module)
+                while site.spec.kind == "embedding" and at in around:
+                    at = around[at]
+                    further.setdefault(at, []).append((capture, index))
+        found = {}
+        for module in model.modules():  # from the outside in
+            own, others = uses.get(module, []), further.get(module, [])
+            if own or others:
+                found[module] = FunctionCapture(module, [*own, *others], len(others))
         watched = {id(capture): capture for own in uses.values() for capture, _ in own}
         self._attached += found.values()
         for capture in watched.values():
@@ -127,15 +136,23 @@ class ModelCapture:
     def settle_functions(self, functional: set[int]) -> None:
         """After a step: watch no longer where no rank's module gave a child's weight to a function."""
         given = {id(self.by_layer[i]) for i in functional}
-        gone = {
-            id(own)
-            for own in self._functions.values()
-            if own.ran and not any(own.own) and not any(id(c) in given for c, _ in own.uses)
-        }
+        seen = {id(own.uses[k][0]) for own in self._functions.values() for k in own.found}
+
+        def is_in_use(own: FunctionCapture) -> bool:
+            count = len(own.uses) - own.sums_only
+            here = {id(own.uses[k][0]) for k in own.found} | (given - seen)
+            return any(id(c) in given for c, _ in own.uses[:count]) or any(
+                id(c) in given & here for c, _ in own.uses[count:]
+            )
+
+        everyone = self._functions.values()
+        gone = {id(own) for own in everyone if own.ran and not any(own.own) and not is_in_use(own)}
         if not gone:
             return
         self._functions = {m: own for m, own in self._functions.items() if id(own) not in gone}
         left = {id(capture) for own in self._functions.values() for capture, _ in own.uses}
+        for capture in self.by_layer:
+            capture.arounds = [own for own in capture.arounds if id(own) not in gone]
         for attached in self._attached:
             unused = isinstance(attached, RunningLayer) and id(attached.capture) not in left
             if unused or id(attached) in gone:

@@ -118,6 +118,20 @@ class ProbeOfDuals(Probe):
         return y.view_as(y)
 
 
+class ProbeInPlace(ProbeOfDuals):
+    """Behind a tensor that was changed, and goes on as it: nobody may take what is returned."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, *rest: Any) -> torch.Tensor:
+        ProbeOfDuals.forward(ctx, y, *rest)
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def jvp(ctx: Any, y: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return y.add_(0)  # torch asks for a change in place
+
+
 class Reached(torch.autograd.Function):
     """Has a backward pass that ends at a slot go through an output, which counts its positions."""
 

@@ -25,7 +25,7 @@ from suite.torch.capture import LayerCapture, dense
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Noted, is_awaited, is_recorded
 from suite.torch.einsum import labels_of_call, operands_of, sides_of
-from suite.torch.free import BASE, CASTS, MATRIX, T, ends_of_groups, turns
+from suite.torch.free import CASTS, LOOKS, MATRIX, T, ends_of_groups, turns
 from suite.torch.hooks import (
     Mode,
     ModeAround,
@@ -107,7 +107,7 @@ class _Watching(Mode):
         if self.is_elsewhere():
             return function(*args, **kwargs)
         output = function(*args, **kwargs)
-        if in_traced_graph() or function is BASE:
+        if in_traced_graph() or function in LOOKS:
             return output
         made = [x for x in _listed(output) if isinstance(x, T)]
         if not any([x.requires_grad and x.numel() for x in made]):  # noqa: C419 (torch.compile)
