@@ -651,6 +651,20 @@ def cost():
             kfac(PLAN, 0.1, mesh=MESH, gradient_worker_fraction=fraction)
         except ValueError as error:
             refused[str(fraction)] = str(error)
+    made = kfac(PLAN, 0.1, mesh=MESH, gradient_worker_fraction=1 / 8).init(PARAMS)
+    grads = jax.tree.map(jnp.zeros_like, PARAMS)
+    given = {"1/4": {"mesh": MESH, "gradient_worker_fraction": 1 / 4}, "1": {"mesh": MESH}, "alone": {}}
+    for name, settings in given.items():
+        tx = kfac(PLAN, 0.1, **settings)
+        states = {f"a state of 1/8 in one of {name}": (tx, made)}
+        if name != "1/4":
+            other = kfac(PLAN, 0.1, **given["1/4"])
+            states[f"a state of {name} in one of 1/4"] = other, tx.init(PARAMS)
+        for what, (one, state) in states.items():
+            try:
+                one.update(grads, state, PARAMS, statistics=None)
+            except ValueError as error:
+                refused[what] = str(error)
     return {"rows": rows, "loads": placements, "refused": refused}
 
 

@@ -1030,6 +1030,60 @@ def test_terms_of_a_loss_over_positions(rows):
     assert float(value_and_grad(tied, rows=rows)(table, jnp.arange(20).reshape(4, 5) % 7)[2].terms) == 20
 
 
+def with_all_steps(p, h):
+    """A head on the last step, in the loss, and on all of them, beside it."""
+    return h[:, -1] @ p["head"] + p["bias"], h @ p["head"] + p["bias"]
+
+
+def with_another(p, h):
+    return h.mean(1) @ p["head"] + p["bias"], h @ p["other"] + p["shift"]
+
+
+@pytest.mark.parametrize("model", [with_all_steps, with_another])
+@pytest.mark.parametrize("how", ["aux", "dropped", "stopped"])
+def test_what_the_loss_does_not_depend_on_is_none_of_its_terms(model, how):
+    p = {"w": normal(3, 6), "head": normal(6, 2), "bias": normal(2), "other": normal(6, 2)}
+    p |= {"shift": normal(2, seed=5)}
+    x = normal(4, 5, 3, seed=1)
+
+    def loss(p, x):
+        y, others = model(p, jnp.tanh(x @ p["w"]))
+        value = jnp.mean(jnp.sum(y**2, -1))
+        if how == "stopped":
+            value = value + 0 * lax.stop_gradient(others).sum()
+        return (value, others) if how == "aux" else value
+
+    statistics = value_and_grad(loss, has_aux=how == "aux")(p, x)[2]
+    assert float(statistics.terms) == 4
+
+
+def test_a_decoder_that_runs_again_beside_the_loss_adds_no_terms():
+    p = {"mean": normal(3, 6), "w": normal(6, 5), "b": normal(5), "head": normal(5, 3), "c": normal(3)}
+    x, noise = normal(8, 3, seed=1), normal(8, 6, seed=2)
+
+    def decoder(p, z):
+        return jnp.tanh(z @ p["w"] + p["b"]) @ p["head"] + p["c"]
+
+    def loss(p, x):
+        mean = x @ p["mean"]
+        error = jnp.mean(jnp.sum((decoder(p, mean + noise) - x) ** 2, -1))
+        return error + jnp.mean(mean**2), decoder(p, mean)
+
+    assert float(value_and_grad(loss, has_aux=True)(p, x)[2].terms) == 8
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 6)])
+def test_a_spectral_norm_of_the_last_weight_is_no_term(shape):
+    p, x, u = {"w": normal(3, 6), "head": normal(6, 2), "b": normal(2)}, normal(8, 3), normal(*shape)
+
+    def loss(p, x, u):
+        v = lax.stop_gradient(u @ p["head"])
+        norm = jnp.squeeze(u @ p["head"] @ v.T)
+        return jnp.mean((jnp.tanh(x @ p["w"]) @ (p["head"] / norm) + p["b"]) ** 2)
+
+    assert float(value_and_grad(loss)(p, x, u)[2].terms) == 8
+
+
 def test_capture_is_chosen_by_a_traced_flag():
     w, x = normal(4, 3), normal(5, 4, seed=1)
 

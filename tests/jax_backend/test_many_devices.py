@@ -94,7 +94,13 @@ def test_what_devices_keep_and_send():
     message = found["refused"]["0.3"]
     assert "gradient_worker_fraction must divide 8" in message
     assert "1/8, 2/8, 4/8, 8/8" in message
-    assert set(found["refused"]) == {"0.3", str(1 / 3), "half"}
+    layouts = {what: message for what, message in found["refused"].items() if "state" in what}
+    assert set(found["refused"]) == {"0.3", str(1 / 3), "half", *layouts}
+    assert len(layouts) == 5
+    for what, message in layouts.items():
+        shares = "all factors on every device" if "in one of 1/4" not in what else "have shares"
+        assert message.startswith("state must have"), what
+        assert shares in message or what == "a state of 1/8 in one of 1/4", what
 
 
 def test_two_processes_over_gloo_follow_one():

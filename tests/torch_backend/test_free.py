@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -134,6 +135,27 @@ FREE = {
         lambda x, p, q: x * (p * q),
         lambda x, p, q: x * p * q,
         [(4,), (4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x * (p * ones)": (
+        lambda x, p: x * (p * torch.ones(4)),
+        lambda x, p: x * p,
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x + (p + zeros of a sequence)": (
+        lambda x, p: x + (p + torch.zeros(1, 2, 4)),
+        lambda x, p: x + p[:, :, 0, 0],
+        [(1, 1, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x (W mask)": (
+        lambda x, W: F.linear(x, W * torch.tril(torch.ones(5, 4))),
+        lambda x, W: torch.einsum("nti,ntoi->nto", x, W * torch.ones(5, 4).tril()),
+        [(5, 4)],
         SEQUENCE,
         (3, 2),
     ),
@@ -625,4 +647,61 @@ def test_the_third_operand_of_an_einsum_is_a_use_that_is_missed():
     kfac = KFAC(model)
     model(numbers(6, 2)).square().sum().backward()
     with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'1.gain'"):
+        kfac.step()
+
+
+class ThroughAView(nn.Module):
+    """A copy of a parameter is changed through a view of it, or in some places."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.scale, self.head = how, nn.Parameter(torch.ones(6)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        scale = self.scale.clone()
+        if self.how == "view":
+            scale[:3].mul_(0.1)
+        elif self.how == "reshaped":
+            scale.view(2, 3).mul_(0.1)
+        else:
+            scale[3:] = 0
+        return self.head(torch.tanh(x * scale))
+
+
+@pytest.mark.parametrize("how", ["view", "reshaped", "set"])
+def test_a_copy_that_is_changed_through_a_view_is_not_followed_and_named(how):
+    model = double(lambda: ThroughAView(how))
+    kfac = KFAC(model, kl_clip=None)
+    loss_of(model(numbers(5, 6))).backward()
+    expected = model.scale.grad.clone()
+    with pytest.warns(RuntimeWarning) as given:
+        kfac.step()
+    assert any("miss some uses" in str(w.message) and "'scale'" in str(w.message) for w in given)
+    torch.testing.assert_close(model.scale.grad, expected, rtol=0, atol=0)
+
+
+class TwiceInside(nn.Module):
+    """A cast of positions, cut to a length, while modules around watch for lookups."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.positions = nn.Embedding(7, 4), nn.Parameter(torch.randn(1, 9, 4))
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, x):
+        h = self.table(x) + self.table(torch.arange(x.shape[1]))
+        h = (
+            h
+            + self.positions.double()[:, : x.shape[1]]
+            + self.positions.clone().view(9, 4)[: x.shape[1]]
+        )
+        return self.head(torch.tanh(h).float())
+
+
+def test_modes_that_look_at_one_another_give_no_warning():
+    model = TwiceInside()
+    kfac = KFAC(model)
+    loss_of(model(torch.randint(7, (6, 5))).flatten(0, 1)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         kfac.step()

@@ -953,3 +953,32 @@ def test_random_rows_of_a_product_whose_features_are_not_last():
         found.append(held(stepped(model, x, reduction="sum", max_rows=60))["body.a"])
     for left, right in zip(*found, strict=True):
         assert_close(left, right)
+
+
+class ThroughAView(nn.Module):
+    """A copy of a child's weight is changed through a view of it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.layer, self.head = how, nn.Linear(6, 6, bias=False), nn.Linear(6, 3)
+
+    def forward(self, x):
+        weight = self.layer.weight.clone()
+        if self.how == "rows":
+            weight[:3].mul_(0.1)
+        elif self.how == "columns":
+            weight[:, 3:].zero_()
+        else:
+            weight.view(-1)[:18].zero_()
+        return self.head(torch.tanh(F.linear(x, weight)))
+
+
+@pytest.mark.parametrize("how", ["rows", "columns", "flat"])
+def test_a_copy_that_is_changed_through_a_view_is_the_weight_no_more(how):
+    model = double(lambda: ThroughAView(how))
+    kfac = KFAC(model, kl_clip=None)
+    loss_of(model(numbers(5, 6))).backward()
+    expected = model.layer.weight.grad.clone()
+    with pytest.warns(RuntimeWarning, match="not seen running.*'layer'"):
+        kfac.step()
+    torch.testing.assert_close(model.layer.weight.grad, expected, rtol=0, atol=0)

@@ -240,7 +240,7 @@ class _Finder:
                 self.aside[out] = site
 
     def settle_beside(self) -> None:
-        """Products that the loss depends on in no way, as of a head for other losses, are no terms of it.
+        """Products that the loss depends on in no way, as of a head for another, are no terms of it.
 
         Of what it has derivatives of there are other products with the leaf, to which no bias is added.
         """

@@ -1,0 +1,168 @@
+"""Tables that are looked up once for all examples: G is of every example's own gradient.
+
+The oracle: the gradient by the table of each example alone, whose rows are the positions'.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from suite.torch import KFAC
+from torch_backend.rows_by_loops import held
+
+VOCABULARY, LENGTH, WIDTH, EXAMPLES = 11, 5, 6, 12
+
+
+class Looks(nn.Module):
+    """The usual wrapper: whoever calls it adds what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, x):
+        return self.table(torch.arange(x.shape[1]))
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = Looks()
+
+    def forward(self, x):
+        return self.looks(x) * 2
+
+
+def in_place(h, found):
+    h.add_(found)
+    return h
+
+
+def in_place_on_a_view(h, found):
+    changed = h.clone()
+    flat = changed.flatten(1).unflatten(1, (LENGTH, WIDTH))
+    flat += found
+    return flat
+
+
+FOLLOWED = {
+    "sum": lambda h, found: h + found,
+    "in place": lambda h, found: in_place(h.clone(), found),
+    "in place, on a view": in_place_on_a_view,
+    "alpha": lambda h, found: torch.add(h, found, alpha=1),
+    "by keyword": lambda h, found: torch.add(input=h, other=found),
+    "repeat": lambda h, found: h + found.repeat(len(h), 1, 1),
+    "repeat, in a list": lambda h, found: h + found[None].repeat([len(h), 1, 1]),
+    "copies": lambda h, found: h + found.clone().contiguous(),
+    "cast": lambda h, found: h + found.float().double(),
+}
+MISSED = {
+    "gate": lambda h, found: h * found.sigmoid() + h * found,
+    "where": lambda h, found: torch.where(h > 0, h, found),
+    "addcmul": lambda h, found: torch.addcmul(h, found, torch.ones(()).double()),
+    "alpha": lambda h, found: torch.add(h, found, alpha=3),
+    "changed through a view": lambda h, found: h + changed_through_a_view(found.clone()),
+}
+
+
+def changed_through_a_view(x):
+    x.view(-1).mul_(2)
+    return x
+
+
+class Model(nn.Module):
+    def __init__(self, looks, join) -> None:
+        super().__init__()
+        self.tokens, self.looks, self.join = nn.Embedding(VOCABULARY, WIDTH), looks, join
+        self.norm, self.hidden = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, x):
+        h = self.join(self.tokens(x), self.looks(x))
+        return self.head(torch.tanh(self.hidden(self.norm(h))))
+
+
+class Outer(nn.Module):
+    """What is called may be inside of what K-FAC is given."""
+
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.model = model
+
+
+def loss_of(model, x):
+    return F.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten())
+
+
+def of_each_example(model, table, batches):
+    G = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+    for x in batches:
+        for one in x:
+            # As a loss of all examples has it: a mean of so many terms more.
+            loss = loss_of(model, one[None]) / len(x)
+            (gradient,) = torch.autograd.grad(loss, table.weight)
+            G += len(x) * LENGTH * gradient.T @ gradient / len(batches)
+    return G
+
+
+@pytest.mark.parametrize("looks", [Looks, Inside])
+@pytest.mark.parametrize("how", FOLLOWED)
+def test_gradients_are_of_every_example_wherever_positions_are_added(how, looks):
+    torch.manual_seed(0)
+    model = Model(looks(), FOLLOWED[how]).double()
+    table = next(m for m in model.looks.modules() if isinstance(m, nn.Embedding))
+    batches = torch.randint(VOCABULARY, (3, EXAMPLES, LENGTH))
+    expected = of_each_example(model, table, batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kfac = KFAC(Outer(model), factor_decay=lambda step: step / (step + 1))
+        for x in batches:
+            model.zero_grad()
+            loss_of(model, x).backward()
+            kfac.step()
+    name = next(name for name, m in Outer(model).named_modules() if m is table)
+    rtol = 1e-5 if how == "cast" else 1e-9
+    torch.testing.assert_close(held(kfac)[name][1][0], expected, rtol=rtol, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", MISSED)
+def test_uses_for_all_examples_that_are_not_followed_are_named(how):
+    torch.manual_seed(0)
+    model = Model(Looks(), MISSED[how]).double()
+    kfac = KFAC(model)
+    loss_of(model, torch.randint(VOCABULARY, (EXAMPLES, LENGTH))).backward()
+    with pytest.warns(RuntimeWarning, match="miss some uses.*'looks.table'"):
+        kfac.step()
+
+
+class Conditioned(nn.Module):
+    """A lookup for each example, for all of its positions."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.how, self.table = how, nn.Embedding(4, WIDTH)
+        self.hidden, self.head = nn.Linear(WIDTH, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        of_each = self.table(torch.arange(len(x)) % 4)
+        if self.how == "last":
+            h = x * of_each[:, None] + of_each.unsqueeze(1)
+        else:
+            h = (x.mT * of_each[:, :, None]).mT
+        return self.head(torch.tanh(self.hidden(h)))
+
+
+@pytest.mark.parametrize("how", ["last", "first"])
+def test_a_lookup_of_each_example_is_no_missed_use(how):
+    torch.manual_seed(0)
+    model = Conditioned(how).double()
+    kfac = KFAC(model)
+    model(torch.randn(EXAMPLES, LENGTH, WIDTH).double()).square().mean().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kfac.step()
