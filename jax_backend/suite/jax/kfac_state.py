@@ -92,7 +92,7 @@ def explicit_state_specs(state: Any, spread: Spread) -> Any:
     """`explicit_specs` of a state whose shares are to be divided, wherever they are now."""
 
     def specs(x: Any) -> Any:
-        divided = isinstance(x, Shares) and spread.axis_name is None
+        divided = isinstance(x, Shares) and spread.axis_name is None and spread.keeps
         return state_specs(x, spread.axes) if divided else explicit_specs(x)
 
     return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, Shares))
