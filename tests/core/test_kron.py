@@ -115,9 +115,10 @@ KINDS = [  # shapes with their stacks, and which axes are diagonal
 
 
 @every_geometry
-@pytest.mark.parametrize("most", [2**23, 20])
-@pytest.mark.parametrize("newton", [False, True])
-@pytest.mark.parametrize("scale", [1.0, None])
+@pytest.mark.parametrize(
+    ("most", "newton", "scale"),
+    [(2**23, False, 1.0), (2**23, True, None), (20, False, None), (20, True, 1.0)],
+)
 def test_fit_of_many_kinds_is_update_and_refresh_of_each(xp, geometry, most, newton, scale, monkeypatch):
     """Whatever is joined, and however little may be."""
     monkeypatch.setattr(buckets, "_MOST_TOGETHER", most)
