@@ -93,9 +93,12 @@ METHODS = ["eigen", "inverse", "newton_schulz", "ekfac"]
 PRECISIONS = [("float64", 1e-9), ("float32", 2e-3)]
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), PRECISIONS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "rtol"),
+    [(name, *PRECISIONS[0]) for name in KFAC_NETWORKS]
+    + [(name, *PRECISIONS[1]) for name in ("cnn", "experts")],
+)
 @pytest.mark.parametrize("compute_method", METHODS)
-@pytest.mark.parametrize("name", KFAC_NETWORKS)
 def test_kfac(name, compute_method, dtype, rtol):
     network = KFAC_NETWORKS[name]()
     ours = networks.torch_trajectory(
