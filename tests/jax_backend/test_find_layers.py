@@ -1084,6 +1084,17 @@ def test_a_spectral_norm_of_the_last_weight_is_no_term(shape):
     assert float(value_and_grad(loss)(p, x, u)[2].terms) == 8
 
 
+@pytest.mark.parametrize("examples", [1, 4])
+def test_a_head_with_a_penalty_counts_its_terms(examples):
+    p = {"w": normal(3, 6), "head": normal(6, 2), "bias": normal(2)}
+
+    def loss(p, x):
+        y = jnp.tanh(x @ p["w"]).mean(1) @ p["head"] + p["bias"]
+        return jnp.mean(jnp.sum(y**2, -1)) + 1e-3 * jnp.sum(p["head"] ** 2)
+
+    assert float(value_and_grad(loss)(p, normal(examples, 5, 3))[2].terms) == examples
+
+
 def test_capture_is_chosen_by_a_traced_flag():
     w, x = normal(4, 3), normal(5, 4, seed=1)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from suite.torch import KFAC
 from torch_backend.rows_by_loops import held
@@ -58,6 +59,8 @@ FOLLOWED = {
     "by keyword": lambda h, found: torch.add(input=h, other=found),
     "repeat": lambda h, found: h + found.repeat(len(h), 1, 1),
     "repeat, in a list": lambda h, found: h + found[None].repeat([len(h), 1, 1]),
+    "expand": lambda h, found: h + found[None].expand(len(h), -1, -1).expand_as(h) / 2,
+    "and a number": lambda h, found: h - (1 + found),
     "copies": lambda h, found: h + found.clone().contiguous(),
     "cast": lambda h, found: h + found.float().double(),
 }
@@ -66,6 +69,9 @@ MISSED = {
     "where": lambda h, found: torch.where(h > 0, h, found),
     "addcmul": lambda h, found: torch.addcmul(h, found, torch.ones(()).double()),
     "alpha": lambda h, found: torch.add(h, found, alpha=3),
+    "in place, a view by a statement": lambda h, found: in_place_of_a_view(h.clone(), found),
+    "in place, features first": lambda h, found: in_place(h.mT.contiguous(), found.mT).mT,
+    "checkpoint": lambda h, found: checkpoint(torch.add, h, found, use_reentrant=False),
     "changed through a view": lambda h, found: h + changed_through_a_view(found.clone()),
 }
 
@@ -73,6 +79,11 @@ MISSED = {
 def changed_through_a_view(x):
     x.view(-1).mul_(2)
     return x
+
+
+def in_place_of_a_view(h, found):
+    h[:, :].add_(found)
+    return h
 
 
 class Model(nn.Module):
@@ -166,3 +177,42 @@ def test_a_lookup_of_each_example_is_no_missed_use(how):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kfac.step()
+
+
+class CallsItself(nn.Module):
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.model, self.last = model, nn.Linear(VOCABULARY, VOCABULARY)
+
+    def forward(self, x, depth=0):
+        return self.model(x) if depth else self.last(torch.tanh(self(x, 1)))
+
+
+def test_sums_are_seen_once_where_a_module_calls_itself():
+    torch.manual_seed(0)
+    model = CallsItself(Model(Looks(), FOLLOWED["sum"])).double()
+    table, x = model.model.looks.table, torch.randint(VOCABULARY, (EXAMPLES, LENGTH))
+    expected = of_each_example(model, table, [x])
+    kfac = KFAC(Outer(model), factor_decay=lambda step: step / (step + 1))
+    loss_of(model, x).backward()
+    kfac.step()
+    found = held(kfac)["model.model.looks.table"][1][0]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("first", ["one example", "around it"])
+def test_sums_are_seen_later_too(first):
+    """Whatever the first step was of: one example, which tells nothing, or more modules."""
+    torch.manual_seed(0)
+    model = Model(Looks(), FOLLOWED["sum"]).double()
+    around = CallsItself(model).double()
+    kfac = KFAC(around, factor_decay=lambda step: step / (step + 1))
+    x = torch.randint(VOCABULARY, (EXAMPLES, LENGTH))
+    expected = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+    for called, batch in ((model, x[:1]) if first == "one example" else (around, x), (model, x)):
+        expected += of_each_example(called, model.looks.table, [batch]) / 2
+        around.zero_grad()
+        loss_of(called, batch).backward()
+        kfac.step()
+    found = held(kfac)["model.looks.table"][1][0]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -207,6 +207,8 @@ class _Finder:
                 site = self.product(node, met[-1])
                 if site is not None:
                     self.uses.sites.append(site)
+                    if site.input not in self.differentiable:
+                        self.uses.of_data.add(site.use.place)
                     if isinstance(op, operations.ByHand):
                         self.uses.by_hand.setdefault(site.leaf, []).append(site)
                     out = node.outputs[0]

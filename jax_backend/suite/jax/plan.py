@@ -365,8 +365,10 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
         products = [s for s in products if s.use.place in primal or s.leaf not in valued]
     # As they run; lookups first, which may be of what all examples have in common (classes, positions).
     products.sort(key=lambda site: (not isinstance(site.use.product, Lookup), site.use.path))
-    # Nor are one-row products of what is also used by others: a weight's with its singular vector.
-    products = [s for s in products if s.leaf not in uses.others or s.use.rows > 1] or products
+    # Nor are one-row products of data and what is also used by others: a weight's singular vectors'.
+    ruled = [s.leaf in uses.others and s.use.place in uses.of_data for s in products]
+    pairs = zip(products, ruled, strict=True)
+    products = [s for s, is_out in pairs if not is_out or s.use.rows > 1] or products
     if not any(s.use.place in owner for s in products):
         others = [s for s in sites if s not in products]
         products = [*sorted(others, key=lambda site: site.use.path), *products]

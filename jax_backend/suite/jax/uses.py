@@ -100,6 +100,7 @@ class Uses:
     biases: dict[int, list[BiasUse]] = field(default_factory=dict)
     others: dict[int, list[str]] = field(default_factory=dict)  # primitives that rule a leaf out
     by_hand: dict[int, list[Site]] = field(default_factory=dict)  # a user's probes
+    of_data: set[Any] = field(default_factory=set)  # places of products with what no leaf is a part of
     beside: list[Site] = field(default_factory=list)  # values of which the loss has derivatives only
     made_of: dict[Any, Any] = field(default_factory=dict)  # by place, if there are: see `made_of`
 

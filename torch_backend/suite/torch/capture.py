@@ -462,9 +462,9 @@ class LayerCapture:
         """
         last = next((one for one in known if one.output() is operand), None)
         width = self.layer.weight.shape[-1]
-        if last is None or total.numel() <= last.x.numel() * width:
+        if last is None or self.leads or self.input_of is not None or not self.clock.wanted:
             return None
-        if self.leads or self.input_of is not None or not self.clock.wanted:
+        if total.numel() < last.x.numel() * width:
             return None
         found = last.positions(width) if operand._version == last.version else None
         if found is None or total.ndim < -found[1] or total.shape[found[1]] != width:
@@ -472,11 +472,14 @@ class LayerCapture:
             return None
         index, axis = found
         rows = total if axis == -1 else total.movedim(axis, -1)
-        if is_of_each(index, rows):
+        if is_of_each(index, rows) or (total.numel() == last.x.numel() * width and len(rows) > 1):
             return None
+        in_place = changed and rows is total and not total._is_view()
+        if changed and not in_place and self.clock.discovering:
+            # Who goes on with the tensor that was changed, and not with what is returned, passes it by.
+            last.unless.passed_by = functools.partial(self.clock.strays.add, self.layer.name)
         factor = None if last.factor == 1 else torch.full((), last.factor, device=total.device)
         index = index.broadcast_to(rows.shape[:-1])
-        in_place = changed and rows is total and not total._is_view()
         probed = self._probed(
             last.site, index, rows, (), {}, last.unless, made=factor, in_place=in_place
         )

@@ -10,6 +10,7 @@ the module does to view the parameter is done to the slot, so that autograd take
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from suite.torch.hooks import (
     is_batched,
     packs_with,
     root_of,
+    tensors_given,
     traceable,
     without_modes,
 )
@@ -88,7 +90,9 @@ class FreeParameters(Mode):
         """`constants`: the module's own buffers, and parameters that are not watched."""
         super().__init__()
         self.watched, self.constants = list(watched), list(constants)
-        self.fresh: list[T] = []  # made of no tensors: masks, or numbers of each example
+        # What is made of no tensors (masks, or numbers of each example), by id; or in a graph.
+        self.fresh: dict[int, weakref.ref[T]] = {}
+        self.traced: list[T] = []
         self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,7 +126,10 @@ class FreeParameters(Mode):
         given = [*operands, *(x for x in kwargs.values() if isinstance(x, T))]
         written = args[0] if function is T.__setitem__ else output
         if isinstance(output, T) and not output.requires_grad and self._is_fresh(args, kwargs):
-            self.fresh.append(output)
+            if torch.compiler.is_compiling():
+                self.traced.append(output)
+            else:
+                self.fresh[id(output)] = weakref.ref(output)
         elif given and all([self._without_rows(x) for x in given]):  # noqa: C419
             self.constants.append(written)
         elif any([written is x for x in operands]):  # noqa: C419
@@ -181,10 +188,11 @@ class FreeParameters(Mode):
         """Whether the first argument is watched, or has the memory of what is."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return False
-        if not args or not isinstance(args[0], T):
+        if not args or not isinstance(args[0], T) or not args[0].requires_grad:
             return False
         root = root_of(args[0])
-        return any([root_of(watched.tensor) is root for watched in self.watched])  # noqa: C419
+        with torch._C.DisableTorchFunction():  # other modes would be asked for each base
+            return any([root is w.tensor or root is w.tensor._base for w in self.watched])  # noqa: C419
 
     def _changed(self, x: T, output: Any) -> None:
         """What is watched was changed in place: all that shares its memory is that no more."""
@@ -197,17 +205,18 @@ class FreeParameters(Mode):
 
     def _is_fresh(self, args: Any, kwargs: Any) -> bool:
         """Whether what a function is given is no tensor, or was made of none."""
-        given = [*args, *kwargs.values()]
-        for x in given:
-            if isinstance(x, list | tuple):
-                given += x
-        tensors = [x for x in given if isinstance(x, T)]
-        return all([any([x is one for one in self.fresh]) for x in tensors])  # noqa: C419
+        return all([self._was_fresh(x) for x in tensors_given(args, kwargs)])  # noqa: C419
+
+    def _was_fresh(self, x: Any) -> bool:
+        if torch.compiler.is_compiling():
+            return any([x is one for one in self.traced])  # noqa: C419
+        known = self.fresh.get(id(x))
+        return known is not None and known() is x
 
     def _fits(self, args: Any, place: int, output: T) -> bool:
         """Whether the other operand of a sum or product gives what is watched at `place` no rows."""
         other = args[1 - place]
-        if not any([other is x for x in self.fresh]):  # noqa: C419
+        if not self._was_fresh(other):
             return self._without_rows(other)
         return output.numel() == args[place].numel() or output.shape[0] == 1
 

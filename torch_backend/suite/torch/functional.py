@@ -58,6 +58,7 @@ from suite.torch.hooks import (
     in_traced_graph,
     packs_with,
     root_of,
+    tensors_given,
     traceable,
 )
 from suite.torch.layers import Layer, Site
@@ -176,10 +177,23 @@ class FunctionCapture(ModeAround):
                 return around is self
         return True
 
+    def innermost_of(self, capture: LayerCapture) -> FunctionCapture:
+        """The one whose mode was entered last of those that see what this one's does."""
+        own, found = self.mode(), self
+        for around in capture.arounds:
+            mode = around.mode()
+            if mode is not None and own is not None and mode.sees_what(own):
+                found = around
+        return found
+
+    def find(self, capture: LayerCapture) -> None:
+        """Note that it is needed for a table."""
+        self.found.update(place for place, (own, _) in enumerate(self.uses) if own is capture)
+
     def mode(self) -> _Watching | None:
-        """That of the forward that runs."""
-        modes = self.modes.own()
-        return modes[-1] if modes and isinstance(modes[-1], _Watching) else None
+        """That of the forward that runs, which may have called itself; None: there is none."""
+        modes = [mode for mode in self.modes.own() if isinstance(mode, _Watching)]
+        return modes[-1] if modes else None
 
     def dtype_of(self, place: int) -> torch.dtype:
         """That of a layer's statistics."""
@@ -209,7 +223,7 @@ class FunctionCapture(ModeAround):
         Args:
             changed: whether the sum took its first operand's place.
         """
-        for place, (capture, _) in enumerate(self.uses):
+        for capture, _ in self.uses:
             if not self.is_first_of(capture):
                 continue
             for operand in operands:
@@ -219,7 +233,7 @@ class FunctionCapture(ModeAround):
                 known = [one for one in reversed(moved) if one.unless is last.unless]
                 probed = capture.observe_sum([*known, last], operand, output, changed)
                 if probed is not None:
-                    self.found.add(place)
+                    self.innermost_of(capture).find(capture)
                     return probed
         return output
 
@@ -234,10 +248,18 @@ class FunctionCapture(ModeAround):
         clock = self.uses[0][0].clock
         return clock.discovering and not torch.compiler.is_compiling()
 
-    def miss(self, one: LookedUp, result: torch.Tensor) -> None:
-        """A table's lookup is used in a way that is not followed, which makes this of it."""
+    def miss(self, one: LookedUp, result: torch.Tensor, followed: bool) -> None:
+        """A table's lookup is used in a way that is not followed, which makes this of it.
+
+        Args:
+            followed: whether this one's mode would have seen others.
+        """
         for capture, _ in self.uses:
-            if capture.looked_up is not None and capture.looked_up.unless is one.unless:
+            if capture.looked_up is None or capture.looked_up.unless is not one.unless:
+                continue
+            modes = [around.mode() for around in capture.arounds]
+            here = packs_with()
+            if followed or all([mode is None or mode.saving is not here for mode in modes]):  # noqa: C419
                 capture.miss_lookup(one, result)
 
     def stray(self, place: int) -> None:
@@ -278,9 +300,9 @@ class FunctionCapture(ModeAround):
         return capture.layer.sites[index].spec.bias
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
-        mode = self.mode()
+        mode = self.modes.own()[-1] if self.modes.own() else None
         super().observe(site, args, kwargs, output)
-        if mode is not None and output is not None:
+        if isinstance(mode, _Watching) and output is not None:
             mode.settle(output)
 
     def meet(
@@ -457,13 +479,17 @@ class _Watching(Mode):
             return output
         if not output.requires_grad:
             return output
-        if packs_with() is not self.saving or in_traced_graph():
+        if packs_with() is not self.saving:
+            if self.tables:
+                self._miss_lookups(function, args, kwargs, output, followed=False)
             return output  # a checkpoint inside of the forward runs its part again without this mode
+        if in_traced_graph():
+            return output
         if function in SUMS and kwargs:
             args, kwargs = summed(args, kwargs)
         if self.tables:
             self._miss_lookups(function, args, kwargs, output)
-        if function in _MOVES or function in CASTS:
+        if function in _MOVES or function in CASTS or function in SUMS:
             self._follow_lookups(function, args, kwargs, output)
             if self.lookups and args:
                 self.lookups += self._moved_in_graph(function, args, kwargs, output)
@@ -491,7 +517,8 @@ class _Watching(Mode):
         if sums and self.lookups:
             return self.around.meet_sum_in_graph(args, output, self.lookups)
         if sums:
-            changed = len(args) > 0 and output is args[0] and not self.is_traced
+            # Of `x += y` Python goes on with what is returned, of a statement `x.add_(y)` with x.
+            changed = function in (T.add_, T.sub_) and not self.is_traced
             return self.around.meet_sum(args, output, [one for _, one in self.moved], changed)
         if function is torch.einsum:
             return self._meet_einsum(*operands_of(args), output)
@@ -600,14 +627,10 @@ class _Watching(Mode):
             self._followed = count, {id(x) for x in (*tensors, *(x for x, _ in self.moved))}
         ids = self._followed[1]
         looked_up = [id(one.looked_up.output()) for one in self.tables if one.looked_up is not None]
-        given = [*args, *kwargs.values()]
         with torch._C.DisableTorchFunction():  # other modes would be asked for each base
-            for x in given:
-                if isinstance(x, torch.Tensor):
-                    if id(x) in ids or id(x) in looked_up or id(x._base) in ids:
-                        return True
-                elif isinstance(x, list | tuple):
-                    given += x
+            for x in tensors_given(args, kwargs):
+                if id(x) in ids or id(x) in looked_up or id(x._base) in ids:
+                    return True
         return False
 
     def _ours(self, args: Any) -> torch.Tensor | None:
@@ -697,7 +720,10 @@ class _Watching(Mode):
             if not at:
                 continue
             other = None if len(args) < 2 else args[1 - at[0]]
-            if function in CASTS:
+            if function in SUMS:
+                if isinstance(other, int | float):
+                    self.moved.append((output, one.moved(output, None)))
+            elif function in CASTS:
                 if at == [0] and output is not args[0]:
                     self.moved.append((output, one.moved(output, None)))
             elif function not in TIMES | QUOTIENTS and at == [0]:
@@ -708,19 +734,23 @@ class _Watching(Mode):
             elif function in QUOTIENTS and at == [0] and isinstance(other, int | float) and other:
                 self.moved.append((output, one.moved(output, None, 1 / other)))
 
-    def _miss_lookups(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+    def _miss_lookups(
+        self, function: Any, args: Any, kwargs: Any, output: torch.Tensor, followed: bool = True
+    ) -> None:
         """Note, while it is found out what a model does, lookups for all examples that are not followed.
 
         In products with what has more rows, and sums by other functions than `SUMS`.
         """
         if not self.around.is_discovering() or function in _FOLLOWED:
             return
-        if function in SUMS and not kwargs:
+        if followed and function in SUMS and not kwargs:
             return
-        given = [*args, *kwargs.values()]
+        given = tensors_given(args, kwargs)
+        if len(given) < 2:
+            return
         for one in [*self.around.lookups(), *(one for _, one in self.moved)]:
             if any([x is one.output() for x in given]):  # noqa: C419
-                self.around.miss(one, output)
+                self.around.miss(one, output, followed)
 
     def _is_weight(self, x: Any) -> bool:
         """Whether it is a layer's, or a view of one."""

@@ -21,6 +21,7 @@ _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks"
 # Whether torch.compile sees all that modes do, and when they are off (pytorch/pytorch#149491).
 _TRACES_MODES = torch.__version__ >= "2.8"  # by version, not by letter
 
+_LONGEST_INDEX = 64  # what is longer, and starts with a number, is data
 # What torch keeps of a hook by its number.
 _BESIDE = (
     "_forward_hooks_with_kwargs",
@@ -265,6 +266,19 @@ def root_of(x: torch.Tensor) -> torch.Tensor:
     """What a tensor is a view of, or the tensor itself: they have one memory, and change together."""
     with torch._C.DisableTorchFunction():  # modes would be asked
         return x if x._base is None else x._base
+
+
+def tensors_given(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among a function's arguments, and in lists of them and in lists in these."""
+    found: list[torch.Tensor] = []
+    waiting = [(x, 2) for x in (*args, *kwargs.values())]
+    for x, levels in waiting:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, list | tuple) and levels:
+            numbers = len(x) > _LONGEST_INDEX and isinstance(x[0], int | float)
+            waiting += [] if numbers else [(y, levels - 1) for y in x]
+    return found
 
 
 def without_modes() -> Any:
