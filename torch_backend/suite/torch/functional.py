@@ -437,7 +437,8 @@ class _Watching(Mode):
         self.products: list[_Product] = []
         self.made: list[Made] = []
         self._ids: tuple[int, set[int]] = -1, set()  # of the tensors in `known` and `made`, so many
-        self._followed: tuple[int, set[int]] = -1, set()  # and in `products` and `moved`
+        # And in `products` and `moved`. All of these only grow, but for `_changed`, which forgets both.
+        self._followed: tuple[int, set[int]] = -1, set()
         self.moved: list[tuple[torch.Tensor, LookedUp]] = []  # kept alive, for who adds it
         self.lookups: list[_LookedUp] = []  # in a graph that is compiled
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input

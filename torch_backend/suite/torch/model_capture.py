@@ -139,6 +139,7 @@ class ModelCapture:
         seen = {id(own.uses[k][0]) for own in self._functions.values() for k in own.found}
 
         def is_in_use(own: FunctionCapture) -> bool:
+            """Tables further inside are where their sums were met, or on this rank nowhere."""
             count = len(own.uses) - own.sums_only
             here = {id(own.uses[k][0]) for k in own.found} | (given - seen)
             return any(id(c) in given for c, _ in own.uses[:count]) or any(
