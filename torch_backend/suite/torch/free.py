@@ -197,10 +197,11 @@ class FreeParameters(Mode):
     def _changed(self, x: T, output: Any) -> None:
         """What is watched was changed in place: all that shares its memory is that no more."""
         root = root_of(x)
-        gone = [w for w in self.watched if root_of(w.tensor) is root and w.tensor is not output]
-        self.watched = [w for w in self.watched if all([w is not other for other in gone])]  # noqa: C419
-        for watched in gone:
-            if watched.strays is not None:
+        before, self.watched = self.watched, []
+        for watched in before:
+            if watched.tensor is output or root_of(watched.tensor) is not root:
+                self.watched.append(watched)
+            elif watched.strays is not None:
                 watched.strays.add(watched.name)
 
     def _is_fresh(self, args: Any, kwargs: Any) -> bool:

@@ -126,20 +126,23 @@ class FunctionCapture(ModeAround):
     """Watches what a module's forward does with weights of its own, or of its children."""
 
     def __init__(
-        self, module: nn.Module, uses: Sequence[tuple[LayerCapture, int]], sums_only: int = 0
+        self,
+        module: nn.Module,
+        weights: Sequence[tuple[LayerCapture, int]],
+        tables: Sequence[tuple[LayerCapture, int]],
     ) -> None:
         """
         Args:
-            uses: captures, and which of their sites they are.
-            sums_only: how many, the last, are tables further inside, of which sums with lookups count.
+            weights: captures, and which of their sites they are, whose weights its forward may use.
+            tables: likewise, those further inside, of which only sums with lookups count.
         """
         super().__init__(module)
-        self.uses, self.sums_only = list(uses), sums_only
-        self.own = [capture.layer.sites[index].module is module for capture, index in uses]
+        self.weights, self.uses = list(weights), [*weights, *tables]
+        self.own = [capture.layer.sites[index].module is module for capture, index in self.uses]
         self.module = weakref.ref(module)
         self.found: set[int] = set()  # places in `uses`
         self.ran = False
-        for capture, _ in uses:
+        for capture, _ in self.uses:
             if capture.layer.spec.kind == "embedding":
                 capture.arounds.append(self)
 
@@ -170,21 +173,14 @@ class FunctionCapture(ModeAround):
 
     def is_first_of(self, capture: LayerCapture) -> bool:
         """Whether this one's mode is the outermost that sees a function with a table's lookup."""
-        own = self.mode()
-        for around in capture.arounds:
-            mode = around.mode()
-            if mode is not None and own is not None and mode.sees_what(own):
-                return around is self
-        return True
+        seeing = self.seeing(capture)
+        return not seeing or seeing[0] is self
 
-    def innermost_of(self, capture: LayerCapture) -> FunctionCapture:
-        """The one whose mode was entered last of those that see what this one's does."""
-        own, found = self.mode(), self
-        for around in capture.arounds:
-            mode = around.mode()
-            if mode is not None and own is not None and mode.sees_what(own):
-                found = around
-        return found
+    def seeing(self, capture: LayerCapture) -> list[FunctionCapture]:
+        """Whose modes see what this one's does with a table's lookup, from the outside in."""
+        own = self.mode()
+        modes = [(around, around.mode()) for around in capture.arounds]
+        return [a for a, mode in modes if mode is not None and own is not None and mode.sees_what(own)]
 
     def find(self, capture: LayerCapture) -> None:
         """Note that it is needed for a table."""
@@ -233,7 +229,7 @@ class FunctionCapture(ModeAround):
                 known = [one for one in reversed(moved) if one.unless is last.unless]
                 probed = capture.observe_sum([*known, last], operand, output, changed)
                 if probed is not None:
-                    self.innermost_of(capture).find(capture)
+                    (self.seeing(capture) or [self])[-1].find(capture)
                     return probed
         return output
 
@@ -444,8 +440,7 @@ class _Watching(Mode):
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
         self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
         self.began = 0 if torch.compiler.is_compiling() else graph_clock()
-        whose = around.uses[: len(around.uses) - around.sums_only]
-        for place, (capture, index) in enumerate(whose):
+        for place, (capture, index) in enumerate(around.weights):
             site = capture.layer.sites[index]
             weight = site.held(site.weight_name)
             turned = capture.layer.layout == "transposed"

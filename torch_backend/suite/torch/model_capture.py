@@ -117,9 +117,9 @@ class ModelCapture:
                     further.setdefault(at, []).append((capture, index))
         found = {}
         for module in model.modules():  # from the outside in
-            own, others = uses.get(module, []), further.get(module, [])
-            if own or others:
-                found[module] = FunctionCapture(module, [*own, *others], len(others))
+            weights, tables = uses.get(module, []), further.get(module, [])
+            if weights or tables:
+                found[module] = FunctionCapture(module, weights, tables)
         watched = {id(capture): capture for own in uses.values() for capture, _ in own}
         self._attached += found.values()
         for capture in watched.values():
@@ -140,11 +140,9 @@ class ModelCapture:
 
         def is_in_use(own: FunctionCapture) -> bool:
             """Tables further inside are where their sums were met, or on this rank nowhere."""
-            count = len(own.uses) - own.sums_only
             here = {id(own.uses[k][0]) for k in own.found} | (given - seen)
-            return any(id(c) in given for c, _ in own.uses[:count]) or any(
-                id(c) in given & here for c, _ in own.uses[count:]
-            )
+            needed = [given] * len(own.weights) + [given & here] * (len(own.uses) - len(own.weights))
+            return any(id(c) in those for (c, _), those in zip(own.uses, needed, strict=True))
 
         everyone = self._functions.values()
         gone = {id(own) for own in everyone if own.ran and not any(own.own) and not is_in_use(own)}
