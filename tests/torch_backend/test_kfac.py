@@ -552,7 +552,7 @@ def fused_steps(make, count, poison=(), poison_input=False, **settings):
 @pytest.fixture
 def accelerator(monkeypatch):
     """The host may not look at numbers on a CPU, as if it were an accelerator."""
-    monkeypatch.setattr("suite.torch.kfac.HOST_DEVICES", ())
+    monkeypatch.setattr("suite.torch.skipped.HOST_DEVICES", ())
     monkeypatch.setattr("suite.torch.thin.HOST_DEVICES", ())
 
 
@@ -596,9 +596,9 @@ def test_statistics_are_stopped_by_the_device_too(method, packed, poison_input, 
 @pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 def test_and_trains_as_where_the_host_looks(make, every, monkeypatch):
     expected, *_ = fused_steps(make, 8, factor_update_steps=every)
-    monkeypatch.setattr("suite.torch.kfac.HOST_DEVICES", ())
+    monkeypatch.setattr("suite.torch.skipped.HOST_DEVICES", ())
     model, kfac, _ = fused_steps(make, 8, factor_update_steps=every)
-    assert kfac._unread is not None
+    assert kfac._skipped._unread is not None
     assert same(model.state_dict(), expected.state_dict())
 
 

@@ -16,14 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from suite.core import kfac as core_kfac
 from suite.core.checks import check_choice
 from suite.core.routing import Route, Routing
-from suite.torch import attached
-from suite.torch.agreement import Agreement, Terms
+from suite.torch import attached, kfac_records
+from suite.torch.agreement import Terms
 from suite.torch.autocast import without_autocast
 from suite.torch.checks import is_at_hand, plain, warn_user
 from suite.torch.collectives import SameGroup
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
-from suite.torch.inplace import HOST_DEVICES
+from suite.torch.grad_scaling import GradScaling, refuse_unknown_scaler, require_unscaled, scale_of
 from suite.torch.kfac_engine import RANK_STRIDE, KFACEngine
 from suite.torch.overdue import Overdue
 from suite.torch.settings import (
@@ -38,6 +38,7 @@ from suite.torch.settings import (
     ranks_of,
     workers_of,
 )
+from suite.torch.skipped import SkippedSteps
 
 Schedule: TypeAlias = float | Callable[[int], float]
 
@@ -205,7 +206,7 @@ class KFAC(torch.optim.Optimizer):
         max_factor_size: int = 8192,
         loss_reduction: str = "mean",
         terms: Terms = None,
-        grad_scaler: torch.amp.GradScaler | Callable[[], float] | None = None,
+        grad_scaler: GradScaling = None,
         gradient_worker_fraction: DistributedStrategy | str | float | None = None,
         assignment_strategy: AssignmentStrategy | str = AssignmentStrategy.COMPUTE,
         colocate_factors: bool = True,
@@ -330,7 +331,7 @@ class KFAC(torch.optim.Optimizer):
                 output_of=output_of or _itself,
                 samples=fisher_samples,
                 seed=(seed + RANK_STRIDE * ranks.rank) % 2**31,
-                loss_scale=functools.partial(_scale_of, grad_scaler),
+                loss_scale=functools.partial(scale_of, grad_scaler),
             )
         named = list(model.named_parameters())
         moved = {id(p) for _, p in named} if optimizer is None else _moved_by(optimizer)
@@ -342,10 +343,8 @@ class KFAC(torch.optim.Optimizer):
         super().__init__(list(covered.values()), {"lr": lr} if optimizer is None else {})
         self._base = optimizer
         self._steps = 0
-        self._skipped_steps = 0
+        self._skipped = SkippedSteps()
         self._counted_terms: torch.Tensor | None = None
-        self._unread: torch.Tensor | None = None  # (): skipped steps that the host did not wait to see
-        self._moved: set[int] = set()  # by id: what the base optimizer has moved, and has a state for
         attached.register(self, self._engine.capture)
 
     def _current(name: str) -> property:  # type: ignore[misc]
@@ -446,7 +445,7 @@ class KFAC(torch.optim.Optimizer):
 
         Reading it waits for the device, if that was left to stop the optimizer.
         """
-        return self._skipped_steps + (0 if self._unread is None else int(self._unread))
+        return self._skipped.count()
 
     @property
     def counted_terms(self) -> float | None:
@@ -537,9 +536,9 @@ class KFAC(torch.optim.Optimizer):
         self._engine.reports.periods(self._engine.rule, factor_update_steps, inv_update_steps)
         self._at("factor_update_steps", self._steps + 1)  # what is wrong with it is said now
         lr_of, moves = self._lr_of(), self._moves()
-        self._require_unscaled()
+        require_unscaled(self._grad_scaler, self, self._base)
         self._engine.capture.unwind()
-        scale: Callable[[], float] = functools.partial(_scale_of, self._grad_scaler)
+        scale: Callable[[], float] = functools.partial(scale_of, self._grad_scaler)
         if self._sampler is not None:
             self._sampler.forget()
             scale = self._sampler.scale
@@ -547,8 +546,10 @@ class KFAC(torch.optim.Optimizer):
         parameters = self._parameters()
         due = self._spread_inverses or self._steps % inv_update_steps == 0
         agreed = self._engine.agree(parameters, taken, moves)
-        if agreed.finite is not None and (due or not self._can_be_stopped(parameters)):
-            agreed = self._looked_at(agreed, agreed.finite)
+        by_device = not due and self._engine.is_alone
+        by_device = by_device and self._skipped.can_be_left_to_device(self._base, parameters)
+        if agreed.finite is not None and not by_device:
+            agreed = self._skipped.look(agreed, agreed.finite, self._steps)
         if not agreed.unusable:
             counts = True
             still = self._base is not None and all(map(_stands_still, self.param_groups))
@@ -572,64 +573,13 @@ class KFAC(torch.optim.Optimizer):
                 self._engine.refresh(damping, self._steps)
             self._engine.precondition(damping, kl_clip, lr_of, moves, agreed)
             if self._base is not None:
-                self._step_base(agreed.finite)
-                self._moved = {id(p) for p in parameters if p.grad is not None}
+                self._skipped.step(self._base, parameters, agreed.finite)
             self._steps += int(counts)
         else:
-            self._skipped_steps += 1
             self._engine.capture.forget_rows()
-            for parameter in parameters:
-                parameter.grad = None
             where = "" if self._engine.ranks.alone else f" on ranks {list(agreed.unusable)}"
-            warn_user(
-                f"step {self._steps} was skipped: a gradient or a statistic was not finite{where} "
-                f"({self._skipped_steps} skipped so far)"
-            )
+            self._skipped.skip(parameters, self._steps, where)
         self._set_clock()
-
-    def _can_be_stopped(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether the device can keep the base optimizer from a step, and the host need not wait.
-
-        It takes the attributes by which GradScaler tells fused optimizers of an overflow. Before SGD's
-        first step on a parameter it would leave its momentum uninitialized (torch 2.13).
-        """
-        present = {p: id(p) for p in parameters if p.grad is not None}
-        return (
-            self._engine.is_alone
-            and getattr(self._base, "_step_supports_amp_scaling", False)
-            and all(group.get("fused") for group in self.param_groups)
-            and len({p.device for p in present}) == 1
-            and next(iter(present)).device.type not in HOST_DEVICES
-            and self._moved.issuperset(present.values())
-        )
-
-    def _step_base(self, finite: torch.Tensor | None) -> None:
-        """A step of the base optimizer, if it is not None only where `finite`."""
-        base: Any = self._base
-        if finite is None:
-            base.step()
-            return
-        bad = (~finite).to(torch.float32)
-        self._unread = bad if self._unread is None else self._unread + bad
-        base.grad_scale, base.found_inf = None, bad
-        try:
-            base.step()
-        finally:
-            del base.grad_scale, base.found_inf
-
-    def _looked_at(self, agreed: Agreement, finite: torch.Tensor) -> Agreement:
-        """`agreed` when the host has waited to see whether all is `finite`, and was before this step."""
-        bad = (~finite).to(torch.float32)
-        unread = torch.zeros_like(bad) if self._unread is None else self._unread.to(bad.device)
-        now, before = torch.stack([bad, unread]).tolist()
-        self._unread = None
-        self._skipped_steps += int(before)
-        if before:
-            warn_user(
-                f"{int(before)} of the steps before step {self._steps} were skipped: a gradient or a "
-                f"statistic was not finite ({self._skipped_steps} skipped so far)"
-            )
-        return agreed._replace(finite=None, unusable=(0,) if now else ())
 
     def _set_clock(self) -> None:
         """Whether the coming step wants statistics, and its number for the noise."""
@@ -653,38 +603,10 @@ class KFAC(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler.step asks an optimizer first; the one sign of it that an optimizer gets.
-
-        Others ask, too, who may scale nothing: trainers, before they clip gradients.
-        """
-        asks = sys._getframe(1).f_locals.get("self")
-        unknown = self._grad_scaler is None and self._sampler is None
-        if unknown and isinstance(asks, torch.amp.GradScaler):
-            raise ValueError(
-                "grad_scaler must be given to KFAC where a GradScaler scales the loss: statistics are "
-                "of scaled gradients"
-            )
+        """What GradScaler.step asks an optimizer first; the one sign of it that an optimizer gets."""
+        if self._grad_scaler is None and self._sampler is None:
+            refuse_unknown_scaler()
         return False
-
-    def _require_unscaled(self) -> None:
-        """RuntimeError if a GradScaler has not unscaled any optimizer's gradients since its update."""
-        scaler = self._grad_scaler
-        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
-            return
-        states = getattr(scaler, "_per_optimizer_states", None)  # since 2.0; no public question exists
-        if states is None:
-            return
-        unscaled = {key for key, state in states.items() if state["found_inf_per_device"]}
-        if {id(self), id(self._base)} <= unscaled:
-            raise RuntimeError(
-                "gradients must be unscaled once, got unscale_ of the base optimizer and of KFAC: call "
-                "scaler.unscale_(kfac) before scaler.step(kfac)"
-            )
-        if not unscaled:
-            raise RuntimeError(
-                "gradients must be unscaled before step(): call scaler.unscale_(optimizer), or "
-                "scaler.step(kfac)"
-            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy is a new KFAC on the copied model, whose hooks do not come along.
@@ -701,7 +623,12 @@ class KFAC(torch.optim.Optimizer):
             frozenset(n for n, p in names.items() if now.get(n) is p and id(p) not in without)
             for names in (self._trained, self._given)
         ]
-        return _rebuilt, (type(self), self._engine.model, self._base, self._settings, state, *known)
+        made_with = type(self), self._engine.model, self._base, self._settings
+        return kfac_records.made_again, (*made_with, *known), state
+
+    def __setstate__(self, kfac: dict[str, Any]) -> None:
+        self._take_over(kfac, has_inverses=True)
+        self._load_counts(kfac)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and statistics of backward passes that no step has used.
@@ -796,7 +723,7 @@ class KFAC(torch.optim.Optimizer):
         given = {name: self._given_as(name) for name in self._hyperparameters}
         numbers = {name: plain(value) for name, value in given.items() if not callable(value)}
         kfac = {
-            "version": 3,
+            "version": kfac_records.VERSION,
             "compute_method": self._engine.rule.compute_method,
             "steps": self._steps,
             "skipped_steps": self.skipped_steps,
@@ -849,13 +776,7 @@ class KFAC(torch.optim.Optimizer):
             raise ValueError(problem or "the state_dict of another rank does not fit, as its error says")
         kfac = state_dict["kfac"]
         before = self._engine.snapshot()
-        self._engine.load_state_dict(
-            kfac["layers"],
-            dict(kfac["inputs"]),
-            kfac["discovered"],
-            held=kfac["factors"],
-            refreshed=kfac["inverses"] and kfac["refreshed_at"] is not None,
-        )
+        self._take_over(kfac, has_inverses=kfac["inverses"])
         of_base = {key: value for key, value in state_dict.items() if key != "kfac"}
         if self._base is not None and of_base:
             try:
@@ -873,35 +794,18 @@ class KFAC(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _misfit(self, state_dict: dict[str, Any]) -> str | None:
+    def _misfit(self, state_dict: Mapping[str, Any]) -> str | None:
         """Why it is no state of this object; None: it is one."""
-        kfac, own = state_dict.get("kfac"), self._engine.rule.compute_method
-        if not isinstance(kfac, Mapping):
-            said = f"state_dict must have a 'kfac' entry, got keys {sorted(state_dict)}"
-            if "steps" in state_dict:
-                said += ": kfac-pytorch's factors do not fit these, which begin anew"
-            return said
-        if kfac.get("version") != 3:
-            return f"state_dict version must be 3, got {kfac.get('version')!r}"
-        missing = sorted(_SAVED - kfac.keys())
-        if missing:
-            return f"the state_dict's 'kfac' entry must have {sorted(_SAVED)}, got none of {missing}"
-        unknown = sorted(kfac["hyperparameters"].keys() - self._hyperparameters.keys())
-        if unknown:
-            known = sorted(self._hyperparameters)
-            return f"hyperparameters of the state_dict must be among {known}, got {unknown}"
-        try:
-            for name, value in kfac["hyperparameters"].items():
-                check_hyperparameter(name, value)
-        except (TypeError, ValueError) as error:
-            return str(error)
-        if kfac["compute_method"] != own:
-            return f"compute_method of the state_dict must be {own!r}, got {kfac['compute_method']!r}"
-        of_base = len(state_dict) > 1 if self._base is not None else "param_groups" in state_dict
-        if kfac["gathered"] and (self._base is not None) != of_base:
-            kinds = ("with", "without") if self._base is not None else ("without", "with")
-            return f"state_dict must be of a KFAC {kinds[0]} an optimizer, got one {kinds[1]}"
-        return self._engine.factors.misfit(kfac["layers"])
+        own, known = self._engine.rule.compute_method, self._hyperparameters
+        problem = kfac_records.misfit(state_dict, own, known, self._base is not None)
+        return problem or self._engine.factors.misfit(state_dict["kfac"]["layers"])
+
+    def _take_over(self, kfac: Mapping[str, Any], *, has_inverses: bool) -> None:
+        refreshed = has_inverses and kfac["refreshed_at"] is not None
+        shared, discovered = dict(kfac["inputs"]), kfac["discovered"]
+        self._engine.load_state_dict(
+            kfac["layers"], shared, discovered, held=kfac["factors"], refreshed=refreshed
+        )
 
     def _load_counts(self, kfac: dict[str, Any]) -> None:
         for name, value in kfac["hyperparameters"].items():
@@ -909,7 +813,8 @@ class KFAC(torch.optim.Optimizer):
                 self._put(name, copy.deepcopy(value))
         if self._base is None and "initial_lr" in kfac:
             self.param_groups[0]["initial_lr"] = kfac["initial_lr"]
-        self._steps, self._skipped_steps, self._unread = kfac["steps"], kfac["skipped_steps"], None
+        self._steps = kfac["steps"]
+        self._skipped.load(kfac["skipped_steps"])
         self._engine.refreshed_at = kfac["refreshed_at"]
         self._overdue.load(kfac.get("waits"), kfac["steps"])
         if self._sampler is not None:
@@ -930,66 +835,14 @@ class KFAC(torch.optim.Optimizer):
 
 KFACPreconditioner = KFAC
 
-_SAVED = {  # in a checkpoint, under 'kfac'
-    *("version", "compute_method", "steps", "skipped_steps", "refreshed_at", "draws", "hyperparameters"),
-    *("layers", "inputs", "discovered", "gathered", "factors", "inverses"),
-}
-
 
 @functools.cache
 def _uncompiled_step() -> Callable[[KFAC, Callable[[], Any] | None], Any]:
     return torch.compiler.disable(KFAC._step)
 
 
-def _scale_of(grad_scaler: torch.amp.GradScaler | Callable[[], float] | None) -> float:
-    if grad_scaler is None:
-        return 1.0
-    if isinstance(grad_scaler, torch.amp.GradScaler):
-        return float(grad_scaler.get_scale())
-    return float(grad_scaler())
-
-
 def _moved_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _rebuilt(
-    kind: type[KFAC],
-    model: Any,
-    base: Any,
-    settings: Any,
-    state: Any,
-    trained: frozenset[str],
-    given: frozenset[str],
-) -> KFAC:
-    # Layers are those of the parameters that had gradients, and were the optimizer's, at that time.
-    now = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
-    later = {id(p) for name, p, _ in now if name not in given}
-    groups = [] if base is None else [(group, group["params"]) for group in base.param_groups]
-    for name, p, flag in now:
-        if flag != (name in trained):
-            p.requires_grad_(name in trained)
-    for group, parameters in groups:
-        group["params"] = [p for p in parameters if id(p) not in later]
-    held = {id(p) for _, parameters in groups for p in parameters}
-    for group, _ in groups[:1]:  # those that the optimizer had, and has no more
-        group["params"] += [p for name, p, _ in now if name in given and id(p) not in held]
-    try:
-        made = kind(model, base, **settings)
-    finally:
-        for _, p, flag in now:
-            p.requires_grad_(flag)
-        for group, parameters in groups:
-            group["params"] = parameters
-    made._engine.load_state_dict(
-        state["layers"],
-        dict(state["inputs"]),
-        state["discovered"],
-        held=state["factors"],
-        refreshed=state["refreshed_at"] is not None,
-    )
-    made._load_counts(state)
-    return made
 
 
 def _is_short(setting: Any) -> bool:

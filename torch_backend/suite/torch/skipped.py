@@ -1,0 +1,82 @@
+"""Steps that change nothing because something was not finite, as the host or the device sees to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from suite.torch.agreement import Agreement
+from suite.torch.checks import warn_user
+from suite.torch.inplace import HOST_DEVICES
+
+
+class SkippedSteps:
+    """Their number, and how a fused base optimizer is kept from one without the host having looked."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._unread: torch.Tensor | None = None  # (): those that the host did not wait to see
+        self._moved: set[int] = set()  # by id: what the base optimizer has moved, and has a state for
+
+    def count(self) -> int:
+        """Of all; waits for the device, if that was left to stop the optimizer."""
+        return self._seen + (0 if self._unread is None else int(self._unread))
+
+    def load(self, count: int) -> None:
+        """Go on from a checkpoint's number."""
+        self._seen, self._unread = count, None
+
+    def can_be_left_to_device(self, base: Any, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the device can keep the base optimizer from a step, and the host need not wait.
+
+        It takes the attributes by which GradScaler tells fused optimizers of an overflow. Before SGD's
+        first step on a parameter it would leave its momentum uninitialized (torch 2.13).
+        """
+        present = {p: id(p) for p in parameters if p.grad is not None}
+        return (
+            getattr(base, "_step_supports_amp_scaling", False)
+            and all(group.get("fused") for group in base.param_groups)
+            and len({p.device for p in present}) == 1
+            and next(iter(present)).device.type not in HOST_DEVICES
+            and self._moved.issuperset(present.values())
+        )
+
+    def step(self, base: Any, parameters: Sequence[torch.Tensor], finite: torch.Tensor | None) -> None:
+        """A step of the base optimizer, if `finite` is not None only where that is true."""
+        if finite is None:
+            base.step()
+        else:
+            bad = (~finite).to(torch.float32)
+            self._unread = bad if self._unread is None else self._unread + bad
+            base.grad_scale, base.found_inf = None, bad
+            try:
+                base.step()
+            finally:
+                del base.grad_scale, base.found_inf
+        self._moved = {id(p) for p in parameters if p.grad is not None}
+
+    def look(self, agreed: Agreement, finite: torch.Tensor, step: int) -> Agreement:
+        """`agreed` when the host has waited to see whether all is `finite`, and was before this step."""
+        bad = (~finite).to(torch.float32)
+        unread = torch.zeros_like(bad) if self._unread is None else self._unread.to(bad.device)
+        now, before = torch.stack([bad, unread]).tolist()
+        self._unread = None
+        self._seen += int(before)
+        if before:
+            warn_user(
+                f"{int(before)} of the steps before step {step} were skipped: a gradient or a "
+                f"statistic was not finite ({self._seen} skipped so far)"
+            )
+        return agreed._replace(finite=None, unusable=(0,) if now else ())
+
+    def skip(self, parameters: Sequence[torch.Tensor], step: int, where: str) -> None:
+        """This step changes nothing: gradients are dropped."""
+        self._seen += 1
+        for parameter in parameters:
+            parameter.grad = None
+        warn_user(
+            f"step {step} was skipped: a gradient or a statistic was not finite{where} "
+            f"({self._seen} skipped so far)"
+        )
