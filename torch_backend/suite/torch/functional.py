@@ -7,16 +7,14 @@ a torch function mode watches for the functions of `calls.py` with one of these 
 call as one of the layer. So is `x @ self.weight.T`, or `self.weight @ x.mT`, or `torch.einsum` of a
 product, and of a layer with a bias the sum of a product and that. What a layer's own forward makes of
 its weight by multiplying, shifting and standardizing rows may take its place (`made_weights.py`). The
-mode also watches for sums of what an embedding looked up once for all examples with what they have each
-(`tokens + self.positions(torch.arange(n))`).
+mode also watches for sums of what was looked up once for all examples (`lookup_sums.py`).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +37,7 @@ from suite.torch.free import (
     ADDED,
     ADDITIONS,
     CASTS,
-    COPIES,
-    QUOTIENTS,
     SUMS,
-    TIMES,
-    VIEWS,
     T,
     turns,
 )
@@ -62,14 +56,10 @@ from suite.torch.hooks import (
     traceable,
 )
 from suite.torch.layers import Layer, Site
-from suite.torch.looked_up import LookedUp, as_repeated
+from suite.torch.lookup_sums import Lookups
 from suite.torch.made_weights import Made, node_of, reached_from, scale_of, tensors_in
 from suite.torch.rows import Axes, LayerSpec
 
-_MOVES = VIEWS | COPIES | TIMES | QUOTIENTS
-# What does not broadcast, or whose rows are no tensor's of its operands.
-_FOLLOWED = VIEWS | CASTS | COPIES | ARGUMENTS.keys() | {torch.einsum}
-_FOLLOWED |= {torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack, F.pad}
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
 
 
@@ -150,37 +140,13 @@ class FunctionCapture(ModeAround):
         self, capture: LayerCapture, spec: LayerSpec, x: torch.Tensor, found: torch.Tensor
     ) -> None:
         """A lookup in a graph that is compiled."""
-        mode = self.mode()
-        if mode is None or not mode.is_traced:
+        lookups = self.lookups()
+        if lookups is None or not lookups.is_traced:
             return
         for place, (own, _) in enumerate(self.uses):
             if own is capture:
-                mode.lookups.append(_LookedUp(place, spec, x, found, None))
+                lookups.note_in_graph(place, spec, x, found)
                 return
-
-    def meet_sum_in_graph(
-        self, operands: Sequence[Any], output: torch.Tensor, lookups: Sequence[_LookedUp]
-    ) -> torch.Tensor:
-        """`meet_sum`, of what lookups in a graph found, as it is."""
-        for operand in operands:
-            for one in reversed(lookups):  # what was changed in place is there again
-                if operand is one.found and self.is_first_of(self.uses[one.place][0]):
-                    self.found.add(one.place)
-                    capture, shape = self.uses[one.place][0], one.found.shape
-                    output = capture.observe_sum_in_graph(one.spec, one.x, shape, one.factor, output)
-                    break
-        return output
-
-    def is_first_of(self, capture: LayerCapture) -> bool:
-        """Whether this one's mode is the outermost that sees a function with a table's lookup."""
-        seeing = self.seeing(capture)
-        return not seeing or seeing[0] is self
-
-    def seeing(self, capture: LayerCapture) -> list[FunctionCapture]:
-        """Whose modes see what this one's does with a table's lookup, from the outside in."""
-        own = self.mode()
-        modes = [(around, around.mode()) for around in capture.arounds]
-        return [a for a, mode in modes if mode is not None and own is not None and mode.sees_what(own)]
 
     def find(self, capture: LayerCapture) -> None:
         """Note that it is needed for a table."""
@@ -191,72 +157,22 @@ class FunctionCapture(ModeAround):
         modes = [mode for mode in self.modes.own() if isinstance(mode, _Watching)]
         return modes[-1] if modes else None
 
-    def dtype_of(self, place: int) -> torch.dtype:
-        """That of a layer's statistics."""
-        return self.uses[place][0].dtype
-
     def make_mode(self) -> _Watching | None:
         if not any([capture.wanted(index) for capture, index in self.uses]):  # noqa: C419 (torch.compile)
             return None
         self.ran = True
         return _Watching(self)
 
-    def lookups(self) -> Iterator[LookedUp]:
-        """The last of each table."""
-        for capture, _ in self.uses:
-            if capture.looked_up is not None:
-                yield capture.looked_up
-
-    def meet_sum(
-        self,
-        operands: Sequence[Any],
-        output: torch.Tensor,
-        moved: Sequence[LookedUp],
-        changed: bool,
-    ) -> torch.Tensor:
-        """A sum, with a probe behind it if it is of a lookup for fewer rows, or one that was `moved`.
-
-        Args:
-            changed: whether the sum took its first operand's place.
-        """
-        for capture, _ in self.uses:
-            if not self.is_first_of(capture):
-                continue
-            for operand in operands:
-                if capture.looked_up is None or not isinstance(operand, torch.Tensor):
-                    continue
-                last = capture.looked_up
-                known = [one for one in reversed(moved) if one.unless is last.unless]
-                probed = capture.observe_sum([*known, last], operand, output, changed)
-                if probed is not None:
-                    (self.seeing(capture) or [self])[-1].find(capture)
-                    return probed
-        return output
+    def lookups(self) -> Lookups | None:
+        """Those of the forward that runs."""
+        mode = self.mode()
+        return None if mode is None else mode.lookups
 
     def awaits_bias(self, place: int, given: Mapping[str, Any]) -> bool:
         """Whether what is made of a layer's weight is the layer's output once its bias is added."""
         capture, index = self.uses[place]
         spec = capture.layer.sites[index].spec
         return spec.kind == "dense" and spec.bias and given.get("bias") is None
-
-    def is_discovering(self) -> bool:
-        """Whether it is still being found out what the model does."""
-        clock = self.uses[0][0].clock
-        return clock.discovering and not torch.compiler.is_compiling()
-
-    def miss(self, one: LookedUp, result: torch.Tensor, followed: bool) -> None:
-        """A table's lookup is used in a way that is not followed, which makes this of it.
-
-        Args:
-            followed: whether this one's mode would have seen others.
-        """
-        for capture, _ in self.uses:
-            if capture.looked_up is None or capture.looked_up.unless is not one.unless:
-                continue
-            modes = [around.mode() for around in capture.arounds]
-            here = packs_with()
-            if followed or all([mode is None or mode.saving is not here for mode in modes]):  # noqa: C419
-                capture.miss_lookup(one, result)
 
     def stray(self, place: int) -> None:
         """What awaits a layer's bias went elsewhere."""
@@ -390,16 +306,6 @@ class _Known(NamedTuple):
         return self.role == role and self.tensor.shape == self.shape
 
 
-class _LookedUp(NamedTuple):
-    """What a graph that is compiled found in a table, or a multiple of it, perhaps with axes of one."""
-
-    place: int  # in `FunctionCapture.uses`
-    spec: LayerSpec
-    x: torch.Tensor
-    found: torch.Tensor
-    factor: torch.Tensor | None  # (); None: 1
-
-
 class _Product(NamedTuple):
     """Of a layer's weight, or a cast of it, that awaits the layer's bias."""
 
@@ -427,16 +333,15 @@ class _Watching(Mode):
     def __init__(self, around: FunctionCapture) -> None:
         super().__init__()
         self.around = around
-        self.tables = [capture for capture, _ in around.uses if capture.layer.spec.kind == "embedding"]
+        tables = [capture for capture, _ in around.uses if capture.layer.spec.kind == "embedding"]
+        self.lookups = Lookups(around, tables, self.is_traced) if tables else None
         # Of modules, and not of layers: while fully_shard's forward runs, they have whole parameters.
         self.known: list[_Known] = []
         self.products: list[_Product] = []
         self.made: list[Made] = []
         self._ids: tuple[int, set[int]] = -1, set()  # of the tensors in `known` and `made`, so many
-        # And in `products` and `moved`. All of these only grow, but for `_changed`, which forgets both.
+        # And in `products` and `lookups.moved`. All only grow, but for `_changed`, which forgets both.
         self._followed: tuple[int, set[int]] = -1, set()
-        self.moved: list[tuple[torch.Tensor, LookedUp]] = []  # kept alive, for who adds it
-        self.lookups: list[_LookedUp] = []  # in a graph that is compiled
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
         self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
         self.began = 0 if torch.compiler.is_compiling() else graph_clock()
@@ -457,10 +362,6 @@ class _Watching(Mode):
                 self.known.append(_Known(bias, place, "bias", bias.shape))
         self.saving = packs_with()
 
-    def sees_what(self, other: _Watching) -> bool:
-        """Whether it looks at the functions that another one looks at, which is entered after it."""
-        return self.is_traced == other.is_traced and self.saving is other.saving
-
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function), kwargs or {}
         if self.is_elsewhere() or not (self.is_traced or self._follows(args, kwargs)):
@@ -476,19 +377,15 @@ class _Watching(Mode):
         if not output.requires_grad:
             return output
         if packs_with() is not self.saving:
-            if self.tables:
-                self._miss_lookups(function, args, kwargs, output, followed=False)
+            if self.lookups is not None:
+                self.lookups.miss(function, args, kwargs, output, followed=False)
             return output  # a checkpoint inside of the forward runs its part again without this mode
         if in_traced_graph():
             return output
         if function in SUMS and kwargs:
             args, kwargs = summed(args, kwargs)
-        if self.tables:
-            self._miss_lookups(function, args, kwargs, output)
-        if function in _MOVES or function in CASTS or function in SUMS:
-            self._follow_lookups(function, args, kwargs, output)
-            if self.lookups and args:
-                self.lookups += self._moved_in_graph(function, args, kwargs, output)
+        if self.lookups is not None:
+            self.lookups.follow(function, args, kwargs, output)
         if function in CASTS:
             self._follow(args[0], output)
             return output
@@ -510,12 +407,8 @@ class _Watching(Mode):
                 sum_of = {"input": product.x, "bias": bias}
                 return self.around.meet([product.place], F.linear, sum_of, output, None, product.axes)
             self.around.stray(product.place)
-        if sums and self.lookups:
-            return self.around.meet_sum_in_graph(args, output, self.lookups)
         if sums:
-            # Of `x += y` Python goes on with what is returned, of a statement `x.add_(y)` with x.
-            changed = function in (T.add_, T.sub_) and not self.is_traced
-            return self.around.meet_sum(args, output, [one for _, one in self.moved], changed)
+            return output if self.lookups is None else self.lookups.meet(function, args, output)
         if function is torch.einsum:
             return self._meet_einsum(*operands_of(args), output)
         names = ARGUMENTS.get(function)
@@ -617,12 +510,13 @@ class _Watching(Mode):
 
     def _follows(self, args: Any, kwargs: Any) -> bool:
         """Whether an argument is followed, or a view of what is: few are, in any forward."""
-        count = len(self.known) + len(self.made) + len(self.products) + len(self.moved)
+        moved = [] if self.lookups is None else self.lookups.moved
+        count = len(self.known) + len(self.made) + len(self.products) + len(moved)
         if self._followed[0] != count:
             tensors = [one.tensor for some in (self.known, self.made, self.products) for one in some]
-            self._followed = count, {id(x) for x in (*tensors, *(x for x, _ in self.moved))}
+            self._followed = count, {id(x) for x in (*tensors, *(x for x, _ in moved))}
         ids = self._followed[1]
-        looked_up = [id(one.looked_up.output()) for one in self.tables if one.looked_up is not None]
+        looked_up = [] if self.lookups is None else [id(x) for x in self.lookups.outputs()]
         with torch._C.DisableTorchFunction():  # other modes would be asked for each base
             for x in tensors_given(args, kwargs):
                 if id(x) in ids or id(x) in looked_up or id(x._base) in ids:
@@ -687,67 +581,6 @@ class _Watching(Mode):
                 return self.around.meet([made.place], function, given, output, made.scale)
         return output
 
-    def _moved_in_graph(
-        self, function: Any, args: Any, kwargs: Any, output: torch.Tensor
-    ) -> list[_LookedUp]:
-        """What a step makes of lookups that is still one: more axes in front, or a number of times."""
-        moved = []
-        for one in self.lookups:
-            shape = one.found.shape
-            if args[0] is one.found and function in CASTS:
-                moved.append(one._replace(found=output))
-            elif args[0] is one.found and keeps_order(function, args):
-                if output.shape[output.ndim - len(shape) :] == shape and output.numel() == shape.numel():
-                    moved.append(one._replace(found=output))
-            elif function in TIMES and len(args) == 2 and not kwargs:
-                first, second = args
-                other = second if first is one.found else first
-                if isinstance(other, (int, float)) and (first is one.found or second is one.found):
-                    factor = torch.ones((), dtype=self.around.dtype_of(one.place), device=output.device)
-                    factor = factor * other if one.factor is None else one.factor * other
-                    moved.append(one._replace(found=output, factor=factor))
-        return moved
-
-    def _follow_lookups(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
-        """Its axes moved about, or a multiple of it."""
-        known = [*self.around.lookups(), *(one for _, one in self.moved)]
-        for one in known:
-            at = [i for i, x in enumerate(args[:2]) if x is one.output()]
-            if not at:
-                continue
-            other = None if len(args) < 2 else args[1 - at[0]]
-            if function in SUMS:
-                if isinstance(other, int | float):
-                    self.moved.append((output, one.moved(output, None)))
-            elif function in CASTS:
-                if at == [0] and output is not args[0]:
-                    self.moved.append((output, one.moved(output, None)))
-            elif function not in TIMES | QUOTIENTS and at == [0]:
-                step = functools.partial(_rearranged, function, args[1:], kwargs)
-                self.moved.append((output, one.moved(output, step)))
-            elif function in TIMES and isinstance(other, int | float):
-                self.moved.append((output, one.moved(output, None, other)))
-            elif function in QUOTIENTS and at == [0] and isinstance(other, int | float) and other:
-                self.moved.append((output, one.moved(output, None, 1 / other)))
-
-    def _miss_lookups(
-        self, function: Any, args: Any, kwargs: Any, output: torch.Tensor, followed: bool = True
-    ) -> None:
-        """Note, while it is found out what a model does, lookups for all examples that are not followed.
-
-        In products with what has more rows, and sums by other functions than `SUMS`.
-        """
-        if not self.around.is_discovering() or function in _FOLLOWED:
-            return
-        if followed and function in SUMS and not kwargs:
-            return
-        given = tensors_given(args, kwargs)
-        if len(given) < 2:
-            return
-        for one in [*self.around.lookups(), *(one for _, one in self.moved)]:
-            if any([x is one.output() for x in given]):  # noqa: C419
-                self.around.miss(one, output, followed)
-
     def _is_weight(self, x: Any) -> bool:
         """Whether it is a layer's, or a view of one."""
         return isinstance(x, torch.Tensor) and any(
@@ -797,9 +630,3 @@ class _Watching(Mode):
         turned = [k for role in ("weight", "transpose") for k in self._found(tensor, role)]
         self.known += [k._replace(tensor=output) for k in turned if k.tensor is not tensor]
         self._view(tensor, output)
-
-
-def _rearranged(function: Any, rest: Any, kwargs: Any, x: torch.Tensor) -> Any:
-    if function is torch.Tensor.repeat and not kwargs:
-        return as_repeated(x, *rest)
-    return function(x, *rest, **kwargs)

@@ -1,0 +1,205 @@
+"""Sums of what a forward looked up once for all examples with what these have each.
+
+`tokens + self.positions(torch.arange(n))`: the mode of a module (`functional.py`) sees the lookup, what
+its axes are moved to, and where it is added. Modes of modules around it see that, too; the outermost
+that does puts the probe behind the sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from suite.torch.calls import ARGUMENTS, keeps_order
+from suite.torch.capture import LayerCapture
+from suite.torch.free import CASTS, COPIES, QUOTIENTS, SUMS, TIMES, VIEWS, T
+from suite.torch.hooks import packs_with, tensors_given
+from suite.torch.looked_up import LookedUp, as_repeated
+from suite.torch.rows import LayerSpec
+
+if TYPE_CHECKING:
+    from suite.torch.functional import FunctionCapture
+
+MOVES = VIEWS | COPIES | TIMES | QUOTIENTS | CASTS | SUMS
+# What does not broadcast, or whose rows are no tensor's of its operands.
+_FOLLOWED = VIEWS | CASTS | COPIES | ARGUMENTS.keys() | {torch.einsum}
+_FOLLOWED |= {torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack}
+_FOLLOWED |= {torch.nn.functional.pad}
+
+
+class _InGraph(NamedTuple):
+    """What a graph that is compiled found in a table, or a multiple of it, perhaps with axes of one."""
+
+    place: int  # in `FunctionCapture.uses`
+    spec: LayerSpec
+    x: torch.Tensor
+    found: torch.Tensor
+    factor: torch.Tensor | None  # (); None: 1
+
+
+class Lookups:
+    """What one forward of a module has made so far of what was looked up in tables."""
+
+    def __init__(self, around: FunctionCapture, tables: Sequence[LayerCapture], traced: bool) -> None:
+        """
+        Args:
+            around: watches the forward.
+            tables: those of embeddings in the module.
+            traced: whether torch.compile traces the forward.
+        """
+        self.around, self.tables, self.is_traced = around, tables, traced
+        self.saving = packs_with()
+        self.moved: list[tuple[torch.Tensor, LookedUp]] = []  # kept alive, for who adds it
+        self._in_graph: list[_InGraph] = []
+
+    def outputs(self) -> list[torch.Tensor | None]:
+        """What the last lookups found."""
+        return [one.output() for one in self._latest()]
+
+    def note_in_graph(self, place: int, spec: LayerSpec, x: torch.Tensor, found: torch.Tensor) -> None:
+        """A lookup in a graph that is compiled."""
+        self._in_graph.append(_InGraph(place, spec, x, found, None))
+
+    def follow(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        """A function has made this; note what it made of a lookup."""
+        self.miss(function, args, kwargs, output)
+        if function in MOVES:
+            self._follow(function, args, kwargs, output)
+            if self._in_graph and args:
+                self._in_graph += self._moved_in_graph(function, args, kwargs, output)
+
+    def miss(
+        self, function: Any, args: Any, kwargs: Any, output: torch.Tensor, followed: bool = True
+    ) -> None:
+        """Note, while it is found out what a model does, lookups for all examples that are not followed.
+
+        In products with what has more rows, and sums by other functions than `SUMS`.
+
+        Args:
+            followed: whether sums are, where the function ran.
+        """
+        discovering = self.tables[0].clock.discovering and not torch.compiler.is_compiling()
+        if not discovering or function in _FOLLOWED:
+            return
+        if followed and function in SUMS and not kwargs:
+            return
+        given = tensors_given(args, kwargs)
+        if len(given) < 2:
+            return
+        for one in self._known():
+            if any([x is one.output() for x in given]):  # noqa: C419 (torch.compile)
+                self._miss(one, output, followed)
+
+    def meet(self, function: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """A sum, with a probe behind it if it is of a lookup for fewer rows, or what became of it."""
+        if self._in_graph:
+            return self._meet_in_graph(args, output)
+        # Of `x += y` Python goes on with what is returned, of a statement `x.add_(y)` with x.
+        changed = function in (T.add_, T.sub_) and not self.is_traced
+        for capture in self.tables:
+            if not self._is_first_of(capture):
+                continue
+            for operand in args:
+                last = capture.looked_up
+                if last is None or not isinstance(operand, torch.Tensor):
+                    continue
+                known = [one for _, one in reversed(self.moved) if one.unless is last.unless]
+                probed = capture.observe_sum([*known, last], operand, output, changed)
+                if probed is not None:
+                    (self._seeing(capture) or [self])[-1].around.find(capture)
+                    return probed
+        return output
+
+    def _meet_in_graph(self, operands: Sequence[Any], output: torch.Tensor) -> torch.Tensor:
+        for operand in operands:
+            for one in reversed(self._in_graph):  # what was changed in place is there again
+                capture = self.around.uses[one.place][0]
+                if operand is one.found and self._is_first_of(capture):
+                    self.around.found.add(one.place)
+                    shape = one.found.shape
+                    output = capture.observe_sum_in_graph(one.spec, one.x, shape, one.factor, output)
+                    break
+        return output
+
+    def _is_first_of(self, capture: LayerCapture) -> bool:
+        """Whether these are the outermost that see a function with a table's lookup."""
+        seeing = self._seeing(capture)
+        return not seeing or seeing[0] is self
+
+    def _seeing(self, capture: LayerCapture) -> list[Lookups]:
+        """Who sees what this one does with a table's lookup, from the outside in."""
+        under_way = [around.lookups() for around in capture.arounds]
+        return [one for one in under_way if one is not None and self._sees_with(one)]
+
+    def _sees_with(self, other: Lookups) -> bool:
+        """Whether both look at the same functions."""
+        return self.is_traced == other.is_traced and self.saving is other.saving
+
+    def _latest(self) -> Iterator[LookedUp]:
+        """The last lookup in each table."""
+        for capture in self.tables:
+            if capture.looked_up is not None:
+                yield capture.looked_up
+
+    def _known(self) -> list[LookedUp]:
+        return [*self._latest(), *(one for _, one in self.moved)]
+
+    def _miss(self, one: LookedUp, result: torch.Tensor, followed: bool) -> None:
+        for capture in self.tables:
+            if capture.looked_up is None or capture.looked_up.unless is not one.unless:
+                continue
+            under_way, here = [around.lookups() for around in capture.arounds], packs_with()
+            if followed or all([own is None or own.saving is not here for own in under_way]):  # noqa: C419
+                capture.miss_lookup(one, result)
+
+    def _follow(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        """Its axes moved about, or a multiple of it."""
+        for one in self._known():
+            at = [i for i, x in enumerate(args[:2]) if x is one.output()]
+            if not at:
+                continue
+            other = None if len(args) < 2 else args[1 - at[0]]
+            if function in SUMS:
+                if isinstance(other, int | float):
+                    self.moved.append((output, one.moved(output, None)))
+            elif function in CASTS:
+                if at == [0] and output is not args[0]:
+                    self.moved.append((output, one.moved(output, None)))
+            elif function not in TIMES | QUOTIENTS and at == [0]:
+                step = functools.partial(_rearranged, function, args[1:], kwargs)
+                self.moved.append((output, one.moved(output, step)))
+            elif function in TIMES and isinstance(other, int | float):
+                self.moved.append((output, one.moved(output, None, other)))
+            elif function in QUOTIENTS and at == [0] and isinstance(other, int | float) and other:
+                self.moved.append((output, one.moved(output, None, 1 / other)))
+
+    def _moved_in_graph(
+        self, function: Any, args: Any, kwargs: Any, output: torch.Tensor
+    ) -> list[_InGraph]:
+        """What a step makes of lookups that is still one: more axes in front, or a number of times."""
+        moved = []
+        for one in self._in_graph:
+            shape = one.found.shape
+            if args[0] is one.found and function in CASTS:
+                moved.append(one._replace(found=output))
+            elif args[0] is one.found and keeps_order(function, args):
+                if output.shape[output.ndim - len(shape) :] == shape and output.numel() == shape.numel():
+                    moved.append(one._replace(found=output))
+            elif function in TIMES and len(args) == 2 and not kwargs:
+                first, second = args
+                other = second if first is one.found else first
+                if isinstance(other, (int, float)) and (first is one.found or second is one.found):
+                    dtype = self.around.uses[one.place][0].dtype
+                    factor = torch.ones((), dtype=dtype, device=output.device)
+                    factor = factor * other if one.factor is None else one.factor * other
+                    moved.append(one._replace(found=output, factor=factor))
+        return moved
+
+
+def _rearranged(function: Any, rest: Any, kwargs: Any, x: torch.Tensor) -> Any:
+    if function is torch.Tensor.repeat and not kwargs:
+        return as_repeated(x, *rest)
+    return function(x, *rest, **kwargs)
