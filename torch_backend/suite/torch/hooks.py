@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -107,7 +107,9 @@ class Mode(TorchFunctionMode):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        _keep_from_compiling(cls.__torch_function__.__code__)
+        for function in (cls.__torch_function__, *vars(cls).values()):
+            if isinstance(function, FunctionType):
+                _keep_from_compiling(function.__code__, alone=function is not cls.__torch_function__)
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,10 +127,16 @@ def traceable(function: Any) -> Any:
     return function
 
 
-def _keep_from_compiling(code: CodeType) -> None:
-    """Have code run as it is, and what it calls, but where it is part of a graph."""
+def _keep_from_compiling(code: CodeType, *, alone: bool = False) -> None:
+    """Have code run as it is, and what it calls, but where it is part of a graph.
+
+    Args:
+        alone: what calls it has been kept so, and only torch 2.6 needs to be told again.
+    """
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
+        if alone:
+            return
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
     elif hasattr(frames, "skip_code"):  # torch 2.6
@@ -266,6 +274,9 @@ def root_of(x: torch.Tensor) -> torch.Tensor:
     """What a tensor is a view of, or the tensor itself: they have one memory, and change together."""
     with torch._C.DisableTorchFunction():  # modes would be asked
         return x if x._base is None else x._base
+
+
+_keep_from_compiling(root_of.__code__, alone=True)
 
 
 def tensors_given(args: Any, kwargs: Any) -> list[torch.Tensor]:
