@@ -151,6 +151,59 @@ def test_uses_for_all_examples_that_are_not_followed_are_named(how):
         kfac.step()
 
 
+class OnceForAll(nn.Module):
+    """Has something that is computed once for all examples, or for each."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.how, self.inner = how, nn.Linear(WIDTH, WIDTH)
+        self.table, self.norm = nn.Embedding(LENGTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.small, self.wide = nn.Linear(2, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        h, grid = self.inner(x), x.new_ones(1, LENGTH, 2)
+        return self.head(torch.tanh(ONCE_FOR_ALL[self.how][1](self, h, grid, torch.arange(LENGTH))))
+
+
+ONCE_FOR_ALL = {  # the layers that are named, and what is computed
+    "a layer": (["small"], lambda m, h, grid, i: h + m.small(grid)),
+    "of one row": (["small"], lambda m, h, grid, i: h * m.small(grid[:, 0])[:, None]),
+    "normalized": (["table"], lambda m, h, grid, i: h + m.norm(m.table(i))),
+    "normalized, with an axis": (["table", "norm"], lambda m, h, grid, i: h + m.norm(m.table(i[None]))),
+    "concatenated": (["table"], lambda m, h, grid, i: m.wide(beside(h, m.table(i)))),
+    "cut": (["table"], lambda m, h, grid, i: h + torch.cat(m.table(i).chunk(2, -1)[::-1], -1)),
+    "added": ([], lambda m, h, grid, i: h + m.table(i)),
+    "of each": ([], lambda m, h, grid, i: h + m.small(grid.expand(len(h), -1, -1))),
+    "looked up by each": ([], lambda m, h, grid, i: m.wide(beside(h, m.table(i.expand(len(h), -1))))),
+    "by nodes": ([], lambda m, h, grid, i: h + m.table(torch.arange(len(h)) % LENGTH)[:, None]),
+    "in turn": (
+        [],
+        lambda m, h, grid, i: torch.cat([m.wide(beside(x, x)) for x in h[:, None]]).view_as(h),
+    ),
+}
+
+
+def beside(h, found):
+    return torch.cat([h, found.expand_as(h)], -1)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "mc"])
+@pytest.mark.parametrize("examples", [1, EXAMPLES])
+@pytest.mark.parametrize("how", ONCE_FOR_ALL)
+def test_layers_that_run_once_for_all_examples_are_named(how, examples, fisher):
+    torch.manual_seed(0)
+    model = OnceForAll(how)
+    kfac = KFAC(model, fisher=fisher, likelihood=None if fisher == "empirical" else "gaussian")
+    model(torch.randn(examples, LENGTH, WIDTH)).square().mean().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kfac.step()
+    names = ONCE_FOR_ALL[how][0] if examples > 1 and fisher == "empirical" else []
+    said = [str(one.message) for one in caught if "once for all examples" in str(one.message)]
+    assert [one.rpartition(": ")[2] for one in said] == ([", ".join(map(repr, names))] if names else [])
+
+
 class Conditioned(nn.Module):
     """A lookup for each example, for all of its positions."""
 

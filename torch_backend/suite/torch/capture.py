@@ -27,7 +27,14 @@ from suite.torch.layers import Layer, Site
 from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast, is_of_each
 from suite.torch.prepared import prepared
 from suite.torch.probe import About, ProbeInPlace, Reached, Reading, probed
-from suite.torch.rows import Bases, LayerSpec, example_count, output_positions, row_count
+from suite.torch.rows import (
+    Bases,
+    LayerSpec,
+    example_count,
+    has_no_examples,
+    output_positions,
+    row_count,
+)
 from suite.torch.runs import Ending, Run
 from suite.torch.thin import KeptRows
 
@@ -92,6 +99,8 @@ class LayerCapture:
         self._nodes: dict[bool, Any] = {}  # autograd's, of G of uses as the transpose, or of others
         self.running: list[object] = []  # its modules whose calls are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
+        self.examples = 0  # in the first step, on the first axis of the last call's output
+        self.once_for_all = 0  # calls in the first step without an axis for examples
         self.calls_of_made = 0  # of these, those of something made of the weight in its place
         self.uses = 0  # in the first step, of the weight
         self.uses_to_make = 0  # of these, those to make that
@@ -540,11 +549,14 @@ class LayerCapture:
         if self.leads:
             self.seen.append(weakref.ref(x))
         if self.clock.discovering:
-            self._discover(spec, x, again)
+            self._discover(spec, x, y, again)
         return run
 
-    def _discover(self, spec: LayerSpec, x: torch.Tensor, again: bool) -> None:
+    def _discover(self, spec: LayerSpec, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
         """Note what a call read."""
+        self.examples = len(y) if y.ndim > 1 else 0
+        if not again:
+            self.once_for_all += has_no_examples(spec, x)
         if not self.inputs:
             self.first_call, self.recomputed = self.clock.calls, again
         if again == self.recomputed:
@@ -552,6 +564,15 @@ class LayerCapture:
             # What is read along other axes is another input.
             is_moved = spec.axes is not None and spec.axes.moves_input()
             self.inputs.append(self.clock.token(x.detach() if is_moved else x))
+
+    def ran_once_for_all(self, examples: int, calls: int) -> bool:
+        """Whether all its calls in the first step, at most so many, were once for all the examples."""
+        if not self._has_sums() or not 0 < self.calls == self.once_for_all <= calls:
+            return False
+        if self.layer.spec.kind != "embedding":
+            return True
+        found = self.looked_up
+        return found is not None and found.x.shape != (examples,) and not found.unless.was_broadcast
 
     def _has_input_of(self, x: torch.Tensor) -> bool:
         """Whether this call's input is one that the layer whose A this layer shares has summed."""

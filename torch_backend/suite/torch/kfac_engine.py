@@ -212,6 +212,7 @@ class KFACEngine:
         if clock.discovering:
             clock.discovering = False
             self.reports.strays()
+            self.reports.ran_once_for_all()
             self.reports.transformed()
             found = self._find_sharing(taken, agreed)
             for capture in self.capture.by_layer:

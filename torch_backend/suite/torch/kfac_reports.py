@@ -225,6 +225,17 @@ class Reports:
                 "layer that shares the weight instead, or name them in skip_layers"
             )
 
+    def ran_once_for_all(self) -> None:
+        """Once: warn about layers whose G is of gradients that were summed over the examples."""
+        said = self.capture.clock.strays
+        names = ", ".join(repr(name) for name in self.capture.once_for_all if name not in said)
+        if names:
+            warn_user(
+                "these layers ran once for all examples, it seems, and their second moments are of the "
+                "examples' summed gradient, which vanishes near a minimum: expand what they read over "
+                f"the batch, take fisher='mc', or name them in skip_layers: {names}"
+            )
+
     def transformed(self) -> None:
         """Once: warn about layers that also ran where K-FAC sees nothing."""
         if self.capture.clock.transformed:

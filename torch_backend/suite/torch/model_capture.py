@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ class ModelCapture:
         self.kept: dict[int, KeptRows] = {}  # by layer
         self._attached: list[Any] = []  # everything with hooks
         self._attentions = found.attentions
+        self.once_for_all: dict[str, None] = {}  # names of layers, in order
         try:
             self._attach(model, found, seed, keeps_rows)
         except Exception:
@@ -202,11 +204,24 @@ class ModelCapture:
             for capture in self.by_layer:
                 capture.take_nothing()
             return [None for _ in self.by_layer]
+        if self.clock.discovering and not self.clock.sampled:
+            self.once_for_all.update(self._ran_once_for_all())
         if self._watches_passes != self.clock.is_compiled:  # which is known now, for something ran
             self._watch_passes(self.clock.is_compiled)
         counts = _unbound([capture.counted() for capture in self.by_layer])
         taken = [capture.take(pair) for capture, pair in zip(self.by_layer, counts, strict=True)]
         return self.all_unscaled(taken, loss_scale())
+
+    def _ran_once_for_all(self) -> dict[str, None]:
+        """The layers, by name, that computed something for all examples at once, as most did not."""
+        ran = [capture for capture in self.by_layer if capture.examples]
+        counts = collections.Counter(capture.examples for capture in ran)
+        if not counts:
+            return {}
+        ((examples, _),) = counts.most_common(1)
+        calls = min(capture.calls for capture in ran if capture.examples == examples)
+        found = [c for c in ran if examples > 1 and c.ran_once_for_all(examples, calls)]
+        return dict.fromkeys(capture.layer.name for capture in found)
 
     def forget_rows(self) -> None:
         """Drop what passes left for directions."""
