@@ -21,6 +21,7 @@ from suite.torch.find_layers import FoundLayers
 from suite.torch.functional import FunctionCapture, RunningLayer, callers, has_functions
 from suite.torch.hooks import ModeAround
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
+from suite.torch.recurrent import Product
 from suite.torch.stacks import StackCapture
 from suite.torch.thin import KeptRows, can_be_thin
 from suite.torch.uses import UseCounter
@@ -214,7 +215,7 @@ class ModelCapture:
 
     def _ran_once_for_all(self) -> dict[str, None]:
         """The layers, by name, that computed something for all examples at once, as most did not."""
-        ran = [capture for capture in self.by_layer if capture.examples]
+        ran = [capture for capture in self.by_layer if capture.examples and not _knows_axes(capture)]
         counts = collections.Counter(capture.examples for capture in ran)
         if not counts:
             return {}
@@ -268,6 +269,11 @@ def _unscaled(captured: Captured, scale: Any, in_A: bool) -> Captured:
     for x in squares:
         x.div_(scale).div_(scale)
     return captured
+
+
+def _knows_axes(capture: LayerCapture) -> bool:
+    """Whether it is of an attention or of a recurrent module, which put examples first or add an axis."""
+    return isinstance(capture.layer.sites[0].module, Product)
 
 
 def _take_off(attached: list[Any], attentions: list[Attention]) -> None:
