@@ -705,3 +705,49 @@ def test_modes_that_look_at_one_another_give_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kfac.step()
+
+
+class MaskedHead(nn.Module):
+    """Tokens, their mean, and a head that is no layer: a parameter times a mask."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.how, self.tokens = how, nn.Linear(4, 5)
+        self.weight, self.bias = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(3))
+        self.register_buffer("mask", torch.ones(5, 3))
+
+    def forward(self, x):
+        return HEADS[self.how](torch.tanh(self.tokens(x)).mean(1), self.weight * self.mask, self.bias)
+
+
+HEADS = {
+    "product": lambda z, w, b: z @ w,
+    "left product": lambda z, w, b: (w.transpose(0, 1) @ z.mT).mT,
+    "function": lambda z, w, b: F.linear(z, w.transpose(0, 1), b),
+    "sum of both": lambda z, w, b: torch.addmm(b, z, w),
+    "einsum": lambda z, w, b: torch.einsum("bi,io->bo", z, w),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("how", ["whole", "in parts", "slopes", "halves", "compiled"])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_product_with_a_free_parameter_may_be_what_the_loss_has_its_terms_of(head, how):
+    torch.manual_seed(0)
+    model = MaskedHead(head).double()
+    kfac = KFAC(model)
+    x = torch.randn(6, 7, 4, dtype=torch.float64, requires_grad=how == "slopes")
+    run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    for part in x.split([2, 4] if how == "in parts" else [6]):
+        losses = run(part).square().sum(1)
+        if how == "slopes":
+            (slopes,) = torch.autograd.grad(losses.sum(), x, create_graph=True)
+            losses = losses + slopes.square().sum((1, 2))
+        if how == "halves":
+            losses[:3].mean().backward(retain_graph=True)
+            losses[3:].mean().backward()
+        else:
+            losses.mean().backward()
+    kfac.step()
+    assert kfac.counted_terms == 6

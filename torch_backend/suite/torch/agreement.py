@@ -200,17 +200,15 @@ class Agreements:
             given = self.terms() if callable(self.terms) else self.terms
             check_terms(given, at_least=0)  # of all ranks there may be more
             return torch.as_tensor(given).to(rows[0]).reshape(())
-        known = {
-            layer.name: t.positions
-            for layer, t in zip(self.layers, taken, strict=True)
-            if t is not None and layer.spec.kind != "free"
-        }
+        pairs = zip(self.layers, taken, strict=True)
+        seen = [(layer, t.positions) for layer, t in pairs if t is not None]
         last = clock.last_run()
-        if last.layer in known:
-            positions, transposed = known[last.layer]
-            return transposed if last.transposed and transposed is not None else positions
+        for layer, (positions, transposed) in seen:
+            if layer.name == last.layer:
+                return transposed if last.transposed and transposed is not None else positions
         if clock.last_positions is not None:  # of a layer that is not covered, perhaps frozen
             return torch.as_tensor(clock.last_positions).to(rows[0])
+        known = {layer.name: positions for layer, positions in seen if layer.spec.kind != "free"}
         compiled = clock.compiled_looked_up
         table = clock.looked_up.layer if compiled is None else compiled.layer.name
         if table in known:

@@ -81,8 +81,18 @@ class CaptureClock:
             self._examples = key, self.chosen(self.stream, count, total, device)
         return self._examples[1]
 
-    def ran(self, owner: LayerCapture, transposed: bool, again: bool, looks_up: bool) -> Run | None:
+    def ran(
+        self,
+        owner: LayerCapture,
+        transposed: bool,
+        again: bool,
+        looks_up: bool,
+        is_product: bool | None = None,
+    ) -> Run | None:
         """A covered layer produced an output, possibly one that was made before.
+
+        Args:
+            is_product: whether it was one of rows with the layer's weight; None: as the layer says.
 
         Returns:
             What the backward pass through this call is to say so to; None: nobody asks.
@@ -96,14 +106,15 @@ class CaptureClock:
         if not transposed:
             owner.called = True
         layer = owner.layer
+        is_product = layer.is_product if is_product is None else is_product
         if torch.compiler.is_compiling():
             self.is_compiled = True
             if looks_up:
                 self.compiled_looked_up = owner
-            elif layer.is_product:
+            elif is_product:
                 self.compiled_last = owner, transposed
             return None
-        if again or not (looks_up or layer.is_product):
+        if again or not (looks_up or is_product):
             return None
         self.runs += 1
         if looks_up:

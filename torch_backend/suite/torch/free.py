@@ -10,6 +10,7 @@ the module does to view the parameter is done to the slot, so that autograd take
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
 from suite.torch.einsum import axes_of, operands_of
 from suite.torch.hooks import (
     Mode,
+    in_backward,
     in_traced_graph,
     is_batched,
     packs_with,
@@ -30,6 +32,7 @@ from suite.torch.hooks import (
     without_modes,
 )
 from suite.torch.rows import Axes, counts_like
+from suite.torch.runs import Run
 
 T: Any = torch.Tensor
 
@@ -52,6 +55,8 @@ _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
 LOOKS = {T._base.__get__}  # no uses of a view: another mode looks whose it is
 QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
+# Kinds of uses that are products of rows: the axis of the output that has the features.
+_FEATURES = {"linear": -1, "right": -1, "grouped": -1, "left": -2}
 # Functions of each entry: their derivatives' squares, by their values.
 _ENTRYWISE: dict[Any, Any] = {
     **dict.fromkeys(NEGATIONS, torch.ones_like),
@@ -79,6 +84,7 @@ class Watched(NamedTuple):
     strays: Any = None  # a set, to put `name` into when a use is not understood
     name: str = ""
     recorded: Any = None  # the clock that knows of backward passes that are recorded
+    capture: Any = None  # the LayerCapture whose slots these are
     widened: bool = False  # an entry of the parameter is several of the tensor's
     reduce: bool = False  # a row is all of an example, of sums and products entry by entry
 
@@ -300,9 +306,12 @@ def _probed(
     if isinstance(other, T) and other.requires_grad | in_place and not torch.compiler.is_compiling():
         source = _Source(watched, how, not in_place)
     slots = watched.slot, watched.ones, watched.counts
+    run = None
+    if kind in _FEATURES and watched.capture is not None:
+        run = watched.recorded.ran(watched.capture, False, in_backward(), False, True)
     apply = _FreeProbe.apply if torch.compiler.is_compiling() else _FreeProbeOfDuals.apply
     with without_modes():
-        probed: T = apply(output, other, *slots, how, watched.clock, ends, in_place, source)
+        probed: T = apply(output, other, *slots, how, watched.clock, ends, in_place, source, run)
     return probed
 
 
@@ -338,13 +347,21 @@ class _Source(NamedTuple):
         def probe(y: T) -> T:
             slots = watched.slot, watched.ones, watched.counts
             following = self._replace(turned=not self.turned)
-            given = gradient, *slots, self.how, watched.clock, ends, False, following
+            given = gradient, *slots, self.how, watched.clock, ends, False, following, None
             probed: T = _FreeProbeOfDuals.apply(y, *given)
             return probed
 
         if other.requires_grad:
             follow(other, probe)
         return gradient
+
+
+def _positions(how: _How, output: T) -> int:
+    """How many rows the output of a product has; 0: it is none."""
+    if how.kind not in _FEATURES:
+        return 0
+    axes = (_FEATURES[how.kind],) if how.axes is None else how.axes.y[-how.axes.features[1] :]
+    return output.numel() // max(math.prod([output.shape[axis] for axis in axes]), 1)
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
@@ -367,8 +384,9 @@ class _FreeProbe(torch.autograd.Function):
         ends: T | None,
         in_place: bool,
         source: _Source | None,
+        run: Run | None,
     ) -> T:
-        ctx.source, ctx.slot = source, ones
+        ctx.source, ctx.slot, ctx.run = source, ones, run
         ctx.save_for_backward(other, ends)
         ctx.how, ctx.shape, ctx.dtype, ctx.clock = how, slot.shape, slot.dtype, clock
         ctx.in_place = in_place
@@ -384,13 +402,17 @@ class _FreeProbe(torch.autograd.Function):
         if ctx.source is not None and is_recorded():
             on = ctx.source.passed(gradient, other, ends)
             waits = waits and is_awaited(ctx.slot)
-        if not ctx.needs_input_grad[2] or not waits:
-            return on, *(None,) * 9
+        run: Run | None = ctx.run
+        if not ctx.needs_input_grad[2] or not waits or not (run is None or run.is_awaited()):
+            return on, *(None,) * 10
+        counts = run is None or run.reached()
+        turned = ctx.source is not None and ctx.source.turned  # of a derivative of the product
+        positions = _positions(ctx.how, gradient) if counts and not turned else 0
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             g = gradient.to(ctx.dtype)
             other = None if other is None else other.detach().to(ctx.dtype)
-            if ctx.source is not None and ctx.source.turned:
-                g, other = other, g  # of the product that it is a derivative of
+            if turned:
+                g, other = other, g
             (kind, axes, reduce), shape = ctx.how, tuple(ctx.shape)
             if axes is not None:
                 assert other is not None
@@ -400,7 +422,7 @@ class _FreeProbe(torch.autograd.Function):
             squares = elementwise_second_moment_sum(g, other, kind, shape, ends, reduce=reduce)
             squares = squares.reshape(ctx.shape)
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
-        return on, None, squares, one, counts_like(one, 1, 0), *(None,) * 5
+        return on, None, squares, one, counts_like(one, 1, positions), *(None,) * 6
 
 
 class _FreeProbeOfDuals(_FreeProbe):

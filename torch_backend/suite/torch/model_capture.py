@@ -272,7 +272,7 @@ def _unscaled(captured: Captured, scale: Any, in_A: bool) -> Captured:
 
 
 def _knows_axes(capture: LayerCapture) -> bool:
-    """Whether it is of an attention or of a recurrent module, which put examples first or add an axis."""
+    """Whether it is of an attention or a recurrent module, which put examples first or add an axis."""
     return isinstance(capture.layer.sites[0].module, Product)
 
 

@@ -50,7 +50,7 @@ class FreeCapture(ModeAround):
         slots = capture.A, capture.G, capture.counts
         reduce = capture.layer.spec.reduce
         name = capture.layer.name
-        return Watched(parameter, *slots, clock, strays, name, capture.clock, reduce=reduce)
+        return Watched(parameter, *slots, clock, strays, name, capture.clock, capture, reduce=reduce)
 
 
 class OutputWatch:
