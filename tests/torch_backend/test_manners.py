@@ -493,6 +493,55 @@ def test_an_interrupted_forward_leaves_no_mode_behind(after):
     assert mode_stack() == before == []
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_another_kfac_takes_off_what_an_interrupted_forward_left(steps):
+    left = []
+    for _ in range(3):
+        model = seeded(Interrupted)
+        kfac = KFAC(model)
+        left.append(weakref.ref(model))
+        model.stop = False
+        for _ in range(steps):
+            step(kfac, model(randn(4, 3)).square().mean())
+        model.stop = True
+        with pytest.raises(KeyboardInterrupt):
+            model(randn(4, 3))
+    assert mode_stack()
+    model = seeded(Interrupted)
+    kfac = KFAC(model)
+    gc.collect()
+    assert not mode_stack()
+    assert [one() for one in left] == [None] * 3
+
+
+class TrainsAnother(nn.Module):
+    """Takes a step of another model in its own forward, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head, self.told = nn.Parameter(torch.ones(3)), nn.Linear(3, 2), False
+
+    def forward(self, x):
+        x = x * self.scale
+        if self.told:
+            with torch.random.fork_rng():
+                other = Interrupted().to(x.dtype)
+            other.stop = False
+            step(KFAC(other), other(x.detach()).square().mean())
+        return self.head(torch.tanh(x) * self.scale)
+
+
+def test_a_step_of_another_model_in_a_forward_leaves_that_ones_mode():
+    found = []
+    for told in (False, True):
+        model, x = seeded(TrainsAnother), randn(4, 3)
+        model.told, kfac = told, KFAC(model)
+        for _ in range(2):
+            step(kfac, model(x).square().mean())
+        found.append(records(kfac))
+    assert same(*found)
+
+
 def test_an_interrupted_forward_leaves_no_statistics():
     found = []
     for stop in (False, True):

@@ -99,13 +99,16 @@ class FreeParameters(Mode):
         # What is made of no tensors (masks, or numbers of each example), by id; or in a graph.
         self.fresh: dict[int, weakref.ref[T]] = {}
         self.traced: list[T] = []
+        self._ids: set[int] | None = None  # of what is watched or constant; None: to be found
         self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function), kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
-        if in_traced_graph() or function in LOOKS:
+        with self.looking():
+            follows = self.is_traced or self._follows(args, kwargs)
+        if not follows or in_traced_graph() or function in LOOKS:
             return function(*args, **kwargs)
         if packs_with() is not self.saving:
             # A checkpoint inside of the forward runs its part again without this mode.
@@ -120,14 +123,40 @@ class FreeParameters(Mode):
         if function is torch.einsum:
             equation, operands = operands_of(args)
             args = (equation, *operands)
-        before = args
-        if not kwargs and function in (T.mul_, T.__imul__) and self._known(args[1]):
-            before = (args[0].detach().clone(), args[1])  # the product takes its place
-        changes = self._may_change(args)
-        version = args[0]._version if changes else None
+        before, version = args, None
+        with self.looking():
+            if not kwargs and function in (T.mul_, T.__imul__) and self._known(args[1]):
+                before = (args[0].detach().clone(), args[1])  # the product takes its place
+            if self._may_change(args):
+                version = args[0]._version
         output = function(*args, **kwargs)
-        if changes and args[0]._version != version:
-            self._changed(args[0], output)
+        with self.looking():
+            if version is not None and args[0]._version != version:
+                self._changed(args[0], output)
+            output = self._seen(function, args, kwargs, before, output)
+        self._ids = None  # of what is known now
+        return output
+
+    def _follows(self, args: Any, kwargs: Any) -> bool:
+        """Whether an argument is known, or a view of what is, or none has rows: few functions' are."""
+        if self._ids is None:
+            self._ids = {id(x) for x in self.constants}
+            self._ids |= {
+                id(x) for watched in self.watched for x in (watched.tensor, root_of(watched.tensor))
+            }
+        rows = False
+        for x in tensors_given(args, kwargs):
+            if id(x) in self._ids or id(x._base) in self._ids or id(x) in self.fresh:
+                return True
+            rows = rows or x.ndim > 0
+        return not rows
+
+    def _seen(self, function: Any, args: Any, kwargs: Any, before: Any, output: Any) -> Any:
+        """What a function made of arguments, with a probe behind it if it is a use that is understood.
+
+        Args:
+            before: the arguments as they were.
+        """
         operands = [x for x in args if isinstance(x, T)]
         given = [*operands, *(x for x in kwargs.values() if isinstance(x, T))]
         written = args[0] if function is T.__setitem__ else output

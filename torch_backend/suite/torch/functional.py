@@ -129,7 +129,6 @@ class FunctionCapture(ModeAround):
         super().__init__(module)
         self.weights, self.uses = list(weights), [*weights, *tables]
         self.own = [capture.layer.sites[index].module is module for capture, index in self.uses]
-        self.module = weakref.ref(module)
         self.found: set[int] = set()  # places in `uses`
         self.ran = False
         for capture, _ in self.uses:
@@ -366,22 +365,25 @@ class _Watching(Mode):
         function, kwargs = traceable(function), kwargs or {}
         if self.is_elsewhere() or not (self.is_traced or self._follows(args, kwargs)):
             return function(*args, **kwargs)
-        ours = self._ours(args)  # changed through it, perhaps, or through a view of it
-        version = None if ours is None else ours._version
+        with self.looking():
+            ours = self._ours(args)  # changed through it, perhaps, or through a view of it
+            version = None if ours is None else ours._version
         output = function(*args, **kwargs)
-        if ours is not None and version != ours._version:
-            self._changed(function, args, kwargs)
-            return output
-        if not isinstance(output, torch.Tensor):
-            return output
-        if not output.requires_grad:
-            return output
+        by_graph = in_traced_graph()
+        with self.looking():
+            if ours is not None and version != ours._version:
+                self._changed(function, args, kwargs)
+                return output
+            if not isinstance(output, torch.Tensor) or not output.requires_grad:
+                return output
+            return output if by_graph else self._seen(function, args, kwargs, output)
+
+    def _seen(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> Any:
+        """What a function made of what is followed, with a probe behind it if that is a use."""
         if packs_with() is not self.saving:
             if self.lookups is not None:
                 self.lookups.miss(function, args, kwargs, output, followed=False)
             return output  # a checkpoint inside of the forward runs its part again without this mode
-        if in_traced_graph():
-            return output
         if function in SUMS and kwargs:
             args, kwargs = summed(args, kwargs)
         if self.lookups is not None:

@@ -114,6 +114,13 @@ class Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.is_traced = torch.compiler.is_compiling()
+        self.entered_by: ModeAround | None = None  # known outside of graphs
+
+    def looking(self) -> Any:
+        """Around what it looks at: other modes would be asked for each attribute of a tensor."""
+        if torch.compiler.is_compiling():
+            return contextlib.nullcontext()
+        return torch._C.DisableTorchFunction()
 
     def is_elsewhere(self) -> bool:
         """Whether what runs is compiled by itself, inside of a forward that is not."""
@@ -174,13 +181,14 @@ class ModeAround:
     """A torch function mode around every forward of a module, entered if `make_mode` returns one."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
         self.modes = Stacks()  # None for a forward without one
         self.handles = [
             before_forward(module, Enter(self, module)),
             after_forward(module, Hook(self, module), always_call=True),
         ]
 
-    def make_mode(self) -> TorchFunctionMode | None:
+    def make_mode(self) -> Mode | None:
         raise NotImplementedError
 
     def enter(self) -> None:
@@ -190,6 +198,8 @@ class ModeAround:
         mode = None if watched or traced else self.make_mode()
         if mode is not None:
             mode.__enter__()
+            if not torch.compiler.is_compiling():
+                mode.entered_by = self
         self.modes.push(mode)
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
@@ -207,6 +217,28 @@ class ModeAround:
             return False
         self.observe(0, None, None, None)
         return True
+
+
+def leave_interrupted() -> None:
+    """Take off torch's stack what forwards left there that were interrupted, of whatever models.
+
+    Ctrl-C runs no hooks. What is left watches all functions, and keeps its model alive.
+    """
+    while True:
+        mode: Any = torch.overrides._get_current_function_mode()
+        entered_by = mode.entered_by if isinstance(mode, Mode) else None
+        if entered_by is None or _is_running(entered_by.module()) or not entered_by.unwind():
+            return
+
+
+def _is_running(module: nn.Module | None) -> bool:
+    """Whether a call of it is under way in this thread."""
+    frame, code = sys._getframe(), nn.Module._call_impl.__code__
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is code and frame.f_locals.get("self") is module:
+            return True
+    return False
 
 
 class Enter(Hook):

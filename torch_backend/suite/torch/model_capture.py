@@ -19,7 +19,7 @@ from suite.torch.dtensors import sharded_modules
 from suite.torch.factor_store import at_least_single
 from suite.torch.find_layers import FoundLayers
 from suite.torch.functional import FunctionCapture, RunningLayer, callers, has_functions
-from suite.torch.hooks import ModeAround
+from suite.torch.hooks import ModeAround, leave_interrupted
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
 from suite.torch.recurrent import Product
 from suite.torch.stacks import StackCapture
@@ -49,6 +49,7 @@ class ModelCapture:
         self.kept: dict[int, KeptRows] = {}  # by layer
         self._attached: list[Any] = []  # everything with hooks
         self._attentions = found.attentions
+        leave_interrupted()
         self.once_for_all: dict[str, None] = {}  # names of layers, in order
         try:
             self._attach(model, found, seed, keeps_rows)
@@ -179,6 +180,7 @@ class ModelCapture:
         around = [attached for attached in self._attached if isinstance(attached, ModeAround)]
         while any([one.unwind() for one in around]):  # noqa: C419 (each must have its turn)
             pass
+        leave_interrupted()
         for capture in self.by_layer:
             capture.running.clear()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -77,11 +76,10 @@ class StackCapture(ModeAround):
     def __init__(self, module: nn.Module, captures: list[LayerCapture]) -> None:
         super().__init__(module)
         self.captures = captures
-        self.owner = weakref.ref(module)
 
     def make_mode(self) -> _Watching | None:
         wanted = [capture for capture in self.captures if capture.wanted(0)]
-        if self.owner() is None or not wanted:
+        if self.module() is None or not wanted:
             return None
         watched = []
         for capture in wanted:
@@ -109,13 +107,23 @@ class _Watching(Mode):
         output = function(*args, **kwargs)
         if in_traced_graph() or function in LOOKS:
             return output
+        given = [x for some in (*args, *kwargs.values()) for x in _listed(some)]
+        known = [w for w in self.watched if any([x is w.tensor for x in given])]  # noqa: C419 (torch.compile)
+        if not known:
+            return output
+        with self.looking():
+            return self._seen(function, args, kwargs, known, output)
+
+    def _seen(
+        self, function: Any, args: Any, kwargs: Any, known: Sequence[_Watched], output: Any
+    ) -> Any:
+        """What a function made of stacks, with a probe behind it if it is a product."""
         made = [x for x in _listed(output) if isinstance(x, T)]
         if not any([x.requires_grad and x.numel() for x in made]):  # noqa: C419 (torch.compile)
             return output
         if not torch.compiler.is_compiling() and made[0].is_leaf:
             return output
-        given = [x for some in (*args, *kwargs.values()) for x in _listed(some)]
-        for watched in [w for w in self.watched if any([x is w.tensor for x in given])]:  # noqa: C419
+        for watched in known:
             if packs_with() is not self.saving:
                 # A checkpoint inside of the forward runs its part again without this mode.
                 self._missed(watched.capture)

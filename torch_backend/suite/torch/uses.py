@@ -78,25 +78,27 @@ class _Counting(Mode):
         if self.is_elsewhere():
             return function(*args, **kwargs)
         output = function(*args, **kwargs)
-        if in_traced_graph():
-            return output
-        if function is torch.autograd.grad:  # takes weights for names of what it differentiates by
-            return output
+        # The last takes weights for names of what it differentiates by.
+        if not in_traced_graph() and function is not torch.autograd.grad:
+            with self.looking():
+                self._count(function, args, kwargs, output)
+        return output
+
+    def _count(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
         several = output if isinstance(output, list | tuple) else (output,)
         made = [x for x in several if isinstance(x, torch.Tensor) and x.requires_grad]
         if not made:
-            return output
+            return
         if function in CASTS:
             weight = self._weight(args[0])
             if weight and output is not args[0]:
                 self.casts[id(output)] = output, weight
         if function in CASTS or any(self._weight(x) for x in made):
-            return output  # a view: what takes it is the use
+            return  # a view: what takes it is the use
         given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
         for weight in [self._weight(operand) for operands in given for operand in operands]:
             if weight:
                 self._used(self.watched[weight])
-        return output
 
     def _used(self, capture: LayerCapture) -> None:
         capture.uses += 1

@@ -23,7 +23,6 @@ class FreeCapture(ModeAround):
     def __init__(self, module: nn.Module, captures: list[LayerCapture]) -> None:
         super().__init__(module)
         self.captures = captures
-        self.owner = weakref.ref(module)
         names = {id(parameter): name for name, parameter in module._parameters.items()}
         self.names = [names.get(id(capture.layer.weight.parameter)) for capture in captures]
 
@@ -33,13 +32,13 @@ class FreeCapture(ModeAround):
         if not wanted:
             return None
         watched = [self._watched(capture, name) for capture, name in wanted]
-        module = self.owner()
+        module = self.module()
         own = [] if module is None else [*module._parameters.values(), *module._buffers.values()]
         return FreeParameters(watched, [x for x in own if x is not None])
 
     def _watched(self, capture: LayerCapture, name: str | None) -> Watched:
         # While fully_shard's forward runs, the module has the whole parameter in place of its shard.
-        module = self.owner()
+        module = self.module()
         parameter = capture.layer.weight.parameter
         if module is not None and name is not None:
             parameter = getattr(module, name)
