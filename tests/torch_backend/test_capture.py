@@ -631,3 +631,36 @@ def test_nested_inputs_pass_and_what_they_reach_keeps_its_gradient(layout):
     with pytest.warns(RuntimeWarning, match="were not seen running.*'first'"):
         kfac.step()
     assert torch.equal(model.first.weight.grad, plain)
+
+
+class Codebook(nn.Module):
+    """The nearest row, found without a gradient, and looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.free, self.out = nn.Embedding(5, 3), nn.Parameter(torch.ones(3)), nn.Linear(3, 2)
+
+    def forward(self, x):
+        self.norms = [self.out.weight.norm().item(), self.free.square().sum().detach()]
+        self.unused = self.rows.weight.abs().mean(), (self.free * self.free).sum()
+        nearest = torch.cdist(x, self.rows.weight).argmin(1)
+        return self.out(self.rows(nearest) * self.free)
+
+
+def test_uses_that_the_loss_does_not_depend_on_are_not_missed():
+    torch.manual_seed(0)
+    model = Codebook().double()
+    kfac = KFAC(model)
+    model(torch.randn(8, 3, dtype=torch.float64)).square().mean().backward()
+    kfac.step()  # without a warning
+    assert {route.treatment for route in kfac.routing()} == {"kfac"}
+
+
+@pytest.mark.parametrize("unused", [0, 1])
+def test_uses_that_it_depends_on_are(unused):
+    torch.manual_seed(0)
+    model = Codebook().double()
+    kfac = KFAC(model)
+    (model(torch.randn(8, 3, dtype=torch.float64)).square().mean() + model.unused[unused]).backward()
+    with pytest.warns(RuntimeWarning, match=f"miss some uses.*: '{('rows', 'free')[unused]}'"):
+        kfac.step()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from conftest import assert_close
 from suite.torch import KFAC
 from torch_backend.rows_by_loops import both_reductions, held, loss_of, with_one
 from torch_backend.test_derivatives import Times, expected_factors
@@ -1511,3 +1512,68 @@ def test_compiled_in_parts_functions_are_seen_in_every_step(kind, every):
         ends.append([x for name in sorted(layers) for x in (layers[name]["A"], layers[name]["G"])])
     for found, expected in zip(*ends, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+class Masked(nn.Linear):
+    """Of a MADE: some of its connections are left out."""
+
+    def __init__(self, how) -> None:
+        super().__init__(6, 5)
+        self.how = how
+        self.register_buffer("mask", (torch.arange(30) % 3 > 0).view(5, 6).to(self.weight.dtype))
+
+    def forward(self, x):
+        return F.linear(x, MASKS[self.how](self.weight, self.mask), self.bias)
+
+
+class MaskedConv(nn.Conv2d):
+    """Of a PixelCNN."""
+
+    def __init__(self, how) -> None:
+        super().__init__(2, 3, 3)
+        self.how = how
+        self.register_buffer("mask", (torch.arange(54) % 3 > 0).view(3, 2, 3, 3).to(self.weight.dtype))
+
+    def forward(self, x):
+        return self._conv_forward(x, MASKS[self.how](self.weight, self.mask), self.bias)
+
+
+MASKS = {
+    "times numbers": lambda w, m: w * m,
+    "times booleans": lambda w, m: m.bool() * w,
+    "filled": lambda w, m: w.masked_fill(m == 0, 0),
+    "chosen": lambda w, m: torch.where(m > 0, w, 0.0),
+    "chosen by a method": lambda w, m: w.where(m > 0, torch.zeros_like(w)),
+}
+
+
+@pytest.mark.parametrize("how", MASKS)
+@pytest.mark.parametrize("kind", [Masked, MaskedConv])
+def test_a_masked_weight_has_the_second_moments_of_what_its_layer_sees(kind, how):
+    torch.manual_seed(0)
+    masked = kind(how).double()
+    base = kind.__mro__[1]
+    plain = base(6, 5).double() if kind is Masked else base(2, 3, 3).double()
+    with torch.no_grad():
+        plain.weight.copy_(MASKS[how](masked.weight, masked.mask))
+        plain.bias.copy_(masked.bias)
+    x = torch.randn(*((7, 6) if kind is Masked else (7, 2, 4, 5)), dtype=torch.float64)
+    found = []
+    for layer in (plain, masked):
+        kfac = KFAC(layer)
+        layer(x).square().mean().backward()
+        kfac.step()
+        (record,) = kfac.state_dict()["kfac"]["layers"].values()
+        found.append(record)
+    for side in "AG":
+        assert_close(found[1][side], found[0][side], 1e-12)
+
+
+def test_a_weight_whose_entries_are_multiplied_with_other_numbers_waits():
+    torch.manual_seed(0)
+    model = nn.Sequential(Masked("times numbers"), nn.Linear(5, 2)).double()
+    model[0].mask.mul_(0.5)
+    kfac = KFAC(model)
+    model(torch.randn(7, 6, dtype=torch.float64)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="not seen running.*'0'"):
+        kfac.step()

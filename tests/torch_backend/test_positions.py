@@ -173,6 +173,8 @@ ONCE_FOR_ALL = {  # the layers that are named, and what is computed
     "normalized, with an axis": (["table", "norm"], lambda m, h, grid, i: h + m.norm(m.table(i[None]))),
     "concatenated": (["table"], lambda m, h, grid, i: m.wide(beside(h, m.table(i)))),
     "cut": (["table"], lambda m, h, grid, i: h + torch.cat(m.table(i).chunk(2, -1)[::-1], -1)),
+    "one for all": (["table"], lambda m, h, grid, i: film(h, m.table(i[2:3]))),
+    "one number": (["table"], lambda m, h, grid, i: film(h, m.table(i[2]))),
     "added": ([], lambda m, h, grid, i: h + m.table(i)),
     "of each": ([], lambda m, h, grid, i: h + m.small(grid.expand(len(h), -1, -1))),
     "looked up by each": ([], lambda m, h, grid, i: m.wide(beside(h, m.table(i.expand(len(h), -1))))),
@@ -182,6 +184,11 @@ ONCE_FOR_ALL = {  # the layers that are named, and what is computed
         lambda m, h, grid, i: torch.cat([m.wide(beside(x, x)) for x in h[:, None]]).view_as(h),
     ),
 }
+
+
+def film(h, found):
+    gain, shift = found.chunk(2, -1)
+    return h * torch.cat([gain, gain], -1) + torch.cat([shift, shift], -1)
 
 
 def beside(h, found):

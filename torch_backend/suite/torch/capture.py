@@ -22,7 +22,14 @@ from suite.core.statistics import LayerStatistics
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import PRODUCTS, Call, DerivativeProbe, Noted, Source, follow
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed
+from suite.torch.hooks import (
+    Hook,
+    Unreached,
+    after_forward,
+    in_backward,
+    is_batched,
+    on_transformed,
+)
 from suite.torch.layers import Layer, Site
 from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast, is_of_each
 from suite.torch.prepared import prepared
@@ -103,6 +110,7 @@ class LayerCapture:
         self.once_for_all = 0  # calls in the first step without an axis for examples
         self.calls_of_made = 0  # of these, those of something made of the weight in its place
         self.uses = 0  # in the first step, of the weight
+        self.unreached_calls, self.unreached_uses = Unreached(), Unreached()
         self.uses_to_make = 0  # of these, those to make that
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
@@ -235,7 +243,7 @@ class LayerCapture:
         x = args[0] if args else kwargs.get("input")
         trained = self.is_trained(index)
         if self.clock.discovering and not torch.compiler.is_compiling():
-            self.calls += trained
+            self._count_call(y, trained)
             watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
             if watched:
                 on_transformed(y, functools.partial(self.clock.transformed.add, self.layer.name))
@@ -258,6 +266,11 @@ class LayerCapture:
             return like(y, probed)
         return self._probed(site, x, y, args, kwargs)
 
+    def _count_call(self, y: Any, trained: bool) -> None:
+        self.calls += trained
+        if trained and isinstance(y, torch.Tensor) and y.requires_grad:
+            self.unreached_calls.watch([y])
+
     def observe_function(
         self, index: int, x: Any, y: Any, spec: LayerSpec, made: torch.Tensor | None = None
     ) -> Any:
@@ -270,7 +283,7 @@ class LayerCapture:
         """
         counts = self.clock.discovering and not torch.compiler.is_compiling()
         if counts and self.is_trained(index):
-            self.calls += 1
+            self._count_call(y, True)
             self.calls_of_made += made is not None
         site, x = self.layer.sites[index], dense(x)
         if not self.wanted(index) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
@@ -283,7 +296,8 @@ class LayerCapture:
         Args:
             spec: the layer's, of 'dense', but for the axes, which are those of the product.
         """
-        self.calls += self.clock.discovering and self.is_trained(index)
+        if self.clock.discovering:
+            self._count_call(y, self.is_trained(index))
         site, x = self.layer.sites[index], dense(x)
         if not self.wanted(index) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y

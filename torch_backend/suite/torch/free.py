@@ -29,6 +29,7 @@ from suite.torch.hooks import (
     root_of,
     tensors_given,
     traceable,
+    when_reached,
     without_modes,
 )
 from suite.torch.rows import Axes, counts_like
@@ -88,6 +89,10 @@ class Watched(NamedTuple):
     widened: bool = False  # an entry of the parameter is several of the tensor's
     reduce: bool = False  # a row is all of an example, of sums and products entry by entry
 
+    def misses(self, output: T) -> None:
+        """This is made of it in a way that is not understood."""
+        when_reached([output], functools.partial(self.strays.add, self.name))
+
 
 class FreeParameters(Mode):
     """Puts a probe behind every use of the watched parameters that is understood."""
@@ -115,7 +120,7 @@ class FreeParameters(Mode):
             output = function(*args, **kwargs)
             for watched in [known for x in (*args, *kwargs.values()) for known in self._known(x)]:
                 if watched.strays is not None and isinstance(output, T) and output.requires_grad:
-                    watched.strays.add(watched.name)
+                    watched.misses(output)
             return output
         if function is F.linear and kwargs:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
@@ -215,7 +220,7 @@ class FreeParameters(Mode):
                     if met and (not kwargs or ends is not None):
                         probed = _probed(function, output, before, place, watched, ends, in_place)
                     if probed is None and watched.strays is not None:
-                        watched.strays.add(watched.name)
+                        watched.misses(output)
                     output = output if probed is None else probed
         return output
 

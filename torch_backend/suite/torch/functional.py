@@ -12,6 +12,7 @@ mode also watches for sums of what was looked up once for all examples (`lookup_
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,7 @@ from suite.torch.hooks import (
     root_of,
     tensors_given,
     traceable,
+    when_reached,
 )
 from suite.torch.layers import Layer, Site
 from suite.torch.lookup_sums import Lookups
@@ -173,11 +175,16 @@ class FunctionCapture(ModeAround):
         spec = capture.layer.sites[index].spec
         return spec.kind == "dense" and spec.bias and given.get("bias") is None
 
-    def stray(self, place: int) -> None:
-        """What awaits a layer's bias went elsewhere."""
+    def stray(self, place: int, output: torch.Tensor | None = None) -> None:
+        """A use of a weight is missed, which made this `output`, if it is one that may lead nowhere."""
         capture, _ = self.uses[place]
-        if capture.clock.discovering:
-            capture.clock.strays.add(capture.layer.name)
+        if not capture.clock.discovering:
+            return
+        note = functools.partial(capture.clock.strays.add, capture.layer.name)
+        if output is None:
+            note()
+        else:
+            when_reached([output], note)
 
     def makes_weights(self, place: int) -> bool:
         """Whether what is computed from a weight may take its place: in the forward of its layer."""
@@ -408,7 +415,7 @@ class _Watching(Mode):
                 self._note_call(product.tensor, product.x)
                 sum_of = {"input": product.x, "bias": bias}
                 return self.around.meet([product.place], F.linear, sum_of, output, None, product.axes)
-            self.around.stray(product.place)
+            self.around.stray(product.place, output)
         if sums:
             return output if self.lookups is None else self.lookups.meet(function, args, output)
         if function is torch.einsum:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -246,6 +246,35 @@ class Enter(Hook):
         owner = self.owner()
         if owner is not None and self.module() is module:
             owner.enter()
+
+
+def when_reached(outputs: Sequence[Any], call: Callable[[], Any]) -> None:
+    """Call when a backward pass comes to one of these, at once where torch.compile traces."""
+    if torch.compiler.is_compiling():
+        call()
+        return
+    for x in outputs:
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            x.register_hook(lambda gradient: call())
+
+
+class Unreached:
+    """Counts what no backward pass has come to."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def watch(self, outputs: Sequence[Any]) -> None:
+        """Count these as one."""
+        seen = False
+
+        def reached() -> None:
+            nonlocal seen
+            self.count -= not seen
+            seen = True
+
+        self.count += 1
+        when_reached(outputs, reached)
 
 
 def in_backward() -> bool:

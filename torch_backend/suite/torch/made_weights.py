@@ -1,7 +1,8 @@
 """What a layer's forward makes of its weight, and whether calls of the layer alone lead to the weight.
 
 Rows that are multiplied, shifted or standardized are so many times longer, and may take the weight's
-place. What gradients reach by other ways has no part in the layer's statistics.
+place, also where a mask leaves entries out. What gradients reach by other ways has no part in the
+layer's statistics.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 
 from suite.torch.calls import ARGUMENTS, RESHAPE
 from suite.torch.free import NEGATIONS, QUOTIENTS, SUMS, TIMES, T, is_subtracted
 
+# Operations that put a constant in the place of some entries, and which of their operands has those.
+_CHOICES = {T.masked_fill: (0,), torch.masked_fill: (0,), T.where: (0,), torch.where: (1, 2)}
 _LIKE = {T.view_as, T.reshape_as, T.expand_as}
 # Roundings that pass gradients straight through.
 _FAKES = {
@@ -22,6 +26,9 @@ _FAKES = {
     torch.fake_quantize_per_channel_affine,
     torch.fused_moving_avg_obs_fake_quant,
 }
+
+
+_MASKS: Any = WeakIdKeyDictionary()  # by tensor: its version, and whether it is one
 
 
 class Made(NamedTuple):
@@ -62,6 +69,8 @@ def _scale_of_rows(function: Any, args: Any, kwargs: Any, at: int, made: Made) -
         return gain * (x.flatten(2).var((0, 2), unbiased=False) + given.get("eps", 1e-5)).rsqrt()
     if function in NEGATIONS:
         return -1.0
+    if not kwargs and _leaves_out(function, args, at, x):
+        return 1.0
     if len(args) != 2 or kwargs or args[0] is args[1]:
         return None
     other = args[1 - at]
@@ -95,6 +104,30 @@ def _of_rows(other: Any, x: torch.Tensor, axis: int) -> Any:
     if any([i != axis and n > 1 and stride != 0 for i, n, stride in sides]):  # noqa: C419
         return None
     return other.movedim(axis, 0).flatten(1)[:, 0]
+
+
+def _leaves_out(function: Any, args: Any, at: int, x: torch.Tensor) -> bool:
+    """Whether entries of `x`, the operand `at`, become a constant, and the others stay."""
+    others = [other for i, other in enumerate(args) if i != at]
+    if any([isinstance(other, torch.Tensor) and other.requires_grad for other in others]):  # noqa: C419
+        return False
+    if function in TIMES and len(others) == 1:
+        (mask,) = others
+        return isinstance(mask, torch.Tensor) and mask.shape == x.shape and _is_mask(mask)
+    if function not in _CHOICES or len(args) != 3 or at not in _CHOICES[function]:
+        return False
+    shapes = [other.shape for other in others if isinstance(other, torch.Tensor)]
+    return torch.broadcast_shapes(*shapes, x.shape) == x.shape
+
+
+def _is_mask(x: torch.Tensor) -> bool:
+    """Whether its numbers are 0 or 1: asked once of a tensor while it stays as it is."""
+    if x.dtype == torch.bool or torch.compiler.is_compiling():
+        return x.dtype == torch.bool
+    known = _MASKS.get(x)
+    if known is None or known[0] != x._version:
+        known = _MASKS[x] = x._version, bool(((x == 0) | (x == 1)).all())
+    return known[1]
 
 
 def tensors_in(given: Any, seen: set[int]) -> Iterator[torch.Tensor]:

@@ -217,14 +217,13 @@ class ModelCapture:
 
     def _ran_once_for_all(self) -> dict[str, None]:
         """The layers, by name, that computed something for all examples at once, as most did not."""
-        ran = [capture for capture in self.by_layer if capture.examples and not _knows_axes(capture)]
-        counts = collections.Counter(capture.examples for capture in ran)
-        if not counts:
+        ran = [capture for capture in self.by_layer if not _knows_axes(capture)]
+        counts = collections.Counter(capture.examples for capture in ran if capture.examples)
+        examples = max(counts, key=lambda n: counts[n], default=0)
+        if examples < 2:
             return {}
-        ((examples, _),) = counts.most_common(1)
         calls = min(capture.calls for capture in ran if capture.examples == examples)
-        found = [c for c in ran if examples > 1 and c.ran_once_for_all(examples, calls)]
-        return dict.fromkeys(capture.layer.name for capture in found)
+        return {c.layer.name: None for c in ran if c.ran_once_for_all(examples, calls)}
 
     def forget_rows(self) -> None:
         """Drop what passes left for directions."""

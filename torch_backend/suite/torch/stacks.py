@@ -32,6 +32,7 @@ from suite.torch.hooks import (
     in_traced_graph,
     packs_with,
     traceable,
+    when_reached,
     without_modes,
 )
 from suite.torch.rows import Bases, counts_like
@@ -126,7 +127,7 @@ class _Watching(Mode):
         for watched in known:
             if packs_with() is not self.saving:
                 # A checkpoint inside of the forward runs its part again without this mode.
-                self._missed(watched.capture)
+                self._missed(watched.capture, output)
                 continue
             views = _views(function, args, kwargs, watched, output)
             if views:
@@ -136,12 +137,13 @@ class _Watching(Mode):
             if rows is not None:
                 output = _probed(output, rows, watched)
             else:
-                self._missed(watched.capture)
+                self._missed(watched.capture, output)
         return output
 
-    def _missed(self, capture: LayerCapture) -> None:
+    def _missed(self, capture: LayerCapture, output: Any) -> None:
         if capture.clock.discovering:
-            capture.clock.strays.add(capture.layer.name)
+            strays = capture.clock.strays
+            when_reached(_listed(output), functools.partial(strays.add, capture.layer.name))
 
 
 def _listed(x: Any) -> Sequence[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from suite.torch.capture import LayerCapture
 from suite.torch.free import CASTS
 from suite.torch.functional import RunningLayer
-from suite.torch.hooks import Mode, ModeAround, in_traced_graph, traceable
+from suite.torch.hooks import Mode, ModeAround, in_traced_graph, traceable, when_reached
 
 # Kinds whose module passes its weight to one function in every call.
 _COUNTED = ("dense", "convolution", "transposed", "embedding", "bag")
@@ -51,13 +52,14 @@ class UseCounter(ModeAround):
         return _Counting({id(weight): c for weight, c in weights if weight.requires_grad})
 
     def strays(self) -> list[str]:
-        """The layers whose weights were used more often than the layers ran."""
+        """The layers whose weights the loss used more often than it used the layers."""
         return [
             c.layer.name
             for c in self.captures
             if c.layer.spec.kind in _COUNTED
             and c.calls > 0
-            and c.uses - c.uses_to_make > c.calls - c.calls_of_made
+            and c.uses - c.uses_to_make - (c.calls - c.calls_of_made)
+            > max(c.unreached_uses.count - c.unreached_calls.count, 0)
         ]
 
     def detach(self) -> None:
@@ -98,12 +100,13 @@ class _Counting(Mode):
         given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
         for weight in [self._weight(operand) for operands in given for operand in operands]:
             if weight:
-                self._used(self.watched[weight])
+                self._used(self.watched[weight], made)
 
-    def _used(self, capture: LayerCapture) -> None:
+    def _used(self, capture: LayerCapture, made: list[torch.Tensor]) -> None:
         capture.uses += 1
+        capture.unreached_uses.watch(made)
         if capture.layer.spec.kind in _WATCHED and not capture.running:
-            capture.clock.strays.add(capture.layer.name)
+            when_reached(made, functools.partial(capture.clock.strays.add, capture.layer.name))
 
     def _weight(self, operand: Any) -> int:
         """Which weight an operand is, or is a view or a cast of; 0: none."""
