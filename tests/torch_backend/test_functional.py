@@ -812,7 +812,7 @@ OTHERS = {
     "F.linear of rows in another order": lambda x, W, b: F.linear(x, W.flip(0) + 0, b),
     "a function of it, not detached": lambda x, W, b: F.linear(x, W + (W.tanh() - W), b),
     "columns": lambda x, W, b: F.linear(x, W * torch.arange(4.0), b),
-    "a mask": lambda x, W, b: F.linear(x, torch.ones(4, 4).tril() * W, b),
+    "a factor for each entry": lambda x, W, b: F.linear(x, torch.ones(4, 4).tril() * 2 * W, b),
     "its inverse": lambda x, W, b: F.linear(x, 1 / W, b),
     "half of the bias, too": lambda x, W, b: F.linear(x, W / 2, b / 2),
     "a multiple of the bias": lambda x, W, b: F.linear(x, W, 3 * b),
