@@ -612,3 +612,34 @@ def test_verify_takes_the_size_of_a_complex_gradient():
         return jnp.mean(jnp.abs((x @ p["l"]) @ p["w"]))
 
     assert verify(loss, params, jnp.ones((2, 4)), rtol=1e-10)["['l']"] < 1e-10
+
+
+@pytest.mark.parametrize("capture", ["plan", True, False, "traced"])
+@pytest.mark.parametrize("aux", ["array", "none"])
+def test_no_tracer_is_kept(aux, capture):
+    params, x = {"w": normal(3, 2)}, normal(4, 3, seed=1)
+
+    def loss(p, x):
+        outputs = x @ p["w"]
+        return jnp.mean(outputs**2), (outputs if aux == "array" else None, "label")
+
+    vag = value_and_grad(loss, has_aux=True)
+    with jax.check_tracer_leaks():
+        if capture == "plan":
+            vag.plan(params, x)
+            return
+        if capture == "traced":
+            (value, found), *_ = jax.jit(lambda p, x, c: _arrays(vag(p, x, capture=c)))(params, x, True)
+        else:
+            (value, found), *_ = jax.jit(lambda p, x: _arrays(vag(p, x, capture=capture)))(params, x)
+    outputs = x @ params["w"]
+    np.testing.assert_allclose(value, jnp.mean(outputs**2), rtol=1e-12)
+    if aux == "array":
+        np.testing.assert_allclose(found[0], outputs, rtol=1e-12)
+
+
+def _arrays(returned):
+    """Without the label, which jit cannot return."""
+    (value, (outputs, label)), grads, statistics = returned
+    assert label == "label"
+    return (value, (outputs,)), grads, statistics

@@ -1425,3 +1425,61 @@ def test_inputs_may_be_counts(kind):
     found, expected = (vag(p, given)[2].layers for given in (x.astype(kind), x.astype(p["w"].dtype)))
     assert found.keys() == {"['w']"}
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("wide", ["shared", "own"])
+def test_an_ensembles_convolutions_are_its_members(wide):
+    params = {"c": normal(2, 3, 3, 2, 4), "d": normal(2, 2, 2, 4, 5, seed=1)}
+    x = normal(6, 6, 5, 2, seed=2) if wide == "shared" else normal(2, 6, 6, 5, 2, seed=2)
+
+    def member(p, x):
+        for name in ("c", "d"):
+            layout = ("NHWC", "HWIO", "NHWC")
+            x = jnp.tanh(lax.conv_general_dilated(x, p[name], (2, 1), "SAME", dimension_numbers=layout))
+        return jnp.mean(x**2)
+
+    def together(p, x):
+        return jnp.sum(jax.vmap(member, (0, None if wide == "shared" else 0))(p, x))
+
+    def in_turn(p, x):
+        both = [x, x] if wide == "shared" else x
+        return sum(member(jax.tree.map(lambda w, i=i: w[i], p), both[i]) for i in range(2))
+
+    found, parts = (value_and_grad(loss)(params, x)[2] for loss in (together, in_turn))
+    for name in ("['c']", "['d']"):
+        one, several = found[name].main, [parts[f"{name} part {i}"].main for i in (0, 1)]
+        for i, own in enumerate(several):
+            whole = len(one.G) == 1  # one product with the inputs that both share
+            G = one.G[0][4 * i : 4 * (i + 1), 4 * i : 4 * (i + 1)] if whole else one.G[i]
+            A = several[0].A if own.A is None else own.A  # of members that read the same
+            np.testing.assert_allclose(one.A[0 if whole else i], A[0], rtol=1e-12, atol=1e-14)
+            np.testing.assert_allclose(G, own.G[0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.uint32])
+def test_indices_are_no_keys_whatever_their_kind(dtype):
+    """Time first: a class of each example is looked up and shared by all times."""
+    params, classes = {"table": normal(3, 4), "w": normal(4, 2, seed=1)}, np.arange(8) % 3
+    x = normal(7, 8, 4, seed=2)
+
+    def loss(p, classes, x, of_each=0.0):
+        return jnp.mean((jnp.tanh(x + (p["table"][classes] + of_each)[None]) @ p["w"]) ** 2)
+
+    g = jax.grad(lambda e: loss(params, classes, x, e))(jnp.zeros((8, 4)))
+    statistics = value_and_grad(loss)(params, classes.astype(dtype), x)[2]["['table']"].main
+    np.testing.assert_allclose(statistics.G[0], g.T @ g, rtol=1e-12, atol=1e-16)
+    assert statistics.rows[0] == 8
+
+
+@pytest.mark.parametrize("key", [jax.random.PRNGKey(3), jax.random.split(jax.random.PRNGKey(3), 2)])
+def test_keys_by_their_numbers_are_no_examples(key):
+    params, x = {"w": normal(4, 2)}, normal(5, 4, seed=1)
+
+    def loss(p, x, key):
+        key = key if key.ndim == 1 else key[1]
+        return jnp.mean((x * jax.random.bernoulli(key, 0.5, x.shape) @ p["w"]) ** 2)
+
+    statistics = value_and_grad(loss)(params, x, key)[2]
+    kept = x * jax.random.bernoulli(key if key.ndim == 1 else key[1], 0.5, x.shape)
+    np.testing.assert_allclose(statistics["['w']"].main.A[0], kept.T @ kept, rtol=1e-12)
+    assert statistics.terms == 5

@@ -154,14 +154,12 @@ class value_and_grad:
                 value, grads = self.without_statistics(params, *args, **kwargs)
                 return value, grads, None
             return self._captured(params, args, kwargs, bases)
-        structure: dict[str, Any] = {}
+        static: list[Any] = []
 
         def arrays_of(both: Any) -> Any:
             value, grads, statistics = both
-            leaves, tree = jax.tree.flatten(value)
-            is_array = [_is_array(x) for x in leaves]
-            structure["value"] = leaves, tree, is_array
-            return [x for x, yes in zip(leaves, is_array, strict=True) if yes], grads, statistics
+            arrays, static[:] = _apart(value)
+            return arrays, grads, statistics
 
         def captured() -> Any:
             return arrays_of(self._captured(params, args, kwargs, bases))
@@ -176,10 +174,7 @@ class value_and_grad:
             arrays, grads, statistics = lax.cond(capture, captured, skipped)
         else:
             arrays, grads, statistics = captured() if capture else skipped()
-        leaves, tree, is_array = structure["value"]
-        given_arrays = iter(arrays)
-        value = [next(given_arrays) if yes else x for x, yes in zip(leaves, is_array, strict=True)]
-        return jax.tree.unflatten(tree, value), grads, statistics
+        return _joined(static, arrays), grads, statistics
 
     def without_statistics(self, params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """(value, gradients): a plain `jax.value_and_grad`, for steps that update no factors."""
@@ -190,13 +185,11 @@ class value_and_grad:
 
         def split(params: Any) -> Any:
             loss, aux = self._loss_fn(params, *args, **kwargs)
-            leaves, tree = jax.tree.flatten(aux)
-            is_array = [_is_array(x) for x in leaves]
-            static[:] = [(leaves, tree, is_array)]
-            return loss, [x for x, yes in zip(leaves, is_array, strict=True) if yes]
+            arrays, static[:] = _apart(aux)
+            return loss, arrays
 
         (loss, arrays), grads = jax.value_and_grad(split, has_aux=True)(params)
-        return (loss, _joined(static[0], arrays)), grads
+        return (loss, _joined(static, arrays)), grads
 
     # ---- with statistics -----------------------------------------------------------------------
 
@@ -318,18 +311,14 @@ class value_and_grad:
             if getattr(result, "shape", None) != ():
                 raise TypeError(f"loss_fn must return a scalar loss, got {result}")
             outputs = [] if self._fisher is None else [self._outputs(aux)]
-            aux_leaves, aux_tree = jax.tree.flatten(aux)
-            kept = [_is_array(x) for x in aux_leaves]
-            static[:] = [(aux_leaves, aux_tree, kept)]
-            return result, *outputs, *(x for x, yes in zip(aux_leaves, kept, strict=True) if yes)
+            aux_arrays, static[:] = _apart(aux)
+            return result, *outputs, *aux_arrays
 
         jaxpr = jax.make_jaxpr(flat)(leaves, arrays)
         if self._fisher is not None:
             shapes = [jnp.shape(x) for x in (*arrays, *jaxpr.consts)]
             check_outputs(self._fisher.likelihood, jaxpr.out_avals[1].shape, shapes)
-        aux_leaves, aux_tree, kept = static[0]
-        aux = [None if yes else x for x, yes in zip(aux_leaves, kept, strict=True)], aux_tree, kept
-        return _Traced(jaxpr, arrays, aux)
+        return _Traced(jaxpr, arrays, static)
 
     def _outputs(self, aux: Any) -> Any:
         assert self._fisher is not None
@@ -564,6 +553,14 @@ def _is_key(x: Any) -> bool:
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def _apart(x: Any) -> tuple[list[Any], list[Any]]:
+    """The arrays in a tree, and the rest of it, without them: jax would take them for leaked tracers."""
+    leaves, tree = jax.tree.flatten(x)
+    is_array = [_is_array(x) for x in leaves]
+    rest = [None if yes else x for x, yes in zip(leaves, is_array, strict=True)]
+    return [x for x, yes in zip(leaves, is_array, strict=True) if yes], [rest, tree, is_array]
 
 
 def _joined(static: Any, arrays: Sequence[Any]) -> Any:

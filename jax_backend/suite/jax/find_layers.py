@@ -76,8 +76,8 @@ class _Finder:
         data = {*program.inputs[leaves:], *program.constants}
         self.data = data
         self.of_data = jaxprs.dependent_values(program, data)
-        # Numbers and random keys (`PRNGKey`s are of this kind) have no axis for examples.
-        with_axes = {v for v in program.inputs[leaves:] if self.shape(v) and self.kind(v) != np.uint32}
+        # Numbers and random keys have no axis for examples.
+        with_axes = {v for v in program.inputs[leaves:] if self.shape(v) and not self.is_raw_key(v)}
         self.of_arguments = jaxprs.dependent_values(program, with_axes)
         keys = {v for v in with_axes if jax.dtypes.issubdtype(self.kind(v), jax.dtypes.prng_key)}
         self.of_examples = of_examples(program, leaves, with_axes - keys)
@@ -108,6 +108,14 @@ class _Finder:
         self.readers = Counter(v for n in self.nodes for v in n.inputs if v is not None)
         self.readers.update(self.roots)
         self.activations = Activations(program, self.readers)
+
+    def is_raw_key(self, value: int) -> bool:
+        """Whether an argument holds `jax.random.PRNGKey`s: two or four uint32 that become a key."""
+        if self.kind(value) != np.uint32 or self.shape(value)[-1:] not in ((2,), (4,)):
+            return False
+        made = jaxprs.dependent_values(self.program, {value})
+        nodes = [node for node in self.program.nodes if node.name == "random_wrap"]
+        return any(v in made for node in nodes for v in node.inputs)
 
     def run(self) -> Uses:
         for node in self.program.nodes:

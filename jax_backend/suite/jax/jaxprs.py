@@ -177,6 +177,11 @@ class _Flattener:
                 step = ("slice", (tuple(begin), tuple(end), (1,) * len(shape)))
                 outs.append(node(Reindex(step), values, out.aval))
             return outs
+        if name == "reshape" and eqn.params.get("dimensions") is not None:  # of vmapped convolutions
+            order, given, (out,) = eqn.params["dimensions"], eqn.invars[0].aval, eqn.outvars
+            turned = given.update(shape=tuple(given.shape[axis] for axis in order))
+            moved = node(Reindex(("transpose", (tuple(order),))), values, turned)
+            return [node(Reindex(("reshape", (turned.shape, out.aval.shape))), (moved,), out.aval)]
         if name == "optimization_barrier":
             pairs = zip(values, eqn.outvars, strict=True)
             return [node(Reindex(None), (v,), out.aval) for v, out in pairs]
