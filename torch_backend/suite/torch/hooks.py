@@ -21,6 +21,7 @@ _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks"
 # Whether torch.compile sees all that modes do, and when they are off (pytorch/pytorch#149491).
 _TRACES_MODES = torch.__version__ >= "2.8"  # by version, not by letter
 
+_NOTHING: Any = contextlib.nullcontext()
 _LONGEST_INDEX = 64  # what is longer, and starts with a number, is data
 # What torch keeps of a hook by its number.
 _BESIDE = (
@@ -118,9 +119,7 @@ class Mode(TorchFunctionMode):
 
     def looking(self) -> Any:
         """Around what it looks at: other modes would be asked for each attribute of a tensor."""
-        if torch.compiler.is_compiling():
-            return contextlib.nullcontext()
-        return torch._C.DisableTorchFunction()
+        return _NOTHING if self.is_traced else torch._C.DisableTorchFunction()
 
     def is_elsewhere(self) -> bool:
         """Whether what runs is compiled by itself, inside of a forward that is not."""
@@ -343,13 +342,20 @@ _keep_from_compiling(root_of.__code__, alone=True)
 def tensors_given(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among a function's arguments, and in lists of them and in lists in these."""
     found: list[torch.Tensor] = []
-    waiting = [(x, 2) for x in (*args, *kwargs.values())]
-    for x, levels in waiting:
+    waiting = []
+    for x in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(x, torch.Tensor):
             found.append(x)
-        elif isinstance(x, list | tuple) and levels:
-            numbers = len(x) > _LONGEST_INDEX and isinstance(x[0], int | float)
-            waiting += [] if numbers else [(y, levels - 1) for y in x]
+        elif isinstance(x, list | tuple):
+            waiting.append((x, 1))
+    for some, levels in waiting:
+        if len(some) > _LONGEST_INDEX and isinstance(some[0], int | float):
+            continue
+        for x in some:
+            if isinstance(x, torch.Tensor):
+                found.append(x)
+            elif levels and isinstance(x, list | tuple):
+                waiting.append((x, levels - 1))
     return found
 
 
