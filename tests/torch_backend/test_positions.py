@@ -179,6 +179,7 @@ ONCE_FOR_ALL = {  # the layers that are named, and what is computed
     "of each": ([], lambda m, h, grid, i: h + m.small(grid.expand(len(h), -1, -1))),
     "looked up by each": ([], lambda m, h, grid, i: m.wide(beside(h, m.table(i.expand(len(h), -1))))),
     "by nodes": ([], lambda m, h, grid, i: h + m.table(torch.arange(len(h)) % LENGTH)[:, None]),
+    "of one time": ([], lambda m, h, grid, i: h + m.small(h[None, :, 0, :2])[0][:, None]),
     "in turn": (
         [],
         lambda m, h, grid, i: torch.cat([m.wide(beside(x, x)) for x in h[:, None]]).view_as(h),

@@ -107,7 +107,7 @@ class LayerCapture:
         self.running: list[object] = []  # its modules whose calls are under way, if functional.py asks
         self.calls = 0  # in the first step, probed or not
         self.examples = 0  # in the first step, on the first axis of the last call's output
-        self.once_for_all = 0  # calls in the first step without an axis for examples
+        self.once_for_all: list[torch.Size] = []  # inputs in the first step without an axis for examples
         self.calls_of_made = 0  # of these, those of something made of the weight in its place
         self.uses = 0  # in the first step, of the weight
         self.unreached_calls, self.unreached_uses = Unreached(), Unreached()
@@ -569,8 +569,8 @@ class LayerCapture:
     def _discover(self, spec: LayerSpec, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
         """Note what a call read."""
         self.examples = len(y) if y.ndim > 1 else 0
-        if not again:
-            self.once_for_all += has_no_examples(spec, x)
+        if not again and has_no_examples(spec, x):
+            self.once_for_all.append(x.shape)
         if not self.inputs:
             self.first_call, self.recomputed = self.clock.calls, again
         if again == self.recomputed:
@@ -580,8 +580,12 @@ class LayerCapture:
             self.inputs.append(self.clock.token(x.detach() if is_moved else x))
 
     def ran_once_for_all(self, examples: int, calls: int) -> bool:
-        """Whether all its calls in the first step, at most so many, were once for all the examples."""
-        if not self._has_sums() or not 0 < self.calls == self.once_for_all <= calls:
+        """Whether all its calls in the first step, at most so many, were once for all the examples.
+
+        Of one time in front the examples may be behind.
+        """
+        times = any(examples in shape[1:-1] for shape in self.once_for_all)
+        if times or not self._has_sums() or not 0 < self.calls == len(self.once_for_all) <= calls:
             return False
         if self.layer.spec.kind != "embedding":
             return True
