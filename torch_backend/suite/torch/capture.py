@@ -22,26 +22,13 @@ from suite.core.statistics import LayerStatistics
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import PRODUCTS, Call, DerivativeProbe, Noted, Source, follow
 from suite.torch.dtensors import is_sharded, like, local
-from suite.torch.hooks import (
-    Hook,
-    Unreached,
-    after_forward,
-    in_backward,
-    is_batched,
-    on_transformed,
-)
+from suite.torch.first_step import FirstStep
+from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed
 from suite.torch.layers import Layer, Site
 from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast, is_of_each
 from suite.torch.prepared import prepared
 from suite.torch.probe import About, ProbeInPlace, Reached, Reading, probed
-from suite.torch.rows import (
-    Bases,
-    LayerSpec,
-    example_count,
-    has_no_examples,
-    output_positions,
-    row_count,
-)
+from suite.torch.rows import Bases, LayerSpec, example_count, output_positions, row_count
 from suite.torch.runs import Ending, Run
 from suite.torch.thin import KeptRows
 
@@ -105,13 +92,7 @@ class LayerCapture:
         self._ending: Ending | None = None  # of calls that train nothing of it
         self._nodes: dict[bool, Any] = {}  # autograd's, of G of uses as the transpose, or of others
         self.running: list[object] = []  # its modules whose calls are under way, if functional.py asks
-        self.calls = 0  # in the first step, probed or not
-        self.examples = 0  # in the first step, on the first axis of the last call's output
-        self.once_for_all: list[torch.Size] = []  # inputs in the first step without an axis for examples
-        self.calls_of_made = 0  # of these, those of something made of the weight in its place
-        self.uses = 0  # in the first step, of the weight
-        self.unreached_calls, self.unreached_uses = Unreached(), Unreached()
-        self.uses_to_make = 0  # of these, those to make that
+        self.first = FirstStep()
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
         self.handles: list[Any] = []
@@ -243,7 +224,7 @@ class LayerCapture:
         x = args[0] if args else kwargs.get("input")
         trained = self.is_trained(index)
         if self.clock.discovering and not torch.compiler.is_compiling():
-            self._count_call(y, trained)
+            self.first.note_call(y, trained)
             watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
             if watched:
                 on_transformed(y, functools.partial(self.clock.transformed.add, self.layer.name))
@@ -266,11 +247,6 @@ class LayerCapture:
             return like(y, probed)
         return self._probed(site, x, y, args, kwargs)
 
-    def _count_call(self, y: Any, trained: bool) -> None:
-        self.calls += trained
-        if trained and isinstance(y, torch.Tensor) and y.requires_grad:
-            self.unreached_calls.watch([y])
-
     def observe_function(
         self, index: int, x: Any, y: Any, spec: LayerSpec, made: torch.Tensor | None = None
     ) -> Any:
@@ -283,8 +259,8 @@ class LayerCapture:
         """
         counts = self.clock.discovering and not torch.compiler.is_compiling()
         if counts and self.is_trained(index):
-            self._count_call(y, True)
-            self.calls_of_made += made is not None
+            self.first.note_call(y, True)
+            self.first.calls_of_made += made is not None
         site, x = self.layer.sites[index], dense(x)
         if not self.wanted(index) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
@@ -297,7 +273,7 @@ class LayerCapture:
             spec: the layer's, of 'dense', but for the axes, which are those of the product.
         """
         if self.clock.discovering:
-            self._count_call(y, self.is_trained(index))
+            self.first.note_call(y, self.is_trained(index))
         site, x = self.layer.sites[index], dense(x)
         if not self.wanted(index) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
@@ -568,9 +544,7 @@ class LayerCapture:
 
     def _discover(self, spec: LayerSpec, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
         """Note what a call read."""
-        self.examples = len(y) if y.ndim > 1 else 0
-        if not again and has_no_examples(spec, x):
-            self.once_for_all.append(x.shape)
+        self.first.note_axes(spec, x, y, again)
         if not self.inputs:
             self.first_call, self.recomputed = self.clock.calls, again
         if again == self.recomputed:
@@ -580,12 +554,8 @@ class LayerCapture:
             self.inputs.append(self.clock.token(x.detach() if is_moved else x))
 
     def ran_once_for_all(self, examples: int, calls: int) -> bool:
-        """Whether all its calls in the first step, at most so many, were once for all the examples.
-
-        Of one time in front the examples may be behind.
-        """
-        times = any(examples in shape[1:-1] for shape in self.once_for_all)
-        if times or not self._has_sums() or not 0 < self.calls == len(self.once_for_all) <= calls:
+        """Whether all its calls in the first step, at most so many, were for all examples at once."""
+        if not self._has_sums() or not self.first.was_once_for_all(examples, calls):
             return False
         if self.layer.spec.kind != "embedding":
             return True

@@ -273,7 +273,8 @@ class FunctionCapture(ModeAround):
         capture, _ = self.uses[place]
         if not capture.clock.discovering or torch.compiler.is_compiling():
             return None
-        return capture.uses, capture.calls, capture.calls_of_made
+        first = capture.first
+        return first.uses, first.calls, first.calls_of_made
 
     def settle(self, place: int, before: tuple[int, int, int], is_missed: bool) -> None:
         """A forward is over that called the layer: other uses led to that, or nowhere, or are missed.
@@ -287,7 +288,7 @@ class FunctionCapture(ModeAround):
             now - then for now, then in zip(self.counted(place) or before, before, strict=True)
         )
         if calls:
-            capture.uses_to_make += uses - (calls - of_made)
+            capture.first.uses_to_make += uses - (calls - of_made)
             if is_missed:
                 self.stray(place)
 

@@ -257,25 +257,6 @@ def when_reached(outputs: Sequence[Any], call: Callable[[], Any]) -> None:
             x.register_hook(lambda gradient: call())
 
 
-class Unreached:
-    """Counts what no backward pass has come to."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def watch(self, outputs: Sequence[Any]) -> None:
-        """Count these as one."""
-        seen = False
-
-        def reached() -> None:
-            nonlocal seen
-            self.count -= not seen
-            seen = True
-
-        self.count += 1
-        when_reached(outputs, reached)
-
-
 def in_backward() -> bool:
     """Whether a backward pass is running: activation checkpointing then runs layers a second time."""
     if torch.compiler.is_compiling():

@@ -218,11 +218,11 @@ class ModelCapture:
     def _ran_once_for_all(self) -> dict[str, None]:
         """The layers, by name, that computed something for all examples at once, as most did not."""
         ran = [capture for capture in self.by_layer if not _knows_axes(capture)]
-        counts = collections.Counter(capture.examples for capture in ran if capture.examples)
+        counts = collections.Counter(c.first.examples for c in ran if c.first.examples)
         examples = max(counts, key=lambda n: counts[n], default=0)
         if examples < 2:
             return {}
-        calls = min(capture.calls for capture in ran if capture.examples == examples)
+        calls = min(c.first.calls for c in ran if c.first.examples == examples)
         return {c.layer.name: None for c in ran if c.ran_once_for_all(examples, calls)}
 
     def forget_rows(self) -> None:

@@ -56,10 +56,7 @@ class UseCounter(ModeAround):
         return [
             c.layer.name
             for c in self.captures
-            if c.layer.spec.kind in _COUNTED
-            and c.calls > 0
-            and c.uses - c.uses_to_make - (c.calls - c.calls_of_made)
-            > max(c.unreached_uses.count - c.unreached_calls.count, 0)
+            if c.layer.spec.kind in _COUNTED and c.first.misses_uses()
         ]
 
     def detach(self) -> None:
@@ -103,8 +100,7 @@ class _Counting(Mode):
                 self._used(self.watched[weight], made)
 
     def _used(self, capture: LayerCapture, made: list[torch.Tensor]) -> None:
-        capture.uses += 1
-        capture.unreached_uses.watch(made)
+        capture.first.note_use(made)
         if capture.layer.spec.kind in _WATCHED and not capture.running:
             when_reached(made, functools.partial(capture.clock.strays.add, capture.layer.name))
 

@@ -1,0 +1,72 @@
+"""What the first step shows of how a model uses a layer, so as to warn of what is not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from suite.torch.hooks import when_reached
+from suite.torch.rows import LayerSpec, has_no_examples
+
+
+class Unreached:
+    """Counts what no backward pass has come to."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def watch(self, outputs: Sequence[Any]) -> None:
+        """Count these as one."""
+        seen = False
+
+        def reached() -> None:
+            nonlocal seen
+            self.count -= not seen
+            seen = True
+
+        self.count += 1
+        when_reached(outputs, reached)
+
+
+class FirstStep:
+    """Calls of a layer, and uses of its weight."""
+
+    def __init__(self) -> None:
+        self.calls = 0  # of the layer, probed or not
+        self.calls_of_made = 0  # of these, those of something made of the weight in its place
+        self.uses = 0  # of the weight, by functions
+        self.uses_to_make = 0  # of these, those to make that
+        self.examples = 0  # on the first axis of the last call's output
+        self._without_examples: list[torch.Size] = []  # inputs of calls for all examples, it seems
+        self._unreached_calls, self._unreached_uses = Unreached(), Unreached()
+
+    def note_call(self, y: Any, trained: bool) -> None:
+        """A call made `y`, with the layer's own weight if it `trained`."""
+        self.calls += trained
+        if trained and isinstance(y, torch.Tensor) and y.requires_grad:
+            self._unreached_calls.watch([y])
+
+    def note_use(self, made: Sequence[torch.Tensor]) -> None:
+        """A function made this of the weight."""
+        self.uses += 1
+        self._unreached_uses.watch(made)
+
+    def note_axes(self, spec: LayerSpec, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
+        """What a call was like, which a checkpoint perhaps computes again."""
+        self.examples = len(y) if y.ndim > 1 else 0
+        if not again and has_no_examples(spec, x):
+            self._without_examples.append(x.shape)
+
+    def misses_uses(self) -> bool:
+        """Whether the loss used the weight more often than it used the layer."""
+        besides = self.uses - self.uses_to_make - (self.calls - self.calls_of_made)
+        unreached = self._unreached_uses.count - self._unreached_calls.count
+        return self.calls > 0 and besides > max(unreached, 0)
+
+    def was_once_for_all(self, examples: int, calls: int) -> bool:
+        """Whether there were at most so many calls, and all were for so many examples at once."""
+        shapes = self._without_examples
+        behind = any(examples in shape[1:-1] for shape in shapes)  # a time that is in front
+        return 0 < self.calls == len(shapes) <= calls and not behind
