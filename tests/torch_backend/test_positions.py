@@ -63,6 +63,8 @@ FOLLOWED = {
     "and a number": lambda h, found: h - (1 + found),
     "copies": lambda h, found: h + found.clone().contiguous(),
     "cast": lambda h, found: h + found.float().double(),
+    "masked first": lambda h, found: h + (found[None] + torch.ones(1, LENGTH, 1).double().tril()),
+    "viewed": lambda h, found: h + found.contiguous().view(1, LENGTH, WIDTH).view(h.shape[1:]),
 }
 MISSED = {
     "gate": lambda h, found: h * found.sigmoid() + h * found,
@@ -72,6 +74,9 @@ MISSED = {
     "in place, a view by a statement": lambda h, found: in_place_of_a_view(h.clone(), found),
     "in place, features first": lambda h, found: in_place(h.mT.contiguous(), found.mT).mT,
     "checkpoint": lambda h, found: checkpoint(torch.add, h, found, use_reentrant=False),
+    "a view of positions and features": lambda h, found: (h.flatten(1) + found.view(1, -1)).view(
+        h.shape
+    ),
     "changed through a view": lambda h, found: h + changed_through_a_view(found.clone()),
 }
 

@@ -219,20 +219,22 @@ class _Plane:
         tall, wide = self.rows.kernel, self.columns.kernel
         dilation = self.rows.dilation, self.columns.dilation
         every = factorizations(xp).correlations(x, (tall, wide), dilation, groups)
-        borders = self.border_columns(x, groups)
-        lines = []
-        for apart in range(tall):
-            pairs = []
-            for j in range(wide):
-                for other in range(wide):
-                    pair = every[:, apart, other - j + wide - 1, :, :]
-                    for start, strip in borders:
-                        for u, v in self.columns.missed(j, other, start):
-                            pair = pair - strip[:, :, u, :, apart, v]
-                    pairs.append(pair)
-            stacked = xp.stack(pairs, axis=1)
-            lines.append(xp.reshape(stacked, (groups, wide, wide, *stacked.shape[2:])))
-        return lines
+        borders = [
+            (start, xp.permute_dims(strip, (2, 5, 4, 0, 1, 3)))  # (columns, columns, tall, groups, c, c)
+            for start, strip in self.border_columns(x, groups)
+        ]
+        every = xp.permute_dims(every, (2, 1, 0, 3, 4))
+        pairs = []
+        for j in range(wide):
+            for other in range(wide):
+                pair = every[other - j + wide - 1, ...]
+                for start, strip in borders:
+                    for u, v in self.columns.missed(j, other, start):
+                        pair = pair - strip[u, v, ...]
+                pairs.append(pair)
+        stacked = xp.stack(pairs, axis=2)  # (tall, groups, pairs, c, c)
+        stacked = xp.reshape(stacked, (tall, groups, wide, wide, *stacked.shape[3:]))
+        return [stacked[apart, ...] for apart in range(tall)]
 
     def border_rows(self, x: Array, groups: int) -> list[tuple[range, Array]]:
         """Σ over pairs of rows in a strip: (groups, c, rows, wide, c, rows, wide)."""

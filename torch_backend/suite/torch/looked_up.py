@@ -70,8 +70,11 @@ class LookedUp(NamedTuple):
         with torch.no_grad(), torch._C.DisableTorchFunction():
             index = self.x[..., None].expand(*self.x.shape, width)
             marks = torch.arange(width, device=self.x.device).expand(index.shape)
-            for step in self.steps:
-                index, marks = step(index), step(marks)
+            try:
+                for step in self.steps:
+                    index, marks = step(index), step(marks)
+            except RuntimeError:  # of a view, where these lie otherwise in memory than what was found
+                return None
         sides = zip(range(-marks.ndim, 0), marks.shape, marks.stride(), strict=True)
         axes = [axis for axis, n, stride in sides if n > 1 and stride]
         if len(axes) != 1 or marks.shape[axes[0]] != width:

@@ -102,11 +102,15 @@ class Lookups:
         for capture in self.tables:
             if not self._is_first_of(capture):
                 continue
-            for operand in args:
+            for operand, other in (args, args[::-1]) if len(args) == 2 else ():
                 last = capture.looked_up
                 if last is None or not isinstance(operand, torch.Tensor):
                     continue
                 known = [one for _, one in reversed(self.moved) if one.unless is last.unless]
+                if _only_shifts(other, operand, output):
+                    if any([one.output() is operand for one in (*known, last)]):  # noqa: C419
+                        self.around.find(capture)  # of one example it may be what others are added to
+                    continue
                 probed = capture.observe_sum([*known, last], operand, output, changed)
                 if probed is not None:
                     (self._seeing(capture) or [self])[-1].around.find(capture)
@@ -165,6 +169,9 @@ class Lookups:
             if function in SUMS:
                 if isinstance(other, int | float):
                     self.moved.append((output, one.moved(output, None)))
+                elif len(args) == 2 and not kwargs and _only_shifts(other, args[at[0]], output):
+                    step = functools.partial(torch.broadcast_to, size=output.shape)
+                    self.moved.append((output, one.moved(output, step)))
             elif function in CASTS:
                 if at == [0] and output is not args[0]:
                     self.moved.append((output, one.moved(output, None)))
@@ -199,7 +206,15 @@ class Lookups:
         return moved
 
 
+def _only_shifts(other: Any, operand: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether an operand's sum with this other one, a mask perhaps, has no more rows than it."""
+    constant = isinstance(other, torch.Tensor) and not other.requires_grad
+    return constant and total.numel() == operand.numel()
+
+
 def _rearranged(function: Any, rest: Any, kwargs: Any, x: torch.Tensor) -> Any:
+    if function is torch.Tensor.view and not kwargs and not isinstance(rest[0], torch.dtype):
+        return x.reshape(*rest)
     if function is torch.Tensor.repeat and not kwargs:
         return as_repeated(x, *rest)
     return function(x, *rest, **kwargs)
