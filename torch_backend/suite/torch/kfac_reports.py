@@ -291,7 +291,8 @@ class Reports:
             why = ["no statistics yet, its gradient passes through, times kl_clip's coefficient"]
             if layer.sites[0].functional:
                 kind = type(layer.sites[0].module).__name__
-                why.append(f"the own forward of this {kind} calls no function that K-FAC knows with it")
+                function = "calls no function that K-FAC knows with it"
+                why.append(f"the own forward of this {kind} did not run, or {function}")
             for number in own:
                 notes.setdefault(number, []).extend(why)
         route_of = {id(self._known[r.parameter]): r for r in self._routing if r.parameter in self._known}
