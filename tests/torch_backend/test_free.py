@@ -738,6 +738,7 @@ def test_a_product_with_a_free_parameter_may_be_what_the_loss_has_its_terms_of(h
     model = MaskedHead(head).double()
     kfac = KFAC(model)
     x = torch.randn(6, 7, 4, dtype=torch.float64, requires_grad=how == "slopes")
+    torch._dynamo.reset()
     run = torch.compile(model, backend="aot_eager") if how == "compiled" else model
     for part in x.split([2, 4] if how == "in parts" else [6]):
         losses = run(part).square().sum(1)
@@ -749,5 +750,32 @@ def test_a_product_with_a_free_parameter_may_be_what_the_loss_has_its_terms_of(h
             losses[3:].mean().backward()
         else:
             losses.mean().backward()
+    kfac.step()
+    assert kfac.counted_terms == 6
+
+
+class FreeLast(nn.Module):
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.how, self.tokens, self.head = how, nn.Linear(4, 5), nn.Linear(5, 3)
+        self.weight, self.noise = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.zeros(5, 3))
+        self.register_buffer("sides", torch.randn(3, 5))
+
+    def forward(self, x):
+        z, weight = torch.tanh(self.tokens(x)), self.weight + self.noise
+        if self.how == "tied":
+            return torch.tanh(z @ weight) @ weight.t()
+        if self.how == "once for all":
+            return self.head(z) + (self.sides @ weight).sum(1)
+        return torch.tanh(self.head(z))[:, None] * (weight.t() @ z[:, :, None]).mT
+
+
+@pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
+@pytest.mark.parametrize("how", ["tied", "once for all", "mixed"])
+def test_terms_are_of_one_use_of_a_free_parameter_and_of_rows(how):
+    torch.manual_seed(0)
+    model = FreeLast(how).double()
+    kfac = KFAC(model)
+    model(torch.randn(6, 4, dtype=torch.float64)).square().mean().backward()
     kfac.step()
     assert kfac.counted_terms == 6

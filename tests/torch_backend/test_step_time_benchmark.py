@@ -76,7 +76,7 @@ def test_a_steady_step_of_kfac_reads_what_it_must(monkeypatch, method, every, th
     [*itertools.product(["inverse", "eigen", "newton_schulz"], [1, 4]), ("ekfac", 1), ("ekfac", 3)],
 )
 def test_kfac_before_a_fused_optimizer_reads_only_where_inverses_are_new(monkeypatch, method, every):
-    for module in ("kfac", "thin"):
+    for module in ("skipped", "thin"):
         monkeypatch.setattr(f"suite.torch.{module}.HOST_DEVICES", ())
     monkeypatch.setattr("suite.core._torch_known.is_at_hand", lambda x: False)
     model, x = nn.Sequential(network(), nn.LayerNorm(12), nn.Linear(12, 5)), torch.randn(8, 12)

@@ -85,13 +85,14 @@ class LayerCapture:
         self.ran = False  # whether it was called in this step, and not only computed again
         self.called = False  # the same, with its weight as it is, in compiled graphs, too
         self.began = 0  # how often sums began anew
+        self.counted_kind: tuple[int, Any] | None = None  # of uses whose positions count since then
         self._trained = layer.parameters()
         self._places = [_place_of(site, layer.weight.parameter) for site in layer.sites]
         self.with_others = False  # whether a call of this step was with other weights than the layer's
         self.had_others = False  # the same of what was taken last
         self._ending: Ending | None = None  # of calls that train nothing of it
         self._nodes: dict[bool, Any] = {}  # autograd's, of G of uses as the transpose, or of others
-        self.running: list[object] = []  # its modules whose calls are under way, if functional.py asks
+        self.running: list[int] = []  # first sites of modules that run, if functional.py asks
         self.first = FirstStep()
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling

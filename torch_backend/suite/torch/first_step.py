@@ -15,19 +15,22 @@ class Unreached:
     """Counts what no backward pass has come to."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self._reached: list[bool] = []
 
     def watch(self, outputs: Sequence[Any]) -> None:
         """Count these as one."""
-        seen = False
+        place = len(self._reached)
+        self._reached.append(False)
+        when_reached(outputs, lambda: self._reached.__setitem__(place, True))
 
-        def reached() -> None:
-            nonlocal seen
-            self.count -= not seen
-            seen = True
+    def leave_out(self, count: int) -> None:
+        """Count the last ones no more."""
+        places = range(len(self._reached) - count, len(self._reached))
+        for place in places:
+            self._reached[place] = True
 
-        self.count += 1
-        when_reached(outputs, reached)
+    def count(self) -> int:
+        return self._reached.count(False)
 
 
 class FirstStep:
@@ -53,6 +56,11 @@ class FirstStep:
         self.uses += 1
         self._unreached_uses.watch(made)
 
+    def note_made(self, uses: int) -> None:
+        """So many of the last uses were to make what took the weight's place."""
+        self.uses_to_make += uses
+        self._unreached_uses.leave_out(max(uses, 0))
+
     def note_axes(self, spec: LayerSpec, x: torch.Tensor, y: torch.Tensor, again: bool) -> None:
         """What a call was like, which a checkpoint perhaps computes again."""
         self.examples = len(y) if y.ndim > 1 else 0
@@ -62,7 +70,7 @@ class FirstStep:
     def misses_uses(self) -> bool:
         """Whether the loss used the weight more often than it used the layer."""
         besides = self.uses - self.uses_to_make - (self.calls - self.calls_of_made)
-        unreached = self._unreached_uses.count - self._unreached_calls.count
+        unreached = self._unreached_uses.count() - self._unreached_calls.count()
         return self.calls > 0 and besides > max(unreached, 0)
 
     def was_once_for_all(self, examples: int, calls: int) -> bool:

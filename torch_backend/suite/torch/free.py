@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +57,11 @@ _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
 LOOKS = {T._base.__get__}  # no uses of a view: another mode looks whose it is
 QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
-# Kinds of uses that are products of rows: the axis of the output that has the features.
-_FEATURES = {"linear": -1, "right": -1, "grouped": -1, "left": -2}
+# Kinds of uses that are products of rows: the axes of the output that have the features.
+_FEATURES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("linear", "right", "grouped"), (-1,)),
+    "left": (-2,),
+}
 # Functions of each entry: their derivatives' squares, by their values.
 _ENTRYWISE: dict[Any, Any] = {
     **dict.fromkeys(NEGATIONS, torch.ones_like),
@@ -86,6 +90,7 @@ class Watched(NamedTuple):
     name: str = ""
     recorded: Any = None  # the clock that knows of backward passes that are recorded
     capture: Any = None  # the LayerCapture whose slots these are
+    turned: bool = False  # a matrix's transpose
     widened: bool = False  # an entry of the parameter is several of the tensor's
     reduce: bool = False  # a row is all of an example, of sums and products entry by entry
 
@@ -171,7 +176,7 @@ class FreeParameters(Mode):
             else:
                 self.fresh[id(output)] = weakref.ref(output)
         elif given and all([self._without_rows(x) for x in given]):  # noqa: C419
-            self.constants.append(written)
+            self.constants += [written] if isinstance(written, T) else []
         elif any([written is x for x in operands]):  # noqa: C419
             self.constants = [x for x in self.constants if x is not written]
         if not isinstance(output, T) or not output.requires_grad:
@@ -188,7 +193,8 @@ class FreeParameters(Mode):
             for watched in known:
                 if function in VIEWS and place == 0:
                     slot = function(watched.slot, *args[1:], **kwargs)
-                    self.watched.append(watched._replace(tensor=output, slot=slot))
+                    turned = watched.turned != turns_over(function, args, kwargs)
+                    self.watched.append(watched._replace(tensor=output, slot=slot, turned=turned))
                 elif function in CASTS and place == 0:
                     self.watched.append(watched._replace(tensor=output))
                 elif function in _ENTRYWISE and place == 0:
@@ -218,7 +224,8 @@ class FreeParameters(Mode):
                     met = met and sum([x is operand for x in args]) == 1
                     ends, probed = ends_of_groups(function, args, kwargs), None
                     if met and (not kwargs or ends is not None):
-                        probed = _probed(function, output, before, place, watched, ends, in_place)
+                        use = function, output, before, place, watched, ends, in_place
+                        probed = _probed(*use, self._without_rows)
                     if probed is None and watched.strays is not None:
                         watched.misses(output)
                     output = output if probed is None else probed
@@ -273,6 +280,12 @@ class FreeParameters(Mode):
         return operand.ndim == 0 or any([operand is x for x in self.constants])  # noqa: C419
 
 
+def turns_over(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a view is a matrix's transpose."""
+    matrix = args[0].ndim == 2
+    return turns(function, args, kwargs) or (matrix and function in (T.t, torch.t, T.T.__get__))
+
+
 def turns(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether it exchanges its first argument's last two axes."""
     if function in _TURN:
@@ -307,8 +320,13 @@ def _probed(
     watched: Watched,
     ends: T | None,
     in_place: bool,
+    without_rows: Callable[[Any], bool],
 ) -> T | None:
-    """`output`, with a probe behind it; None: this use is not understood."""
+    """`output`, with a probe behind it; None: this use is not understood.
+
+    Args:
+        without_rows: whether an operand is made of parameters and buffers alone.
+    """
     others = [x for i, x in enumerate(args[:2]) if i != place and isinstance(x, T)]
     shape = watched.slot.shape
     kind, other, axes = "", None, None
@@ -336,12 +354,14 @@ def _probed(
         return None
     if watched.widened and kind not in ("sum", "product"):
         return None  # a factor of a matrix's rows: its gradient is a sum over them, not a row of x
-    how, source = _How(kind, axes, watched.reduce), None
+    counts = kind in _FEATURES and not without_rows(other)
+    into_first = (kind in ("right", "grouped")) != watched.turned if counts else None
+    how, source = _How(kind, axes, watched.reduce, into_first), None
     if isinstance(other, T) and other.requires_grad | in_place and not torch.compiler.is_compiling():
         source = _Source(watched, how, not in_place)
     slots = watched.slot, watched.ones, watched.counts
     run = None
-    if kind in _FEATURES and watched.capture is not None:
+    if counts and watched.capture is not None:
         run = watched.recorded.ran(watched.capture, False, in_backward(), False, True)
     apply = _FreeProbe.apply if torch.compiler.is_compiling() else _FreeProbeOfDuals.apply
     with without_modes():
@@ -355,6 +375,7 @@ class _How(NamedTuple):
     kind: str
     axes: Axes | None  # where features are, if not last
     reduce: bool
+    into_first: bool | None  # whether the parameter lies (in, out); None: this is no product of rows
 
 
 class _Source(NamedTuple):
@@ -391,10 +412,10 @@ class _Source(NamedTuple):
 
 
 def _positions(how: _How, output: T) -> int:
-    """How many rows the output of a product has; 0: it is none."""
-    if how.kind not in _FEATURES:
-        return 0
-    axes = (_FEATURES[how.kind],) if how.axes is None else how.axes.y[-how.axes.features[1] :]
+    """How many rows the output of a product has."""
+    axes = _FEATURES[how.kind] if how.axes is None else how.axes.y[-how.axes.features[1] :]
+    if how.kind == "left" and how.axes is None and output.ndim > 2:
+        axes = -2, -1  # what is mixed are positions, of each example
     return output.numel() // max(math.prod([output.shape[axis] for axis in axes]), 1)
 
 
@@ -441,13 +462,15 @@ class _FreeProbe(torch.autograd.Function):
             return on, *(None,) * 10
         counts = run is None or run.reached()
         turned = ctx.source is not None and ctx.source.turned  # of a derivative of the product
-        positions = _positions(ctx.how, gradient) if counts and not turned else 0
+        counts = counts and not turned and ctx.how.into_first is not None
+        counts = counts and (run is None or run.counts_as(ctx.how.into_first))
+        positions = _positions(ctx.how, gradient) if counts else 0
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             g = gradient.to(ctx.dtype)
             other = None if other is None else other.detach().to(ctx.dtype)
             if turned:
                 g, other = other, g
-            (kind, axes, reduce), shape = ctx.how, tuple(ctx.shape)
+            (kind, axes, reduce, _), shape = ctx.how, tuple(ctx.shape)
             if axes is not None:
                 assert other is not None
                 g, other = axes.output(g), axes.input(other)

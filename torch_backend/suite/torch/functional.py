@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -95,11 +94,16 @@ def callers(model: nn.Module) -> dict[nn.Module, nn.Module]:
     return found
 
 
+def place_of(layer: Layer, module: nn.Module) -> int:
+    """The first of a layer's sites that are this module's; -1: none is. Alike for layers alike."""
+    return next((i for i, site in enumerate(layer.sites) if site.module is module), -1)
+
+
 class RunningLayer:
     """Knows when a module of a layer runs, whose own use of the weight is none of one around it."""
 
     def __init__(self, capture: LayerCapture, module: nn.Module) -> None:
-        self.capture, self.module = capture, weakref.ref(module)
+        self.capture, self.place = capture, place_of(capture.layer, module)
         end = Hook(self, module)
         self.handles = [
             before_forward(module, Enter(self, module)),
@@ -107,7 +111,7 @@ class RunningLayer:
         ]
 
     def enter(self) -> None:
-        self.capture.running.append(self.module)
+        self.capture.running.append(self.place)
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         if self.capture.running:
@@ -130,6 +134,7 @@ class FunctionCapture(ModeAround):
         """
         super().__init__(module)
         self.weights, self.uses = list(weights), [*weights, *tables]
+        self.places = [place_of(capture.layer, module) for capture, _ in self.uses]
         self.own = [capture.layer.sites[index].module is module for capture, index in self.uses]
         self.found: set[int] = set()  # places in `uses`
         self.ran = False
@@ -205,7 +210,7 @@ class FunctionCapture(ModeAround):
     def is_inside(self, place: int) -> bool:
         """Whether a layer's own module runs, whose hook, or mode, sees what it does."""
         running = self.uses[place][0].running
-        return len(running) > 0 and not (self.own[place] and running[-1] is self.module)
+        return len(running) > 0 and not (self.own[place] and running[-1] == self.places[place])
 
     def is_table(self, place: int) -> bool:
         """Whether it is an embedding's."""
@@ -288,7 +293,7 @@ class FunctionCapture(ModeAround):
             now - then for now, then in zip(self.counted(place) or before, before, strict=True)
         )
         if calls:
-            capture.first.uses_to_make += uses - (calls - of_made)
+            capture.first.note_made(uses - (calls - of_made))
             if is_missed:
                 self.stray(place)
 

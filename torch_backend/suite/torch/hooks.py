@@ -253,8 +253,15 @@ def when_reached(outputs: Sequence[Any], call: Callable[[], Any]) -> None:
         call()
         return
     for x in outputs:
-        if isinstance(x, torch.Tensor) and x.requires_grad:
+        if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf:
             x.register_hook(lambda gradient: call())
+
+
+def can_be_read(x: torch.Tensor) -> bool:
+    """Whether its numbers are there: not where something traces, nor where a graph is captured."""
+    if type(x) is not torch.Tensor or x.is_meta or torch._C._len_torch_dispatch_stack():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def in_backward() -> bool:

@@ -23,7 +23,7 @@ from suite.torch.rows import LayerSpec
 if TYPE_CHECKING:
     from suite.torch.functional import FunctionCapture
 
-MOVES = VIEWS | COPIES | TIMES | QUOTIENTS | CASTS | SUMS
+_MOVES = VIEWS | COPIES | TIMES | QUOTIENTS | CASTS | SUMS
 # What does not broadcast, or whose rows are no tensor's of its operands.
 _FOLLOWED = VIEWS | CASTS | COPIES | ARGUMENTS.keys() | {torch.einsum}
 _FOLLOWED |= {torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack}
@@ -66,7 +66,7 @@ class Lookups:
     def follow(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         """A function has made this; note what it made of a lookup."""
         self.miss(function, args, kwargs, output)
-        if function in MOVES:
+        if function in _MOVES:
             self._follow(function, args, kwargs, output)
             if self._in_graph and args:
                 self._in_graph += self._moved_in_graph(function, args, kwargs, output)

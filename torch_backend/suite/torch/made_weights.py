@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from suite.torch.calls import ARGUMENTS, RESHAPE
 from suite.torch.free import NEGATIONS, QUOTIENTS, SUMS, TIMES, T, is_subtracted
+from suite.torch.hooks import can_be_read
 
 # Operations that put a constant in the place of some entries, and which of their operands has those.
 _CHOICES = {T.masked_fill: (0,), torch.masked_fill: (0,), T.where: (0,), torch.where: (1, 2)}
@@ -69,7 +70,7 @@ def _scale_of_rows(function: Any, args: Any, kwargs: Any, at: int, made: Made) -
         return gain * (x.flatten(2).var((0, 2), unbiased=False) + given.get("eps", 1e-5)).rsqrt()
     if function in NEGATIONS:
         return -1.0
-    if not kwargs and _leaves_out(function, args, at, x):
+    if not kwargs and function in _CHOICES and _leaves_out(function, args, at, x):
         return 1.0
     if len(args) != 2 or kwargs or args[0] is args[1]:
         return None
@@ -78,9 +79,12 @@ def _scale_of_rows(function: Any, args: Any, kwargs: Any, at: int, made: Made) -
     sign = -1.0 if function in SUMS and is_subtracted(function, at) else 1.0
     if function in SUMS and constant and torch.broadcast_shapes(other.shape, x.shape) == x.shape:
         return sign  # as in w + (w.round() - w).detach()
-    other = _of_rows(other, x, axis)
-    if other is None:
+    by_row = _of_rows(other, x, axis)
+    if by_row is None and function in TIMES and constant and other.shape == x.shape and _is_mask(other):
+        return 1.0
+    if by_row is None:
         return None
+    other = by_row
     if function in SUMS:
         return sign
     if function in TIMES:
@@ -107,23 +111,20 @@ def _of_rows(other: Any, x: torch.Tensor, axis: int) -> Any:
 
 
 def _leaves_out(function: Any, args: Any, at: int, x: torch.Tensor) -> bool:
-    """Whether entries of `x`, the operand `at`, become a constant, and the others stay."""
-    others = [other for i, other in enumerate(args) if i != at]
-    if any([isinstance(other, torch.Tensor) and other.requires_grad for other in others]):  # noqa: C419
+    """Whether some entries of `x`, the operand `at`, become a constant, and the others stay."""
+    if len(args) != 3 or at not in _CHOICES[function]:
         return False
-    if function in TIMES and len(others) == 1:
-        (mask,) = others
-        return isinstance(mask, torch.Tensor) and mask.shape == x.shape and _is_mask(mask)
-    if function not in _CHOICES or len(args) != 3 or at not in _CHOICES[function]:
+    condition, other = (args[0], args[3 - at]) if function is torch.where else args[1:]
+    fills = [y for y in (other,) if isinstance(y, torch.Tensor)]
+    if condition.shape != x.shape or any([y.requires_grad for y in fills]):  # noqa: C419
         return False
-    shapes = [other.shape for other in others if isinstance(other, torch.Tensor)]
-    return torch.broadcast_shapes(*shapes, x.shape) == x.shape
+    return all([torch.broadcast_shapes(y.shape, x.shape) == x.shape for y in fills])  # noqa: C419
 
 
 def _is_mask(x: torch.Tensor) -> bool:
     """Whether its numbers are 0 or 1: asked once of a tensor while it stays as it is."""
-    if x.dtype == torch.bool or torch.compiler.is_compiling():
-        return x.dtype == torch.bool
+    if x.layout is not torch.strided or torch.compiler.is_compiling() or not can_be_read(x):
+        return x.dtype == torch.bool and x.layout is torch.strided
     known = _MASKS.get(x)
     if known is None or known[0] != x._version:
         known = _MASKS[x] = x._version, bool(((x == 0) | (x == 1)).all())

@@ -219,8 +219,8 @@ class ModelCapture:
         """The layers, by name, that computed something for all examples at once, as most did not."""
         ran = [capture for capture in self.by_layer if not _knows_axes(capture)]
         counts = collections.Counter(c.first.examples for c in ran if c.first.examples)
-        examples = max(counts, key=lambda n: counts[n], default=0)
-        if examples < 2:
+        examples = max(counts, key=lambda n: (counts[n], n), default=0)
+        if examples < 2 or self._uses.of_one_example:
             return {}
         calls = min(c.first.calls for c in ran if c.first.examples == examples)
         return {c.layer.name: None for c in ran if c.ran_once_for_all(examples, calls)}

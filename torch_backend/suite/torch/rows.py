@@ -18,6 +18,7 @@ from suite.core.statistics import (
     second_moment_sum,
     unit_second_moment_sum,
 )
+from suite.torch.hooks import can_be_read
 
 Bases = tuple[torch.Tensor | None, torch.Tensor | None]  # eigenvectors of (A, G)
 
@@ -179,14 +180,15 @@ def _dense_sums(spec: LayerSpec, x: Any, gradient: torch.Tensor, want_A: bool) -
 def has_no_examples(spec: LayerSpec, x: torch.Tensor) -> bool:
     """Whether a call's input, it seems, is one for all examples: what is in front has length 1.
 
-    Or it is positions that are looked up, or one number. One row that is a function of parameters may
-    be one that an expert was given.
+    Or it is positions that are looked up, or one number. One row may be one that an expert was given.
     """
     if spec.kind == "embedding" and x.ndim < 2:
-        return x.numel() == 1 or torch.equal(x, torch.arange(len(x), dtype=x.dtype, device=x.device))
+        if x.numel() == 1 or not can_be_read(x):
+            return x.numel() == 1
+        return torch.equal(x, torch.arange(len(x), dtype=x.dtype, device=x.device))
     if spec.kind not in ("dense", "convolution", "transposed", "embedding", "norm"):
         return False
-    return x.ndim > 1 and len(x) == 1 and (x.ndim > 2 or not x.requires_grad)
+    return len(x) == 1 and (x.ndim > 2 or (x.ndim == 2 and spec.kind == "embedding"))
 
 
 def keeps_half(spec: LayerSpec, gradient: torch.Tensor) -> bool:

@@ -70,6 +70,16 @@ class Run:
         before, self.counted = self.counted, self.owner.began
         return before != self.counted
 
+    def counts_as(self, kind: Any) -> bool:
+        """Whether the positions of this kind of uses count: that of the last, which is reached first.
+
+        A parameter may be the weight of an encoder, and the transpose of that the decoder's.
+        """
+        owner: Any = self.owner
+        if owner.counted_kind is None or owner.counted_kind[0] != owner.began:
+            owner.counted_kind = owner.began, kind
+        return bool(owner.counted_kind[1] == kind)
+
 
 class Ending:
     """Counts the positions of a layer that is not covered, for it may be the model's last."""

@@ -11,7 +11,14 @@ from torch import nn
 from suite.torch.capture import LayerCapture
 from suite.torch.free import CASTS
 from suite.torch.functional import RunningLayer
-from suite.torch.hooks import Mode, ModeAround, in_traced_graph, traceable, when_reached
+from suite.torch.hooks import (
+    Mode,
+    ModeAround,
+    in_traced_graph,
+    tensors_given,
+    traceable,
+    when_reached,
+)
 
 # Kinds whose module passes its weight to one function in every call.
 _COUNTED = ("dense", "convolution", "transposed", "embedding", "bag")
@@ -30,6 +37,7 @@ class UseCounter(ModeAround):
     def __init__(self, model: nn.Module, captures: list[LayerCapture]) -> None:
         super().__init__(model)
         self.model = model
+        self.of_one_example = False  # whether the model was given what has a length of 1
         self.captures = [
             c
             for c in captures
@@ -40,6 +48,11 @@ class UseCounter(ModeAround):
         watched = [c for c in self.captures if c.layer.spec.kind in _WATCHED]
         self.running = [RunningLayer(c, site.module) for c in watched for site in c.layer.sites]
         self.handles += [handle for running in self.running for handle in running.handles]
+
+    def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
+        super().observe(site, args, kwargs, output)
+        given = [x for x in tensors_given(args, kwargs) if not x.is_nested and x.ndim > 1]
+        self.of_one_example = self.of_one_example or any(len(x) == 1 for x in given)
 
     def make_mode(self) -> _Counting | None:
         clock = self.captures[0].clock if self.captures else None
