@@ -981,6 +981,7 @@ class Prototypes(nn.Module):
         return self.layers(x) @ self.table(torch.arange(4)).T
 
 
+@pytest.mark.filterwarnings("ignore:these layers ran once for all examples:RuntimeWarning")  # they did
 @pytest.mark.parametrize("layers", [True, False])
 def test_classes_that_are_looked_up_are_no_terms_where_there_are_products(layers):
     x = torch.randn(16, 3)

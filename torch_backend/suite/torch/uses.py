@@ -51,8 +51,10 @@ class UseCounter(ModeAround):
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         super().observe(site, args, kwargs, output)
+        if args is None or torch.jit.is_tracing():  # it was interrupted
+            return
         given = [x for x in tensors_given(args, kwargs) if not x.is_nested and x.ndim > 1]
-        self.of_one_example = self.of_one_example or any(len(x) == 1 for x in given)
+        self.of_one_example = self.of_one_example or any(x.shape[0] == 1 for x in given)
 
     def make_mode(self) -> _Counting | None:
         clock = self.captures[0].clock if self.captures else None
