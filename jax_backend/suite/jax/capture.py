@@ -26,6 +26,7 @@ from suite.jax import jaxprs
 from suite.jax.explicit_axes import on_automatic_axes
 from suite.jax.find_layers import find_uses
 from suite.jax.fisher import Fisher
+from suite.jax.late_sums import add_late, late_outputs, late_probe
 from suite.jax.layers import (
     Bases,
     Layer,
@@ -38,7 +39,7 @@ from suite.jax.layers import (
 )
 from suite.jax.plan import Plan, Require, Statistics, make_plan
 from suite.jax.probes import Probe, evaluate
-from suite.jax.varying import vary_like, varying_alike, varying_axes
+from suite.jax.varying import cond, vary_like, varying_alike, varying_axes
 from suite.jax.views import write_matrices
 
 AllBases = dict[str, Bases]  # by layer
@@ -132,7 +133,8 @@ class value_and_grad:
 
         Args:
             capture: False is `jax.value_and_grad` and nothing else, with None for statistics. A traced
-                boolean chooses by `lax.cond`; where False, the statistics are of nothing.
+                boolean chooses by `lax.cond`; where False, the statistics are of nothing. A Fisher's
+                own passes backward are in the `cond`, too.
             bases: for EKFAC, `suite.jax.eigenbases(optimizer_state)`.
             key: with a sampled Fisher, a `jax.random` key; not handed to `loss_fn`, whose own, if it has
                 one, is named otherwise (`dropout_key`).
@@ -153,28 +155,13 @@ class value_and_grad:
             if not capture:
                 value, grads = self.without_statistics(params, *args, **kwargs)
                 return value, grads, None
-            return self._captured(params, args, kwargs, bases)
-        static: list[Any] = []
-
-        def arrays_of(both: Any) -> Any:
-            value, grads, statistics = both
-            arrays, static[:] = _apart(value)
-            return arrays, grads, statistics
-
-        def captured() -> Any:
-            return arrays_of(self._captured(params, args, kwargs, bases))
-
-        def skipped() -> Any:
-            value, grads = self.without_statistics(params, *args, **kwargs)
-            shapes = jax.eval_shape(lambda: captured()[2])
-            nothing = jax.tree.map(lambda s: varying_alike(jnp.zeros(s.shape, s.dtype), s), shapes)
-            return arrays_of((value, grads, nothing))
-
-        if isinstance(capture, Tracer):
-            arrays, grads, statistics = lax.cond(capture, captured, skipped)
-        else:
-            arrays, grads, statistics = captured() if capture else skipped()
-        return _joined(static, arrays), grads, statistics
+            return self._captured(params, args, kwargs, bases, None)
+        if isinstance(capture, Tracer) or capture:
+            due = capture if isinstance(capture, Tracer) else None
+            return self._captured(params, args, kwargs, bases, due)
+        value, grads = self.without_statistics(params, *args, **kwargs)
+        plan = self.plan(params, *args, **kwargs)
+        return value, grads, plan.no_statistics(products=bases is not None)
 
     def without_statistics(self, params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """(value, gradients): a plain `jax.value_and_grad`, for steps that update no factors."""
@@ -203,7 +190,12 @@ class value_and_grad:
         return {name: value for name, value in kwargs.items() if name != "key"}
 
     def _captured(
-        self, params: Any, args: Any, kwargs: dict[str, Any], bases: AllBases | None
+        self,
+        params: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        bases: AllBases | None,
+        due: jax.Array | None,  # whether there are statistics; None: there are
     ) -> tuple[Any, Any, Statistics]:
         traced = self._trace(params, args, self._without_key(kwargs))
         plan = self._plan(traced, params)
@@ -217,43 +209,76 @@ class value_and_grad:
             for layer in plan.layers
         }
         sites = [(layer, use) for layer in plan.layers for use in layer.uses]
+        late = late_outputs(traced.jaxpr, [*leaves, *traced.arguments], sites)
 
-        def measure(layer: Layer, use: Use) -> Any:
-            def sums(x: Any, gradient: jax.Array, like: Sums, own: Bases | None) -> Sums:
-                return use_sums(layer, use, x, gradient, like, own, self._reduce)
+        def measure(layer: Layer, use: Use, x: Any, gradient: jax.Array, like: Sums) -> Sums:
+            own = None if bases is None else bases.get(layer.name)
+            return use_sums(layer, use, x, gradient, like, own, self._reduce)
+
+        def measure_if_due(layer: Layer, use: Use) -> Any:
+            def sums(x: Any, gradient: jax.Array, like: Sums, given: Any) -> Sums:
+                own, due = given
+
+                def measured() -> Sums:
+                    return use_sums(layer, use, x, gradient, like, own, self._reduce)
+
+                if due is None:
+                    return measured()
+                return cond(due, measured, lambda: like, like=(x, gradient, given))
 
             return sums
 
-        probes = [_probe(use, measure(layer, use)) for layer, use in sites]
-
-        def run(leaves: list[Any], sums: dict[str, LayerSums]) -> Any:
-            slots = {}
+        def run(leaves: list[Any], slots: Any) -> Any:
+            sums, outputs = slots
+            inputs: dict[int, Any] = {}
+            probes, own = [], {}
             for i, (layer, use) in enumerate(sites):
-                own = sums[layer.name].transposed if use.transposed else sums[layer.name].main
-                known = None if bases is None else bases.get(layer.name)
-                slots[i] = _by_loop(use, (own, known))
-            return traced.run(leaves, probes, slots)
+                if i in late:
+                    probes.append(late_probe(use, functools.partial(inputs.__setitem__, i)))
+                    own[i] = outputs[i]
+                else:
+                    probes.append(_probe(use, measure_if_due(layer, use)))
+                    like = sums[layer.name].transposed if use.transposed else sums[layer.name].main
+                    known = None if bases is None else bases.get(layer.name)
+                    chosen = None if due is None else jnp.broadcast_to(due, use.lengths)
+                    own[i] = (_by_loop(use, like), (_by_loop(use, known), chosen))
+            out = traced.run(leaves, probes, own)
+            return out, inputs
+
+        def if_due(sums: Callable[[], Any], otherwise: Any) -> Any:
+            if due is None:
+                return sums()
+            return cond(due, sums, lambda: otherwise, like=(leaves, traced.arguments, otherwise))
 
         if self._fisher is None:
-            both = jax.value_and_grad(lambda *given: _loss_first(run(*given)), (0, 1), has_aux=True)
-            (loss, arrays), (grads, found) = both(leaves, empty)
+            both = jax.value_and_grad(lambda *given: _loss_first(*run(*given)), (0, 1), has_aux=True)
+            (loss, (arrays, inputs)), (grads, (found, gradients)) = both(leaves, (empty, late))
+            if late:
+                found = if_due(lambda: add_late(found, sites, inputs, gradients, measure), found)
             terms = _terms(plan, found)
         else:
-            (loss, outputs), pull, arrays = jax.vjp(
-                lambda *given: _loss_and_outputs(run(*given)), leaves, empty, has_aux=True
+            (loss, outputs), pull, (arrays, inputs) = jax.vjp(
+                lambda *given: _loss_and_outputs(*run(*given)), leaves, (empty, late), has_aux=True
             )
             grads, _ = pull((jnp.ones_like(loss), jnp.zeros_like(outputs)))
-            found = self._sampled(outputs, pull, loss, empty, kwargs.get("key"))
+
+            def sums_of(gradient: jax.Array) -> dict[str, LayerSums]:
+                _, (found, gradients) = pull((jnp.zeros_like(loss), gradient))
+                return add_late(found, sites, inputs, gradients, measure)
+
+            found = if_due(lambda: self._sampled(outputs, sums_of, empty, kwargs.get("key")), empty)
             columns = self._fisher.likelihood.columns(outputs.shape)
             # Sums over the devices that share parameters are of all of their outputs.
             apart = [varying_axes(leaves[layer.leaf]) for layer in plan.layers]
             shared = tuple(varying_axes(outputs) - set().union(*apart))
             devices = lax.psum(1, shared)
             terms = jnp.full((), devices * (outputs.size / columns), jnp.float32)
+        if due is not None:
+            terms = jnp.where(due, terms, 0.0)
         value = (loss, _joined(traced.aux, arrays)) if self._has_aux else loss
         return value, jax.tree.unflatten(plan.treedef, grads), Statistics(found, terms)
 
-    def _sampled(self, outputs: Any, pull: Any, loss: Any, empty: Any, key: Any) -> dict[str, LayerSums]:
+    def _sampled(self, outputs: Any, sums_of: Any, empty: Any, key: Any) -> dict[str, LayerSums]:
         """Sums of backward passes from the outputs alone: inputs and rows count once."""
         fisher = self._fisher
         assert fisher is not None
@@ -261,8 +286,7 @@ class value_and_grad:
 
         def one(total: Any, index: Any) -> Any:
             gradient = lax.stop_gradient(fisher.gradient(outputs, index, key)).astype(outputs.dtype)
-            _, sums = pull((jnp.zeros_like(loss), gradient))
-            return jax.tree.map(jnp.add, total, sums), None
+            return jax.tree.map(jnp.add, total, sums_of(gradient)), None
 
         if count == 1:
             found, _ = one(empty, 0)
@@ -487,9 +511,9 @@ def _probe(use: Use, measure: Callable[..., Any]) -> Probe:
         return y, (x, slot)
 
     def backward(kept: Any, gradient: jax.Array) -> tuple[Any, Any, Any]:
-        x, (like, own) = kept
-        sums = on_automatic_axes(measure, x, gradient, like, own)
-        return gradient, None, (vary_like(sums, like), jax.tree.map(jnp.zeros_like, own))
+        x, (like, given) = kept
+        sums = on_automatic_axes(measure, x, gradient, like, given)
+        return gradient, None, (vary_like(sums, like), None)
 
     identity.defvjp(forward, backward)
 
@@ -514,12 +538,12 @@ def _terms(plan: Plan, found: dict[str, LayerSums]) -> jax.Array:
     return jnp.ones((), jnp.float32) if terms is None else terms
 
 
-def _loss_first(out: list[Any]) -> tuple[Any, list[Any]]:
-    return out[0], out[1:]
+def _loss_first(out: list[Any], inputs: Any) -> tuple[Any, Any]:
+    return out[0], (out[1:], inputs)
 
 
-def _loss_and_outputs(out: list[Any]) -> tuple[tuple[Any, Any], list[Any]]:
-    return (out[0], out[1]), out[2:]
+def _loss_and_outputs(out: list[Any], inputs: Any) -> tuple[tuple[Any, Any], Any]:
+    return (out[0], out[1]), (out[2:], inputs)
 
 
 def _with_own_arguments(loss_fn: Callable[..., Any], needs_key: bool) -> inspect.Signature:
