@@ -58,6 +58,7 @@ def main(folder: Path, factors: str) -> dict[str, Any]:
         middle, state = train(tx, placed, jax.jit(tx.init)(placed), 7)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / "state", {"params": middle, "state": state})
+        arrays = jax.tree.map(np.asarray, (middle, state))
         expected, last = train(tx, middle, state, 7)
         expected = jax.tree.map(np.asarray, expected)
 
@@ -74,9 +75,23 @@ def main(folder: Path, factors: str) -> dict[str, Any]:
             # Not strict: the number of blocks is another multiple.
             restored = checkpointer.restore(folder / "state", target, strict=False)
         found, after = train(tx, restored["params"], restored["state"], 7)
+        with_six, _ = train(tx, *arrays, 7)
+    with_one, last_of_one = train(kron(**settings), *arrays, 7)
+    with jax.set_mesh(mesh):  # and back, to more devices
+        back, _ = train(tx, *jax.tree.map(np.asarray, (with_one, last_of_one)), 3)
+    again, _ = train(kron(**settings), with_one, last_of_one, 3)
+
+    def distance(a: Any, b: Any) -> float:
+        return max(float(np.abs(np.asarray(a[k]) - np.asarray(b[k])).max()) for k in params)
+
     shapes = [s.preconditioner.buckets[0].factors[0].shape for s in (last, after)]
     return {
-        "difference": max(float(np.abs(np.asarray(found[k]) - expected[k]).max()) for k in params),
+        "difference": distance(found, expected),
+        "from arrays": [
+            distance(with_six, expected),
+            distance(with_one, expected),
+            distance(back, again),
+        ],
         "moved": min(float(np.abs(expected[k] - np.asarray(middle[k])).max()) for k in params),
         "shapes": shapes,
     }

@@ -87,6 +87,7 @@ def test_orbax_goes_on_with_another_mesh(tmp_path):
     script = SCRIPT.with_name("kron_checkpoint.py")
     found = result(start(str(tmp_path), "shared", script=script))
     assert found["difference"] < 1e-12
+    assert max(found["from arrays"]) < 1e-12
     assert found["moved"] > 1e-2
     # 3 matrices of 3 x 3 chunks of 4 x 5, over 8 and over 6 devices
     assert found["shapes"] == [[8, 3, 4, 4], [6, 3, 4, 4]]

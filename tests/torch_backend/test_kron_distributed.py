@@ -274,6 +274,26 @@ def test_packed_and_whole_factors_continue_each_other(crew, tmp_path, how, packe
         assert distance(parameters, expected) < 1e-9
 
 
+def step_with_other_parameters() -> str:
+    """One rank more has a parameter more."""
+    parameters = [torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2 + world_and_rank()[1])]
+    optimizer = Kron(parameters)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def test_other_parameters_on_another_rank_are_an_error(crew):
+    for rank, said in enumerate(crew.run(step_with_other_parameters, 2)):
+        assert (
+            f"the same on all ranks, got {2 + rank} here and 5 on 2 ranks: give process_group=" in said
+        )
+
+
 def train_torn(distributed: str) -> tuple[list[torch.Tensor], list[str]]:
     """One rank lacks one parameter's gradient in one step."""
     model = network()

@@ -60,6 +60,8 @@ class Blocks:
         joined = []
         for group in self.groups:
             own = [leaves[i] for i in group.members]
+            wide = functools.reduce(np.promote_types, {x.dtype for x in own})  # of gradients, any
+            own = [x.astype(wide) for x in own]
             if group.stacked:
                 own = [x.reshape(1, *x.shape) for x in own]
             joined.append(own[0] if len(own) == 1 else jax.lax.concatenate(own, 0))
@@ -74,7 +76,7 @@ class Blocks:
                 own = x
                 if len(group.members) > 1:
                     own = jax.lax.dynamic_slice(x, (places[k], *rest), (1, *x.shape[1:]))
-                leaves[i] = own.reshape(leaves[i].shape)
+                leaves[i] = own.reshape(leaves[i].shape).astype(leaves[i].dtype)
         return leaves
 
     def places(self, always: jax.Array) -> Sequence[Any]:

@@ -83,6 +83,21 @@ class Layout:
         x = self.constrain(x, PartitionSpec())
         return x if self.are_few(x.shape[0]) else self.place(x)
 
+    def resized(self, state: T, blocks: int) -> T:
+        """State of `blocks` and their padding, as of another number of devices, as it is with these.
+
+        Raises:
+            ValueError: there are fewer in it.
+        """
+        rows = self.padded(blocks) if self.axes else blocks
+
+        def of_these(x: jax.Array) -> jax.Array:
+            if x.shape[0] < blocks:
+                raise ValueError(f"the state must have {blocks} blocks of a kind, got {x.shape[0]}")
+            return x if x.shape[0] == rows else pad(x[:blocks], rows)
+
+        return jax.tree.map(of_these, state)
+
     def each(self, function: Callable[..., T], *args: Any) -> T:
         """`function` of every device's share of the arrays; the results stay divided."""
         return self._mapped(function, self.spec, *args) if self.axes else function(*args)

@@ -110,6 +110,8 @@ class Kron(torch.optim.Optimizer):
     References: see `suite.core.kron`. Argument names are distributed_kron's.
     """
 
+    _agreed_on = 0  # how many parameters ranks know that they all have
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -416,6 +418,8 @@ class Kron(torch.optim.Optimizer):
         finite = all_finite(tensors)
         if self._ranks.alone:
             return finite, set()
+        if self._agreed_on != len(parameters):
+            self._require_same_number(len(parameters))
         present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64)
         header = torch.cat([(~finite).double().cpu()[None], present])
         bad, *counts = self._ranks.total(header, "Kron's agreement on the step").tolist()
@@ -428,6 +432,17 @@ class Kron(torch.optim.Optimizer):
             )
         absent = {id(p) for p, n in zip(parameters, counts, strict=True) if n < self._ranks.world}
         return torch.tensor(bad == 0, device=finite.device), absent
+
+    def _require_same_number(self, own: int) -> None:
+        """ValueError unless all ranks have as many parameters: what they exchange has their length."""
+        numbers = torch.tensor([float(own), float(own) ** 2], dtype=torch.float64)
+        total, squares = self._ranks.total(numbers, "Kron's number of parameters").tolist()
+        if squares * self._ranks.world != total**2:
+            raise ValueError(
+                f"parameters must be the same on all ranks, got {own} here and {total:g} on "
+                f"{self._ranks.world} ranks: give process_group= the ranks that share them"
+            )
+        self._agreed_on = own
 
     def _evaluate(
         self, closure: Callable[[], Any] | None, plans: list[StepSettings]
