@@ -8,6 +8,8 @@ Fisher matrix makes the direction a Kronecker-factored stochastic reconfiguratio
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +82,8 @@ def main() -> float:
         energies = jax.vmap(local_energy, (None, 0))(params, r)
         grads = jax.grad(loss_fn)(params, r, energies)
         _, _, statistics = score(params, r)
+        # log |ψ| is a sum over particles, after the last layer: terms are walkers, not particles.
+        statistics = dataclasses.replace(statistics, terms=jnp.asarray(float(walkers)))
         updates, state = tx.update(grads, state, params, statistics=statistics)
         return optax.apply_updates(params, updates), state, r, energies.mean()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_fishers import normal
-from suite.jax import value_and_grad, verify
+from suite.jax import kfac, value_and_grad, verify
 
 N, T, D = 5, 4, 6
 DISTANCES = -jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T)).astype(float)
@@ -148,13 +148,23 @@ FROZEN_ARGUMENTS = {
     "kernel": lambda p, w, x: jax.lax.conv_general_dilated(
         x, w["kernel"] * p["s"], (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
     ),
+    "outputs first": lambda p, w, x: jnp.tanh(x @ (w["wide"] * p["s"][:, None]).T) @ p["out"],
+    "outputs first, then another": lambda p, w, x: (
+        jnp.tanh(x @ (w["wide"] * p["s"][:, None]).T) @ w["back"]
+    ),
+    "kernel, outputs first": lambda p, w, x: jax.lax.conv_general_dilated(
+        x, (w["kernel"] * p["s"]).T, (1,), "SAME", dimension_numbers=("NHC", "OIH", "NHC")
+    ),
 }
 
 
+@pytest.mark.parametrize("examples", [N, D])
 @pytest.mark.parametrize("name", FROZEN_ARGUMENTS)
-def test_frozen_weights_may_be_arguments(name):
+def test_frozen_weights_may_be_arguments(name, examples):
     frozen = {"square": FROZEN, "stack": normal(3, D, D), "kernel": normal(3, D, D)}
-    params, x = parameters({"s": (D,)}), normal(N, T, D, seed=5)
+    frozen |= {"wide": normal(7, D), "back": normal(7, D, seed=1)}
+    side = 7 if name.startswith("outputs") else D
+    params, x = parameters({"s": (side,), "out": (7, D)}), normal(examples, T, D, seed=5)
 
     def loss(p, w, x):
         return loss_of(lambda p, x: FROZEN_ARGUMENTS[name](p, w, x))(p, x)
@@ -205,6 +215,70 @@ def test_one_example_without_a_batch_axis_is_data(shapes):
 
     plan = value_and_grad(loss).plan(params, *(normal(*shape) for shape in shapes))
     assert "once" not in str(plan)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+@pytest.mark.parametrize("shape", [(1, T, D), (T, D)])
+def test_a_table_of_one_row_is_no_example_wherever_it_stands(shape, order):
+    """A mask or sines, (1, ...), that a leaf is added to before they meet the examples."""
+    params = {"pos": normal(*shape), "o": normal(D, 3)}
+    table, x, y = normal(1, T, D, seed=1), normal(N, T, D, seed=2), jnp.arange(N) % 3
+
+    def loss(p, *given):
+        table, x, y = (given[order.index(i)] for i in range(3))
+        outputs = jnp.tanh(x + (p["pos"] + table)).mean(1) @ p["o"]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(outputs), y[:, None], 1))
+
+    def given(i):
+        return [(table, x[i], y[i])[place] for place in order]
+
+    _, _, statistics = value_and_grad(loss)(params, *given(slice(None)))
+    each = [jax.grad(loss)(params, *given(slice(i, i + 1)))["pos"] / N for i in range(N)]
+    np.testing.assert_allclose(
+        statistics["['pos']"].main.G[0], sum(g.ravel() ** 2 for g in each), rtol=1e-12
+    )
+
+
+def lookups(p, frozen, x, y):
+    return (jnp.tanh((frozen["table"][x] + p["leaf"]) @ frozen["w"]) @ p["o"]).mean(1)[:, 0] - y
+
+
+def prompts(p, frozen, x, y):
+    h = frozen["table"][x]
+    h = jnp.concatenate([jnp.broadcast_to(p["leaf"], (len(h), T, D)), h], 1)
+    return (jnp.tanh(h @ frozen["w"]) @ p["o"]).mean(1)[:, 0] - y
+
+
+def phases(p, frozen, x, y):
+    return (jnp.sin(y[:, None] * p["leaf"][0]) @ p["o"])[:, 0]
+
+
+@pytest.mark.parametrize("model", [lookups, prompts, phases])
+def test_a_batch_of_one_has_the_same_plan(model):
+    """Of a model whose frozen weights, more than there are data, are an argument."""
+    params = {"leaf": normal(T, D), "o": normal(D, 1)}
+    frozen = {"table": normal(11, D, seed=3), "w": normal(D, D, seed=4)}
+    x, y = jnp.arange(N * T).reshape(N, T) % 11, normal(N, seed=5)
+    vag = value_and_grad(lambda p, *given: jnp.mean(model(p, *given) ** 2))
+    if model is phases:
+        frozen, x = {}, 0
+    shapes = []
+    for n in (N, 1):
+        rows = x[:n] if isinstance(x, jax.Array) else x
+        plan = vag.plan(params, frozen, rows, y[:n])
+        shapes.append(jax.tree.map(jnp.shape, plan.no_statistics()))
+    assert shapes[0] == shapes[1]
+
+
+def test_statistics_of_another_understanding_are_named():
+    params, x = {"w": normal(4, 3)}, normal(5, 4)
+    plan = value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2)).plan(params, x)
+    tx = kfac(plan, 0.1)
+    _, grads, others = value_and_grad(lambda p, x: jnp.mean((x * p["w"]) ** 2))(params, normal(5, 4, 3))
+    with pytest.raises(
+        ValueError, match=r"\['w'\] must have second moments of the shapes .*of one example"
+    ):
+        tx.update(grads, tx.init(params), params, statistics=others)
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -9,8 +9,12 @@ from suite.jax.activations import moved_axes
 from suite.jax.views import Shape
 
 
-def of_examples(program: jaxprs.Program, leaves: int, arguments: Collection[int]) -> set[int]:
+def of_examples(
+    program: jaxprs.Program, leaves: int, arguments: Collection[int]
+) -> tuple[set[int], set[int]]:
     """Values that are computed from data, and what is `ones_like` them: tangents of each example.
+
+    And inputs that are no data, but weights which are not trained.
 
     Args:
         leaves: how many inputs are trained; all else is data, or weights which are not trained.
@@ -22,7 +26,8 @@ def of_examples(program: jaxprs.Program, leaves: int, arguments: Collection[int]
     trained -= jaxprs.dependent_values(program, given)
     if _meet(program, trained, jaxprs.dependent_values(program, arguments)):
         given = set(program.inputs[leaves:])
-    data = given - _weights(program, given, trained)
+    weights = _weights(program, given, trained)
+    data = given - weights
     if not any(_shape(program, v) for v in data):  # nothing to tell them from
         data = set(given)
     found = jaxprs.dependent_values(program, data)
@@ -34,7 +39,8 @@ def of_examples(program: jaxprs.Program, leaves: int, arguments: Collection[int]
     }
     made = [node for node in program.nodes if isinstance(node.operation, operations.Reindex)]
     filled = {node.outputs[0] for node in made if node.inputs == (None,)}
-    return jaxprs.dependent_values(program, found | {v for v in filled if _shape(program, v) in shapes})
+    found |= {v for v in filled if _shape(program, v) in shapes}
+    return jaxprs.dependent_values(program, found), weights
 
 
 def _meet(program: jaxprs.Program, some: Collection[int], others: Collection[int]) -> bool:
@@ -47,8 +53,9 @@ def _meet(program: jaxprs.Program, some: Collection[int], others: Collection[int
 def _weights(program: jaxprs.Program, given: Collection[int], trained: Collection[int]) -> set[int]:
     """What has no examples on its leading axis: a product sums over it and another axis of data.
 
-    Not what a graph's matrix, or any whose two axes are of one length, is multiplied with, nor the rows
-    that what is `trained` is multiplied with.
+    Or one with anything that is not made of it does, while data's leading axis stays beside it: it is
+    the outputs of W in x Wᵀ. Not what a graph's matrix, or any whose two axes are of one length, is
+    multiplied with, nor the rows that what is `trained` is multiplied with.
     """
     of_given = jaxprs.dependent_values(program, given)
     rows: set[int] = set()
@@ -63,7 +70,14 @@ def _weights(program: jaxprs.Program, given: Collection[int], trained: Collectio
             for i in (0, 1):
                 sums = dict(zip(op.contracted[i], op.contracted[1 - i], strict=True))
                 others, shape = {axis for axis, _ in known[1 - i]}, _shape(program, node.inputs[1 - i])
-                sums = {a: b for a, b in sums.items() if shape[b] not in {shape[c] for c in others}}
+                square = {shape[axis] for axis in others} if len(shape) == 2 else set()
+                own = {v for _, v in known[1 - i]}
+                for axis, v in known[i]:
+                    bound = (*op.contracted[i], *op.batch[i])
+                    beside = {w for a, w in known[i] if a not in bound}
+                    if axis in sums and v not in own and beside - {v}:
+                        found.add(v)
+                sums = {a: b for a, b in sums.items() if b not in others and shape[b] not in square}
                 if node.inputs[1 - i] in trained:
                     rows |= {v for a, v in known[i] if a not in (*op.contracted[i], *op.batch[i])}
                 if node.inputs[1 - i] in of_given:
@@ -71,7 +85,8 @@ def _weights(program: jaxprs.Program, given: Collection[int], trained: Collectio
             out = _of_product(op, known, [_shape(program, v) for v in node.inputs])
         else:
             if isinstance(op, operations.Convolve) and node.inputs[0] in of_given:
-                found |= {v for axis, v in known[1] if axis != op.w_spec[0]}
+                whole = op.groups == 1  # else each example may have a kernel
+                found |= {v for axis, v in known[1] if whole or axis != op.w_spec[0]}
                 known[1] = set()
             for value, pairs in zip(node.inputs, known, strict=True):
                 for result in node.outputs if pairs else ():

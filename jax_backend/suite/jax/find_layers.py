@@ -80,7 +80,7 @@ class _Finder:
         with_axes = {v for v in program.inputs[leaves:] if self.shape(v) and not self.is_raw_key(v)}
         self.of_arguments = jaxprs.dependent_values(program, with_axes)
         keys = {v for v in with_axes if jax.dtypes.issubdtype(self.kind(v), jax.dtypes.prng_key)}
-        self.of_examples = of_examples(program, leaves, with_axes - keys)
+        self.of_examples, weights = of_examples(program, leaves, with_axes - keys)
         self.origins: dict[int, Origin] = {}
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
@@ -90,11 +90,10 @@ class _Finder:
         lengths = {self.shape(value)[0] for value in self.live & with_axes}
         if lengths == {0}:  # nothing would tell what layers make of them
             raise ValueError("arguments of the loss must have at least one example, got empty ones")
-        shapes = (program.avals[value].shape for value in program.inputs[leaves:])
-        # Of one example is what has a batch axis of length 1; keys and statistics have none. Of several
-        # arrays most must: masks are of length 1 there, too, and tables of others. A tie is the first's.
-        single = [shape[0] == 1 for shape in shapes if len(shape) > 1]
-        self.one_example = 2 * sum(single) + sum(single[:1]) > len(single)
+        tables = {n.inputs[0] for n in program.nodes if isinstance(n.operation, operations.Gather)}
+        self.one_example = self.is_of_one(
+            [v for v in program.inputs[leaves:] if v not in weights and v not in tables]
+        )
         self.joined: dict[int, tuple[Piece, ...]] = {}
         self.scaled: dict[int, _Scaled] = {}
         self.scalings: dict[int, _Scaling] = {}
@@ -108,6 +107,18 @@ class _Finder:
         self.readers = Counter(v for n in self.nodes for v in n.inputs if v is not None)
         self.readers.update(self.roots)
         self.activations = Activations(program, self.readers)
+
+    def is_of_one(self, arguments: Sequence[int]) -> bool:
+        """Whether they are one example: its arrays have a batch axis of length 1.
+
+        Of several most must: masks are of length 1 there, too, and tables of others. A tie is the
+        first's. Vectors have that axis where matrices have one of their length, or where all are
+        vectors; keys and statistics have none.
+        """
+        shapes = [self.shape(v) for v in arguments if self.shape(v) and not self.is_raw_key(v)]
+        lengths = {shape[0] for shape in shapes if len(shape) > 1} or {shape[0] for shape in shapes}
+        single = [shape[0] == 1 for shape in shapes if len(shape) > 1 or shape[0] in {1, *lengths}]
+        return 2 * sum(single) + sum(single[:1]) > len(single)
 
     def is_raw_key(self, value: int) -> bool:
         """Whether an argument holds `jax.random.PRNGKey`s: two or four uint32 that become a key."""

@@ -57,8 +57,18 @@ def require_fit(plan: Plan, given: Statistics, products: bool) -> None:
         missing, unknown = sorted(names - set(given.layers)), sorted(set(given.layers) - names)
         raise ValueError(
             f"statistics do not fit the plan: missing {missing}, unknown {unknown}. Make the plan with "
-            "arguments of the shapes that value_and_grad is called with"
+            "arguments of the shapes that value_and_grad is called with: of one example they may be "
+            "understood otherwise"
         )
+    expected = plan.no_statistics().layers
+    for name, sums in given.layers.items():
+        shapes = [_shapes(sums), _shapes(expected[name])]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"statistics do not fit the plan: {name} must have second moments of the shapes "
+                f"{shapes[1]}, got {shapes[0]}: arguments of other shapes may be understood otherwise, "
+                "those of one example among them"
+            )
     if products:
         measured: list[LayerSums] = [
             given.layers[layer.name] for layer in plan.layers if layer.measures_products
@@ -68,3 +78,9 @@ def require_fit(plan: Plan, given: Statistics, products: bool) -> None:
                 "compute_method='ekfac' needs second moments in its eigenbases: call "
                 "value_and_grad(...)(params, ..., bases=suite.jax.eigenbases(tx_state, plan))"
             )
+
+
+def _shapes(sums: LayerSums) -> list[tuple[int, ...] | None]:
+    """Of A and G, in each orientation."""
+    both = [own for own in (sums.main, sums.transposed) if own is not None]
+    return [None if x is None else x.shape for own in both for x in (own.A, own.G)]
