@@ -556,6 +556,25 @@ def test_an_empty_weight_is_no_layer(shape):
     assert float(jnp.abs(updates["v"]).max()) > 0
 
 
+@pytest.mark.parametrize("start", [0, 2, 4, 9, -1])
+def test_a_slice_at_a_known_place_is_a_slice(start):
+    """Beyond the end it is moved back, as XLA does."""
+    params, x = {"pos": normal(7, 3), "w": normal(3, 2, seed=1)}, normal(5, 4, 3, seed=2)
+    begin = {0: 0, 2: 2, 4: 3, 9: 3, -1: 3}[start]
+
+    def loss(p, x, dynamic):
+        if dynamic:
+            rows = lax.dynamic_slice_in_dim(p["pos"], start, 4)
+            w = lax.dynamic_slice(p["w"], (0, 0), (3, 2))
+        else:
+            rows, w = p["pos"][begin : begin + 4], p["w"]
+        return jnp.mean(jnp.sin(jnp.tanh(x + rows) @ w))
+
+    found, expected = (value_and_grad(loss)(params, x, dynamic) for dynamic in (True, False))
+    assert set(found[2].layers) == {"['pos']", "['w']"}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
+
+
 def test_slices_of_a_fused_projection_are_layers_of_their_own():
     x = normal(6, 4)
 

@@ -282,3 +282,9 @@ def test_gradients_of_several_types_for_equal_parameters():
 def test_types_that_overflow_early_are_an_error(name):
     with pytest.raises(ValueError, match=f"{name} must reach as far as float32"):
         kron(0.01, **{name: jnp.float16})
+
+
+@pytest.mark.parametrize("leaf", [jnp.arange(3), True, jax.random.key(0)], ids=["ints", "bool", "key"])
+def test_parameters_that_are_no_floats_are_an_error(leaf):
+    with pytest.raises(ValueError, match="parameters must be floats, got"):
+        kron(0.01).init({"w": jnp.ones((3, 3)), "other": leaf})

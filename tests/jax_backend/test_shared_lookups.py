@@ -129,7 +129,8 @@ def test_micro_batches_are_the_whole():
     )  # of means over a third of the terms gradients are three times as large
 
 
-def test_relative_positions_of_attention():
+@pytest.mark.parametrize("flat", [False, True])
+def test_relative_positions_of_attention(flat):
     """(T, T, heads), transposed, for all examples; the oracle has the gradients by each one's own."""
     heads, distance = 2, jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T))
     params = {"relative": normal(T, heads, seed=4), "w": normal(D, D, seed=5)}
@@ -141,7 +142,11 @@ def test_relative_positions_of_attention():
         return jnp.mean(jnp.sin(jax.nn.softmax(logits)) ** 2)
 
     def loss(p, x):
-        return attended(p["relative"][distance].transpose(2, 0, 1)[None], p, x)
+        if flat:
+            found = p["relative"][distance.reshape(-1)].reshape(T, T, heads)
+        else:
+            found = p["relative"][distance]
+        return attended(found.transpose(2, 0, 1)[None], p, x)
 
     found = moments(loss, params, x)[0]["['relative']"]
     bias = jnp.broadcast_to(params["relative"][distance].transpose(2, 0, 1), (N, heads, T, T))

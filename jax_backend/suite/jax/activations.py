@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -110,6 +111,10 @@ class Activations:
         for one in known:
             if step is None:
                 found.append(one)
+            elif axes is None and step[0] == "reshape" and one.examples == 1:  # of rows, however many
+                features = one.features and _same_axis(one.features, *step[1])
+                if features is None or features > 0:
+                    found.append(LookedUp(one.site, features))
             elif axes is not None and one.examples == 1:
                 features = one.features
                 if features is not None:
@@ -139,6 +144,13 @@ class Activations:
             for facts in (self.counting, self.one_hot):
                 if old in facts and axes[facts[old]] >= 0:
                     facts[new] = axes[facts[old]]
+
+
+def _same_axis(axis: int, old: Shape, new: Shape) -> int:
+    """Where an axis is after a reshape that leaves it whole; -1: it does not."""
+    before = math.prod(old[:axis])
+    places = [i for i, n in enumerate(new) if n == old[axis] and math.prod(new[:i]) == before]
+    return places[-1] if places else -1
 
 
 def moved_axes(shape: Shape, step: Step) -> list[int] | None:

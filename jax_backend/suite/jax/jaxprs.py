@@ -177,6 +177,13 @@ class _Flattener:
                 step = ("slice", (tuple(begin), tuple(end), (1,) * len(shape)))
                 outs.append(node(Reindex(step), values, out.aval))
             return outs
+        if name == "dynamic_slice" and all(isinstance(v, jex.Literal) for v in eqn.invars[1:]):
+            shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
+            known = zip((int(v.val) for v in eqn.invars[1:]), shape, sizes, strict=True)
+            begin = [min(max(a, 0), n - k) for a, n, k in known]
+            end = [a + k for a, k in zip(begin, sizes, strict=True)]
+            step = ("slice", (tuple(begin), tuple(end), (1,) * len(shape)))
+            return [node(Reindex(None if shape == sizes else step), values[:1], eqn.outvars[0].aval)]
         if name == "reshape" and eqn.params.get("dimensions") is not None:  # of vmapped convolutions
             order, given, (out,) = eqn.params["dimensions"], eqn.invars[0].aval, eqn.outvars
             turned = given.update(shape=tuple(given.shape[axis] for axis in order))

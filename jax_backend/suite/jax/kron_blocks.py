@@ -146,6 +146,13 @@ def plan(
             "complex parameters are not covered: optax.contrib.split_real_and_imaginary(...) around "
             "the optimizer gives it real and imaginary parts"
         )
+    for leaf in leaves:
+        kind = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+        if not jnp.issubdtype(kind, jnp.floating):
+            raise ValueError(
+                f"parameters must be floats, got {kind}: leave others out, as by optax.masked or "
+                "equinox.filter(model, equinox.is_inexact_array)"
+            )
     scanned = _scanned(scanned_layers, tree, len(leaves))
     plans: list[blocks.BlockPlan | None] = []
     members: dict[Hashable, list[int]] = {}
