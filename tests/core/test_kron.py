@@ -21,7 +21,6 @@ from conftest import (
 from oracles import dense, kronecker_product
 from suite.core import buckets
 from suite.core.kron import Geometry, Kron, KronState
-from suite.core.kron_evidence import told_by
 
 GEOMETRIES = get_args(Geometry)
 NAMES = ", ".join(map(repr, GEOMETRIES))
@@ -437,29 +436,6 @@ def test_zero_block_is_left_alone_while_its_neighbours_learn(xp):
     for new, old in zip(updated.factors, state.factors, strict=True):
         for k in (0, 2):
             assert np.abs(to_numpy(new)[k] - to_numpy(old)[k]).max() > 1e-3
-
-
-@every_geometry
-@pytest.mark.parametrize("scale", [1.0, None])
-def test_an_average_tells_nothing_where_the_last_gradient_is_zero(xp, geometry, scale):
-    """As if it were zero there itself: a block, and a part along a diagonal."""
-    rule = Kron(geometry, preconditioner_init_scale=scale)
-    like, shape = xp.asarray(np.zeros(1)), (3, 6, 4)
-    cuts = {"diagonal": (False, False), "diagonal_blocks": (2, 1)}
-    state = xp.run(rule.init, like, shape=shape, **cuts)
-    average, last, v = (normal(*shape, seed=seed) for seed in (1, 2, 3))
-    last[1], last[2, 3:] = 0, 0
-    state = xp.run(rule.refresh, xp.run(rule.update, state, xp.asarray(last), xp.asarray(v), 0.1))
-    masked = average.copy()
-    masked[1], masked[2, 3:] = 0, 0
-
-    def told(state, average, last, v):
-        return rule.update(state, average, v, 0.1, told=told_by(state, last))
-
-    found = xp.run(told, state, *map(xp.asarray, (average, last, v)))
-    expected = xp.run(rule.update, state, xp.asarray(masked), xp.asarray(v), 0.1)
-    for new, old in zip(leaves(found), leaves(expected), strict=True):
-        assert_identical(new, old)
 
 
 def difficult_gradients(kind: str, steps: int) -> list[np.ndarray]:

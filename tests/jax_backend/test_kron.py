@@ -248,24 +248,6 @@ def test_refusals():
         tx.update(PARAMS, tx.init(PARAMS))
 
 
-def test_rows_that_sleep_for_a_while_take_nothing_from_the_others():
-    """Rare tokens, an idle expert: momentum remembers them long after."""
-    rng = np.random.default_rng(0)
-    tx = scale_by_kron(preconditioner_update_probability=1.0)
-    step = jax.jit(tx.update)
-    matrix, alone = tx.init(jnp.zeros((256, 16))), tx.init(jnp.zeros((128, 16)))
-    ratios = []
-    for number in range(250):
-        gradient = rng.normal(size=(256, 16))
-        if 10 <= number < 200:
-            gradient[128:] = 0
-        ours, matrix = step(jnp.asarray(gradient), matrix)
-        theirs, alone = step(jnp.asarray(gradient[:128]), alone)
-        ratios.append(float(jnp.linalg.norm(ours[:128]) / jnp.linalg.norm(theirs)))
-    assert min(ratios[5:]) > 0.8
-    assert max(ratios[5:]) < 1.25
-
-
 def test_gradients_of_several_types_for_equal_parameters():
     params = {"a": jnp.ones((4, 3), jnp.float32), "b": jnp.ones((4, 3), jnp.float32)}
     gradients = {"a": normal(4, 3), "b": normal(4, 3, seed=1).astype(jnp.float32)}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from suite.jax import Categorical, eigenbases, kfac, value_and_grad
 
@@ -179,3 +180,39 @@ def test_in_a_scan_over_steps():
     total, _ = jax.jit(lambda: lax.scan(step, nothing, jnp.arange(5)))()
     _, _, once = vag(params, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 3 * b, rtol=1e-11, atol=1e-13), total, once)
+
+
+@pytest.mark.parametrize("capture", [True, "traced"])
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+@pytest.mark.parametrize("how", ["axis_index", "reshard"])
+def test_a_loss_may_divide_its_data_itself(how, fisher, capture):
+    """Types of products that say so though arguments' do not; of one device they do so, too."""
+    if not hasattr(jax, {"reshard": "reshard", "axis_index": "shard_map"}[how]):
+        pytest.skip("this jax has no such function")
+    params = PARAMS[dense]
+    kind = jax.sharding.AxisType.Explicit if how == "reshard" else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(kind,))
+
+    def loss(p, x):
+        if how == "reshard":
+            return loss_of(dense)(p, jax.reshard(x, P("d")))
+        value, logits = loss_of(dense)(p, lax.dynamic_slice_in_dim(x, 5 * lax.axis_index("d"), 5))
+        return lax.pmean(value, "d"), logits
+
+    vag = value_and_grad(loss, has_aux=True, fisher=FISHERS[fisher])
+
+    def run(p, x, due):
+        (value, _), grads, statistics = vag(p, x, capture=due if capture == "traced" else True)
+        return value, grads, statistics
+
+    if how == "axis_index":
+        run = jax.shard_map(run, mesh=mesh, in_specs=(P(), P(), P()), out_specs=P())
+    plain = value_and_grad(loss_of(dense), has_aux=True, fisher=FISHERS[fisher])
+    (value, _), grads, statistics = plain(params, X)
+    with jax.set_mesh(mesh):
+        found = jax.jit(run)(params, X, True)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-14),
+        found,
+        (value, grads, statistics),
+    )

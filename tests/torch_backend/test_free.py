@@ -779,3 +779,31 @@ def test_terms_are_of_one_use_of_a_free_parameter_and_of_rows(how):
     model(torch.randn(6, 4, dtype=torch.float64)).square().mean().backward()
     kfac.step()
     assert kfac.counted_terms == 6
+
+
+class Alone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4).double()), nn.Parameter(torch.zeros(4).double())
+
+    def forward(self, x):
+        return x * self.a + self.b
+
+
+def test_a_model_without_a_layer_warns_that_nothing_tells_of_terms():
+    x, factors = torch.randn(16, 4, dtype=torch.float64), []
+    for terms in (None, 16):
+        torch.manual_seed(0)
+        model = Alone()
+        kfac = KFAC(model, kl_clip=None, terms=terms)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                kfac.zero_grad()
+                model(x).square().sum(-1).mean().backward()
+                kfac.step()
+        found = [str(w.message) for w in said if "how many terms the loss is" in str(w.message)]
+        assert len(found) == (terms is None)
+        assert float(kfac.counted_terms) == (terms or 1)
+        factors.append(model.a.grad)
+    assert not torch.allclose(*factors)

@@ -123,43 +123,6 @@ def test_rows_that_wake_up_do_not_stop_the_others():
     assert min(sizes[950:]) > 0.3
 
 
-@pytest.mark.parametrize("whiten", ["momentum", "gradient"])
-def test_rows_that_sleep_for_a_while_take_nothing_from_the_others(whiten):
-    """Rare tokens, an idle expert: momentum remembers them long after."""
-    torch.manual_seed(0)
-    matrix, alone = nn.Parameter(torch.zeros(256, 16)), nn.Parameter(torch.zeros(128, 16))
-    settings = {"lr": 1.0, "whiten": whiten, "preconditioner_update_probability": 1.0}
-    optimizers = Kron([matrix], **settings), Kron([alone], **settings)
-    ratios = []
-    for step in range(250):
-        gradient = torch.randn(256, 16)
-        if 10 <= step < 200:
-            gradient[128:] = 0
-        matrix.grad, alone.grad = gradient.clone(), gradient[:128].clone()
-        before = matrix.detach().clone(), alone.detach().clone()
-        for kron in optimizers:
-            kron.step()
-        ours, theirs = matrix.detach()[:128] - before[0][:128], alone.detach() - before[1]
-        ratios.append((ours.norm() / theirs.norm()).item())
-    assert min(ratios[5:]) > 0.8
-    assert max(ratios[5:]) < 1.25
-
-
-def test_a_parameter_whose_gradient_becomes_zero_fades_as_momentum_does():
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.zeros(12, 8, dtype=torch.float64))
-    kron = Kron([weight], lr=1.0, preconditioner_update_probability=1.0)
-    moves = []
-    for step in range(60):
-        weight.grad = torch.randn(12, 8, dtype=torch.float64) * (step < 20)
-        before = weight.detach().clone()
-        kron.step()
-        moves.append((weight.detach() - before).norm().item())
-    weights = 1 - 0.9 ** np.arange(1, 61)  # of a bias-corrected average
-    faded = np.asarray(moves[21:]) * weights[21:] / (np.asarray(moves[20:-1]) * weights[20:-1])
-    np.testing.assert_allclose(faded, 0.9, rtol=1e-9)
-
-
 @pytest.mark.parametrize("name", ["mu_dtype", "precond_dtype"])
 def test_types_that_overflow_early_are_an_error(name):
     with pytest.raises(ValueError, match=f"{name} must reach as far as float32"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack as mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from conftest import same
-from suite.torch import KFAC, LRA, KFACParamScheduler, Kron, detach
+from suite.torch import KFAC, LRA, KFACParamScheduler, Kron, collectives, detach
 
 T64 = torch.float64
 
@@ -1547,3 +1548,20 @@ def test_hooks_may_add_to_a_state(base):
     state = kfac.state_dict()
     assert state["epoch"] == 3
     kfac.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["KFAC", "Kron"])
+def test_a_group_that_is_made_later_is_warned_of(kind, monkeypatch):
+    """Each process would go its own way, from gradients that they average."""
+    model = nn.Linear(3, 2)
+    optimizer = KFAC(model) if kind == "KFAC" else Kron(model.parameters())
+    later = types.SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 2
+    )
+    monkeypatch.setattr(collectives, "dist", later)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+    assert len([w for w in said if f"initialized after the {kind} was made" in str(w.message)]) == 1

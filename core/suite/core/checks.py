@@ -57,7 +57,7 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
         raise ValueError(f"{name} must be one of {listed}, got {value!r}")
 
 
-def check_range(name: str, value: Any, largest: float) -> None:
+def check_wide(name: str, value: Any, largest: float) -> None:
     """Raise unless numbers of the dtype `value`, up to `largest`, reach as far as those of float32."""
     if largest < 1e38:
         raise ValueError(f"{name} must reach as far as float32, as bfloat16 does, got {value}")

@@ -24,7 +24,7 @@ from suite.core import kronecker, linalg
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
 from suite.core.buckets import together
 from suite.core.checks import check_choice, check_number
-from suite.core.kron_evidence import Evidence, Told, evidence_of, flat, for_each, stacked
+from suite.core.kron_evidence import Evidence, evidence_of, flat, for_each, stacked
 from suite.core.rounding import stochastic_round
 
 Geometry = Literal["Q0.5EQ1.5", "QEQ", "QUAD", "EQ", "QEP", "PRO4P", "QUAD4P"]
@@ -122,7 +122,6 @@ class Kron:
         noise: Array,
         preconditioner_lr: Scalar,
         vector: Array | None = None,
-        told: Told | None = None,
     ) -> KronState:
         """Fit the factors to one more gradient. Blocks whose gradient is all zero are left alone.
 
@@ -152,15 +151,12 @@ class Kron:
             noise: like `gradient`, mean 0 and variance 1; v in EQ without `vector`, else only damping.
             preconditioner_lr: in (0, 1).
             vector: like `gradient`, v of the pair (v, H v); mean 0 and variance 1.
-            told: where `gradient` is an average of gradients, `told_by` of the last one: what that has
-                zeros in is left alone, whatever the average still remembers.
 
         Returns:
             The state with new factors and L; its `preconditioners` are out of date until `refresh`.
         """
         vectors = None if vector is None else [vector]
-        given = None if told is None else [told]
-        return self._update_all([state], [gradient], [noise], preconditioner_lr, vectors, given)[0]
+        return self._update_all([state], [gradient], [noise], preconditioner_lr, vectors)[0]
 
     def fit(
         self,
@@ -169,7 +165,6 @@ class Kron:
         noises: Sequence[Array],
         preconditioner_lr: Scalar,
         vectors: Sequence[Array] | None = None,
-        told: Sequence[Told] | None = None,
     ) -> list[KronState]:
         """`update` and `refresh` of several stacks: factors of one size, of whatever axis, in one go.
 
@@ -177,12 +172,11 @@ class Kron:
             states, gradients, noises: one for each stack, as `update` takes them.
             preconditioner_lr: of all of them.
             vectors: one for each stack; None: the gradients are not H v.
-            told: one for each stack; None: what the gradients themselves tell.
 
         Raises:
             ValueError: not as many of one as of the others.
         """
-        updated = self._update_all(states, gradients, noises, preconditioner_lr, vectors, told)
+        updated = self._update_all(states, gradients, noises, preconditioner_lr, vectors)
         return self._refresh_all(updated)
 
     def _update_all(
@@ -192,12 +186,10 @@ class Kron:
         noises: Sequence[Array],
         preconditioner_lr: Scalar,
         vectors: Sequence[Array] | None,
-        told: Sequence[Told] | None,
     ) -> list[KronState]:
         evidence: list[Evidence] = []
-        nothing = [None] * len(states)
-        given = (nothing if vectors is None else vectors, nothing if told is None else told)
-        for stack in zip(states, gradients, noises, *given, strict=True):
+        given = [None] * len(states) if vectors is None else vectors
+        for stack in zip(states, gradients, noises, given, strict=True):
             evidence += evidence_of(self, *stack)
         fitted = iter(together(functools.partial(self._fitted, preconditioner_lr), evidence))
         found = []

@@ -30,27 +30,8 @@ class Evidence(NamedTuple):
     usable: Array  # (k,), bool: whether it is evidence
 
 
-class Told(NamedTuple):
-    """Which of k blocks, and which parts of them, a gradient is not exactly zero in."""
-
-    blocks: Array  # (k,), bool
-    parts: tuple[Array | None, ...]  # by axis, (k, c) along the blocks of its factor's diagonal, or None
-
-
-def told_by(state: KronState, gradient: Array) -> Told:
-    """What a stack of gradients, (..., n_1, ..., n_d), says something about."""
-    batch = state.lipschitz[0].ndim
-    size = array_namespace(gradient).abs(flat(gradient, batch))
-    return _told_by(size, [flat(q, batch) for q in state.factors])
-
-
 def evidence_of(
-    rule: Kron,
-    state: KronState,
-    gradient: Array,
-    noise: Array,
-    vector: Array | None,
-    told: Told | None,
+    rule: Kron, state: KronState, gradient: Array, noise: Array, vector: Array | None
 ) -> list[Evidence]:
     """What a stack of blocks tells its factors, axis by axis; arguments as `Kron.update` takes them."""
     xp = array_namespace(gradient)
@@ -63,16 +44,11 @@ def evidence_of(
     g, noise = (flat(xp.astype(x, compute), batch) for x in (gradient, noise))
     v = None if vector is None else flat(xp.astype(vector, compute), batch)
     own_axes = tuple(range(1, g.ndim))
-    for axis, flags in enumerate(told.parts if told is not None else ()):
-        if flags is not None:
-            g = g * _along(flags, axis, g)
     size = xp.abs(g)
     # An exactly zero gradient says nothing about curvature; fitting it would inflate Q.
-    usable, parts = _told_by(size, factors)
-    if told is not None:
-        usable = usable & told.blocks
+    usable, told = _told_by(size, factors)
     if rule.preconditioner_init_scale is None:
-        gain = _first_scale(g, v, lipschitz[0], usable, rule.damping)
+        gain = _first_scale(g, v, lipschitz[0], rule.damping)
         factors = kronecker.scaled(factors, gain * gain if rule.fits_P else gain)
         preconditioners = kronecker.scaled(preconditioners, gain * gain)
     dither = size  # changed in place, as other fresh arrays here: new ones cost time on a CPU
@@ -91,7 +67,7 @@ def evidence_of(
     # update is a ratio, and squares of 1e20 do not fit in float32.
     unit = linalg.largest_entry(signal, own_axes, keepdims=True)
     if reference is not None:
-        for axis, flags in enumerate(parts):
+        for axis, flags in enumerate(told):
             if flags is not None:
                 reference = reference * _along(flags, axis, reference)
         unit = xp.maximum(unit, linalg.largest_entry(reference, own_axes, keepdims=True))
@@ -112,13 +88,13 @@ def evidence_of(
             white = kronecker.gram(own, axis, ndim, **form)
         else:
             white = math.prod(g.shape[1:]) / g.shape[1 + axis] / u / u
-            for other, flags in enumerate(parts):
+            for other, flags in enumerate(told):
                 if other != axis and flags is not None:
                     white = white * xp.mean(xp.astype(flags, compute), axis=1)
             if rule.geometry == "QEP":
                 square = q * q if is_diagonal else linalg.gram(linalg.transpose(q))
                 white = kronecker.scaled((square,), white)[0]
-        of_axis, flags = Evidence(q, xp.astype(L, compute), T, white, u, usable), parts[axis]
+        of_axis, flags = Evidence(q, xp.astype(L, compute), T, white, u, usable), told[axis]
         if flags is not None:
             each = _on_diagonals(of_axis, q.shape[1])
             of_axis = each._replace(usable=xp.reshape(flags, (-1,)))
@@ -144,18 +120,25 @@ def for_each(x: Array, count: int) -> Array:
     return xp.reshape(xp.broadcast_to(x[:, None], (x.shape[0], count)), (-1,))
 
 
-def _told_by(size: Array, factors: Sequence[Array]) -> Told:
-    """Of the entries' absolute values, (k, ...)."""
+def _told_by(size: Array, factors: Sequence[Array]) -> tuple[Array, list[Array | None]]:
+    """Which gradients have an entry that is not zero, and along which blocks of a factor's diagonal.
+
+    Args:
+        size: (k, ...), the entries' absolute values.
+
+    Returns:
+        Flags (k,), and for each factor (k, c); None of one that is not block-diagonal.
+    """
     xp = array_namespace(size)
     counts = [q.shape[1] if q.ndim == 4 else 1 for q in factors]
     grid = [x for n, c in zip(size.shape[1:], counts, strict=True) for x in (c, n // c)]
     inside = tuple(range(2, len(grid) + 1, 2))
     largest = xp.max(xp.reshape(size, (size.shape[0], *grid)), axis=inside)  # (k, c_1, ..., c_d)
-    parts: list[Array | None] = []
+    told: list[Array | None] = []
     for axis, count in enumerate(counts, 1):
         others = tuple(i for i in range(1, largest.ndim) if i != axis)
-        parts.append(_above_zero(largest, others) if count > 1 else None)
-    return Told(_above_zero(largest, tuple(range(1, largest.ndim))), tuple(parts))
+        told.append(_above_zero(largest, others) if count > 1 else None)
+    return _above_zero(largest, tuple(range(1, largest.ndim))), told
 
 
 def _above_zero(x: Array, axes: tuple[int, ...]) -> Array:
@@ -176,7 +159,7 @@ def _on_diagonals(evidence: Evidence, count: int) -> Evidence:
     return Evidence(*(for_each(x, count) if x.ndim == 1 else stacked(x) for x in evidence))
 
 
-def _first_scale(g: Array, v: Array | None, lipschitz: Array, usable: Array, damping: float) -> Array:
+def _first_scale(g: Array, v: Array | None, lipschitz: Array, damping: float) -> Array:
     """What a block's factors still lack, each: mean(g⁴)^(-1/8 d) at its first evidence, else 1.
 
     E[(P g)²] = 1 asks for P ~ 1 / |g|, and Q is its root; the fourth moment weighs large entries, so
@@ -185,7 +168,7 @@ def _first_scale(g: Array, v: Array | None, lipschitz: Array, usable: Array, dam
     xp = array_namespace(g)
     own_axes = tuple(range(1, g.ndim))
     largest = xp.max(xp.abs(g), axis=own_axes)
-    fresh = (lipschitz == 0) & usable
+    fresh = (lipschitz == 0) & (largest > 0)
     one = xp.zeros_like(largest) + 1
     scale = xp.where(fresh, largest, one)
     unit = g / xp.reshape(scale, (-1, *(1,) * len(own_axes)))

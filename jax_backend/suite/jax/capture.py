@@ -216,6 +216,8 @@ class value_and_grad:
             return use_sums(layer, use, x, gradient, like, own, self._reduce)
 
         def measure_if_due(layer: Layer, use: Use) -> Any:
+            """`measure` on the way back, where a loop may have taken the bases apart."""
+
             def sums(x: Any, gradient: jax.Array, like: Sums, given: Any) -> Sums:
                 own, due = given
 
@@ -245,16 +247,17 @@ class value_and_grad:
             out = traced.run(leaves, probes, own)
             return out, inputs
 
-        def if_due(sums: Callable[[], Any], otherwise: Any) -> Any:
+        def if_due(sums: Callable[[], Any], otherwise: Any, read: Any) -> Any:
             if due is None:
                 return sums()
-            return cond(due, sums, lambda: otherwise, like=(leaves, traced.arguments, otherwise))
+            return cond(due, sums, lambda: otherwise, like=(due, otherwise, read))
 
         if self._fisher is None:
             both = jax.value_and_grad(lambda *given: _loss_first(*run(*given)), (0, 1), has_aux=True)
             (loss, (arrays, inputs)), (grads, (found, gradients)) = both(leaves, (empty, late))
             if late:
-                found = if_due(lambda: add_late(found, sites, inputs, gradients, measure), found)
+                early, read = found, (inputs, gradients)
+                found = if_due(lambda: add_late(early, sites, *read, measure), early, read)
             terms = _terms(plan, found)
         else:
             (loss, outputs), pull, (arrays, inputs) = jax.vjp(
@@ -266,7 +269,11 @@ class value_and_grad:
                 _, (found, gradients) = pull((jnp.zeros_like(loss), gradient))
                 return add_late(found, sites, inputs, gradients, measure)
 
-            found = if_due(lambda: self._sampled(outputs, sums_of, empty, kwargs.get("key")), empty)
+            found = if_due(
+                lambda: self._sampled(outputs, sums_of, empty, kwargs.get("key")),
+                empty,
+                (leaves, traced.arguments, outputs),
+            )
             columns = self._fisher.likelihood.columns(outputs.shape)
             # Sums over the devices that share parameters are of all of their outputs.
             apart = [varying_axes(leaves[layer.leaf]) for layer in plan.layers]

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 import optax
 
+from suite.jax.varying import type_of
+
 
 def on_automatic_axes(f: Callable[..., Any], *arguments: Any, out: Any = None, mesh: Any = None) -> Any:
     """f(*arguments), as if mesh axes that are explicit were not.
@@ -52,7 +54,7 @@ def explicit_specs(tree: Any) -> Any:
 
 def explicit_mesh(x: Any) -> Any:
     """The mesh over whose explicit axes an array is sharded; None: it is not."""
-    kind = jax.typeof(x) if hasattr(jax, "typeof") else None
+    kind = type_of(x)
     mesh: Any = getattr(getattr(kind, "sharding", None), "mesh", None)
     return mesh if getattr(mesh, "explicit_axes", ()) else None
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from suite.core import blocks
 from suite.core import kron as core_kron
-from suite.core.checks import check_choice, check_flag, check_integer, check_number, check_range
+from suite.core.checks import check_choice, check_flag, check_integer, check_number, check_wide
 from suite.core.routing import Route, Routing
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip
@@ -159,7 +159,7 @@ def scale_by_kron(
     for name, dtype in {"mu_dtype": mu_dtype, "precond_dtype": precond_dtype}.items():
         check_dtype(name, dtype)
         if dtype is not None:
-            check_range(name, dtype, float(jnp.finfo(dtype).max))
+            check_wide(name, jnp.dtype(dtype).name, float(jnp.finfo(dtype).max))
     check_precision("precond_update_precision", precond_update_precision)
     check_precision("precond_grads_precision", precond_grads_precision)
     batch_size = _integer("lax_map_batch_size", lax_map_batch_size, 1)

@@ -18,6 +18,7 @@ import numpy as np
 
 from suite.core import blocks, buckets, noise
 from suite.core.checks import check_flag
+from suite.jax.dtypes import at_least_float32
 from suite.jax.masks import unmasked
 
 
@@ -60,8 +61,9 @@ class Blocks:
         joined = []
         for group in self.groups:
             own = [leaves[i] for i in group.members]
-            wide = functools.reduce(np.promote_types, {x.dtype for x in own})  # of gradients, any
-            own = [x.astype(wide) for x in own]
+            kinds = {x.dtype for x in own}
+            if len(kinds) > 1:  # of gradients
+                own = [x.astype(at_least_float32(*kinds)) for x in own]
             if group.stacked:
                 own = [x.reshape(1, *x.shape) for x in own]
             joined.append(own[0] if len(own) == 1 else jax.lax.concatenate(own, 0))

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from suite.core import blocks, moments, noise
 from suite.core import kron as core_kron
 from suite.core._namespace import lift
-from suite.core.kron_evidence import told_by
 from suite.core.rounding import stochastic_round
 from suite.core.schedules import advance_clock
 from suite.core.step_size import Clip, clipped, normalized
@@ -164,25 +163,19 @@ def update(
 
     def fit(olds: tuple[core_kron.KronState, ...]) -> Any:
         ok = jnp.asarray(True)
-        last = stacked(gradients)
         if settings.whiten == "gradient":
-            evidence = last
+            evidence = stacked(gradients)
         else:
             evidence = [moments.unbiased(signal, weight) for signal in signals]
         numbers = [jnp.asarray(bucket.streams, jnp.int32) for bucket in static.buckets]
-        stacks: tuple[Any, ...] = (
-            list(olds),
-            evidence,
-            list(map(layout.shared_out, numbers, rows)),
-            last,
-        )
+        stacks: tuple[Any, ...] = (list(olds), evidence, list(map(layout.shared_out, numbers, rows)))
         if pair is not None or value_fn is not None:
             vector, product = pair or made()
             ok = all_finite(product)
             on_vector, on_product = (
                 stacked(static.join(jax.tree.leaves(tree))) for tree in (vector, product)
             )
-            stacks = (list(olds), on_product, stacks[2], on_product, on_vector)
+            stacks = (list(olds), on_product, stacks[2], on_vector)
         new = layout.each(_fitting(settings, step, rate), *stacks)
         return select(ok, tuple(new), olds), ok
 
@@ -264,7 +257,6 @@ def _fitting(settings: Settings, step: jax.Array, rate: Any) -> Callable[..., li
         olds: list[core_kron.KronState],
         evidence: list[jax.Array],
         numbers: list[jax.Array],
-        last: list[jax.Array],
         vectors: list[jax.Array] | None = None,
     ) -> list[core_kron.KronState]:
         units = [
@@ -272,8 +264,7 @@ def _fitting(settings: Settings, step: jax.Array, rate: Any) -> Callable[..., li
             for of_blocks, x, old in zip(numbers, evidence, olds, strict=True)
         ]
         wide = [rule.lifted(old) for old in olds] if rounds else olds
-        told = list(map(told_by, wide, last))  # by momentum, zeros are zero only long after
-        found = rule.fit(wide, evidence, units, rate, vectors, told)
+        found = rule.fit(wide, evidence, units, rate, vectors)
         return list(map(rounded, found, numbers, olds)) if rounds else found
 
     def rounded(

@@ -31,18 +31,24 @@ def late_outputs(closed: Any, arguments: Sequence[Any], sites: Sequence[Site]) -
 
     Args:
         closed: the loss function's jaxpr, as it will be run.
-        arguments: what it will be run with; where they are spread over devices by their types, the
-            types of gradients are not known, and none is summed late.
+        arguments: what it will be run with. Where they, or what a product reads and makes, are spread
+            over devices by their types, those of gradients are not known, and it is not summed late.
     """
-    if any(varying_axes(x) or explicit_mesh(x) for x in (*arguments, *closed.consts)):
+    if any(map(_is_spread, (*arguments, *closed.consts))):
         return {}
     found = {}
     for number, (_, use) in enumerate(sites):
         equation = _inline(closed.jaxpr, use.path)
-        if equation is not None:
-            aval = equation.outvars[use.out].aval
-            found[number] = jnp.zeros(aval.shape, aval.dtype)
+        if equation is None or any(_is_spread(v.aval) for v in (*equation.invars, *equation.outvars)):
+            continue
+        aval = equation.outvars[use.out].aval
+        found[number] = jnp.zeros(aval.shape, aval.dtype)
     return found
+
+
+def _is_spread(x: Any) -> bool:
+    """Whether the type of an array, or a type, says that it is divided or differs over devices."""
+    return bool(varying_axes(x)) or explicit_mesh(x) is not None
 
 
 def _inline(jaxpr: Any, path: Sequence[int]) -> Any:
@@ -82,14 +88,14 @@ def add_late(
     measure: Measure,
 ) -> dict[str, LayerSums]:
     """`found` and the sums of late products, from their inputs and their outputs' gradients."""
+    places = [(layer.name, "transposed" if use.transposed else "main") for layer, use in sites]
+    early = {place for number, place in enumerate(places) if number not in gradients}
     parts: dict[tuple[str, str], list[Sums]] = {}
-    for number, (layer, use) in enumerate(sites):
-        side = "transposed" if use.transposed else "main"
-        like, own = getattr(found[layer.name], side), parts.setdefault((layer.name, side), [])
+    for number, place in enumerate(places):
+        like = getattr(found[place[0]], place[1])
+        own = parts.setdefault(place, [like] if place in early else [])
         if number in gradients:
-            own.append(measure(layer, use, inputs[number], gradients[number], like))
-        elif not any(part is like for part in own):
-            own.append(like)  # what was summed on the way back
+            own.append(measure(*sites[number], inputs[number], gradients[number], like))
     added = dict(found)
     for (name, side), sums in parts.items():
         total = functools.reduce(functools.partial(jax.tree.map, operator.add), sums)

@@ -242,7 +242,7 @@ def _scale(
             if vector is not None:
                 return flat(vector), flat(hvp)
             if value_fn is None:
-                return None, gradient if whiten == "gradient" else signal * jnp.any(gradient != 0)
+                return None, gradient if whiten == "gradient" else signal
             values = unbox(params)
             shape, dtype = state.momentum.shape, state.momentum.dtype
             drawn = noise.draw(streams(), step, noise.PAIR, shape, dtype)[0]

@@ -42,10 +42,17 @@ def varying_alike(slots: Any, *others: Any) -> Any:
 
 def varying_axes(x: Any) -> set[str]:
     """The mesh axes over which a value differs between devices, inside shard_map."""
-    kind: Any = jax.typeof(x) if hasattr(jax, "typeof") else None
+    kind = type_of(x)
     if hasattr(kind, "manual_axis_type"):  # jax 0.10
         return set(kind.manual_axis_type.varying)
     return set(getattr(kind, "vma", ()))
+
+
+def type_of(x: Any) -> Any:
+    """Of an array, or a type itself; None where jax has none to ask for."""
+    if hasattr(x, "to_tangent_aval") and not isinstance(x, jax.Array):  # a type
+        return x
+    return jax.typeof(x) if hasattr(jax, "typeof") else None
 
 
 def vary_like(tree: Any, like: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from suite.core import statistics
 from suite.core.checks import check_number
 from suite.torch.capture import Captured
+from suite.torch.checks import warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import local
 from suite.torch.inplace import HOST_DEVICES, all_finite
@@ -70,6 +71,7 @@ class Agreements:
         self.terms = terms
         self.factor_scaling = factor_scaling
         self.factor_dtype = factor_dtype
+        self._untold = False  # whether it was said that nothing tells of terms
 
     def agree(
         self,
@@ -214,8 +216,16 @@ class Agreements:
         if table in known:
             positions, transposed = known[table]  # there are no products but lookups
             return positions if transposed is None else transposed
+        if known:
+            return known[next(reversed(known))][0]
         # No layer saw anything that would tell: `agree` makes 0 one term.
-        return known[next(reversed(known))][0] if known else torch.zeros_like(rows[0])
+        if self.loss_reduction == "mean" and not self._untold:
+            self._untold = True
+            warn_user(
+                "no layer tells how many terms the loss is the mean of, which is taken for one: where "
+                "there are more, give terms=lambda: n"
+            )
+        return torch.zeros_like(rows[0])
 
 
 def check_terms(terms: Any, **bounds: float) -> None:

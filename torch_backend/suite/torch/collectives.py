@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from suite.torch.checks import warn_user
+
 
 class Parcel(NamedTuple):
     """A tensor that travels. The same list of parcels, in the same order, is known to every rank."""
@@ -103,6 +105,7 @@ class Ranks:
         self.group = group
         self.world = dist.get_world_size(group) if started else 1
         self.rank = dist.get_rank(group) if started else 0
+        self._may_be_joined = not (started or alone)
         self.alone = not started or (self.world == 1 and self.shortcut)
         if self.rank < 0:
             raise ValueError("process_group must have this process as a member, got one without it")
@@ -119,6 +122,16 @@ class Ranks:
 
     def __reduce__(self) -> Any:
         return Ranks, (None, self.bucket_bytes / 2**20)
+
+    def warn_of_others(self, what: str) -> None:
+        """Say once that torch.distributed was initialized later: each process would go its own way."""
+        if self._may_be_joined and dist.is_available() and dist.is_initialized():
+            self._may_be_joined = False
+            if dist.get_world_size() > 1:
+                warn_user(
+                    f"torch.distributed was initialized after the {what} was made, which takes this "
+                    f"process to be alone: make the {what} afterwards"
+                )
 
     def total(self, vector: torch.Tensor, phase: str) -> torch.Tensor:
         """The sum over all ranks, on the device of `vector`."""

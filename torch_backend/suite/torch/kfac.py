@@ -538,6 +538,7 @@ class KFAC(torch.optim.Optimizer):
         lr_of, moves = self._lr_of(), self._moves()
         require_unscaled(self._grad_scaler, self, self._base)
         self._engine.capture.unwind()
+        self._engine.ranks.warn_of_others("KFAC")
         scale: Callable[[], float] = functools.partial(scale_of, self._grad_scaler)
         if self._sampler is not None:
             self._sampler.forget()

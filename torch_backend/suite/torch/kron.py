@@ -367,6 +367,7 @@ class Kron(torch.optim.Optimizer):
         gradients = [p.grad for p in parameters if p.grad is not None]
         if any(g.is_sparse for g in gradients):
             raise ValueError("Kron needs dense gradients: build the embedding with sparse=False")
+        self._ranks.warn_of_others("Kron")
         if self._skipped is None or (not gradients and self._ranks.alone):
             return loss
         with without_autocast(parameters):

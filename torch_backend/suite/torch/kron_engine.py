@@ -17,7 +17,6 @@ import torch
 from suite.core import blocks, buckets, moments, noise
 from suite.core import kron as core_kron
 from suite.core._namespace import lift
-from suite.core.kron_evidence import Told, told_by
 from suite.core.rounding import stochastic_round
 from suite.core.step_size import Clip, clipped, normalized, rms_clip_scale
 from suite.torch.collectives import Ranks
@@ -66,7 +65,6 @@ class _Work(NamedTuple):
     weight: torch.Tensor | None  # what the signal is still to be divided by
     evidence: torch.Tensor
     vector: torch.Tensor | None
-    told: Told | None  # None: what the evidence itself tells
     state: core_kron.KronState  # as it was
 
 
@@ -214,13 +212,11 @@ class KronEngine:
         keep = which_may_change(piece, filled, finite, pack.momentum.device)
         gradient = gathered(piece, stacks, pack.momentum)
         signal, weight = self._absorb(pack, gradient, keep, settings)
-        evidence, vector, told = (gradient if settings.whiten == "gradient" else signal), None, None
+        evidence, vector = (gradient if settings.whiten == "gradient" else signal), None
         if of_pairs is not None:
             vector, evidence = (gathered(piece, parts, pack.momentum) for parts in of_pairs)
         state = self.storage.full(self.rule, pack.kron, factors=settings.update)
-        if settings.update and evidence is signal:
-            told = told_by(state, gradient)
-        return _Work(pack, keep, signal, weight, evidence, vector, told, state)
+        return _Work(pack, keep, signal, weight, evidence, vector, state)
 
     def _pack(self, piece: Piece) -> Pack:
         """The piece's part of its bucket, as views."""
@@ -278,11 +274,8 @@ class KronEngine:
         rounds, olds = settings.stochastic_rounding, [w.state for w in work]
         units = _noises(work, settings.step)
         evidence, vectors = [w.evidence for w in work], [w.vector for w in work if w.vector is not None]
-        told = [w.told for w in work if w.told is not None]
         wide = [self.rule.lifted(old) for old in olds] if rounds else olds
-        found = self.rule.fit(
-            wide, evidence, units, settings.preconditioner_lr, vectors or None, told or None
-        )
+        found = self.rule.fit(wide, evidence, units, settings.preconditioner_lr, vectors or None)
         if not rounds:
             return found
         rounded = []

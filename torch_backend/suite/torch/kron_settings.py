@@ -10,7 +10,7 @@ import torch
 
 from suite.core import blocks
 from suite.core import kron as core_kron
-from suite.core.checks import check_choice, check_flag, check_integer, check_range
+from suite.core.checks import check_choice, check_flag, check_integer, check_wide
 from suite.core.schedules import advance_clock
 from suite.torch.checks import check_clip, check_dtype, check_number, is_at_hand, require_known
 from suite.torch.kron_engine import StepSettings
@@ -193,7 +193,7 @@ def _check_setting(name: str, value: Any) -> None:
         check_integer(name, value, at_least=0)
     elif name in ("mu_dtype", "precond_dtype") and value is not None:
         check_dtype(name, value)
-        check_range(name, value, torch.finfo(value).max)
+        check_wide(name, value, torch.finfo(value).max)
 
 
 def rule_of(settings: dict[str, Any]) -> core_kron.Kron:

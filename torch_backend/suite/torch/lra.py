@@ -210,7 +210,7 @@ class _WholeVector(torch.optim.Optimizer):
         if due:
             streams = self._streams(gradient, group)
             unit = noise.draw(streams, step, noise.FIT, tuple(gradient.shape), gradient.dtype)[0]
-            evidence = gradient if group["whiten"] == "gradient" else signal * gradient.any()
+            evidence = gradient if group["whiten"] == "gradient" else signal
             new |= self._fit(state, evidence if product is None else product, unit, rate, vector)
         for name, tensor in new.items():
             state[name].copy_(torch.where(finite, tensor, state[name]))
