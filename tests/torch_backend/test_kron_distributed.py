@@ -145,8 +145,12 @@ def test_shares_of_the_state_add_up_and_are_fair(crew, shared, largest):
 
 
 def test_without_sharing_nothing_but_the_agreement_is_sent(crew):
-    (result, _) = crew.run(train_kron, 2, Settings(), {"distributed": "replicate"})
-    assert set(result["collectives"]) == {"Kron's agreement on the step"}
+    settings = Settings()
+    (result, _) = crew.run(train_kron, 2, settings, {"distributed": "replicate"})
+    assert result["collectives"] == {
+        "Kron's agreement on the step": settings.steps,
+        "Kron's number of parameters": 1,
+    }
 
 
 def kron_with_nan(settings: Settings, kron: dict[str, Any]) -> tuple[bool, int, list[torch.Tensor]]:
