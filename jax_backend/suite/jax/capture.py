@@ -210,10 +210,10 @@ class value_and_grad:
         }
         sites = [(layer, use) for layer in plan.layers for use in layer.uses]
         late = late_outputs(traced.jaxpr, [*leaves, *traced.arguments], sites)
+        known = bases or {}
 
         def measure(layer: Layer, use: Use, x: Any, gradient: jax.Array, like: Sums) -> Sums:
-            own = None if bases is None else bases.get(layer.name)
-            return use_sums(layer, use, x, gradient, like, own, self._reduce)
+            return use_sums(layer, use, x, gradient, like, known.get(layer.name), self._reduce)
 
         def measure_if_due(layer: Layer, use: Use) -> Any:
             """`measure` on the way back, where a loop may have taken the bases apart."""
@@ -241,11 +241,9 @@ class value_and_grad:
                 else:
                     probes.append(_probe(use, measure_if_due(layer, use)))
                     like = sums[layer.name].transposed if use.transposed else sums[layer.name].main
-                    known = None if bases is None else bases.get(layer.name)
                     chosen = None if due is None else jnp.broadcast_to(due, use.lengths)
-                    own[i] = (_by_loop(use, like), (_by_loop(use, known), chosen))
-            out = traced.run(leaves, probes, own)
-            return out, inputs
+                    own[i] = (_by_loop(use, like), (_by_loop(use, known.get(layer.name)), chosen))
+            return traced.run(leaves, probes, own), inputs
 
         def if_due(sums: Callable[[], Any], otherwise: Any, read: Any) -> Any:
             if due is None:

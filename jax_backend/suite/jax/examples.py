@@ -71,15 +71,13 @@ def _weights(program: jaxprs.Program, given: Collection[int], trained: Collectio
                 sums = dict(zip(op.contracted[i], op.contracted[1 - i], strict=True))
                 others, shape = {axis for axis, _ in known[1 - i]}, _shape(program, node.inputs[1 - i])
                 square = {shape[axis] for axis in others} if len(shape) == 2 else set()
-                own = {v for _, v in known[1 - i]}
-                for axis, v in known[i]:
-                    bound = (*op.contracted[i], *op.batch[i])
-                    beside = {w for a, w in known[i] if a not in bound}
-                    if axis in sums and v not in own and beside - {v}:
-                        found.add(v)
+                bound = (*op.contracted[i], *op.batch[i])
+                beside = {v for a, v in known[i] if a not in bound}
+                made_of = {v for _, v in known[1 - i]}
+                found |= {v for a, v in known[i] if a in sums and v not in made_of and beside - {v}}
                 sums = {a: b for a, b in sums.items() if b not in others and shape[b] not in square}
                 if node.inputs[1 - i] in trained:
-                    rows |= {v for a, v in known[i] if a not in (*op.contracted[i], *op.batch[i])}
+                    rows |= beside
                 if node.inputs[1 - i] in of_given:
                     found |= {v for a, v in known[i] if a in sums}
             out = _of_product(op, known, [_shape(program, v) for v in node.inputs])

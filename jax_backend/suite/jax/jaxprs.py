@@ -174,16 +174,14 @@ class _Flattener:
             for i, out in enumerate(eqn.outvars):
                 begin, end = [0] * len(shape), list(shape)
                 begin[eqn.params["axis"]], end[eqn.params["axis"]] = int(starts[i]), int(starts[i + 1])
-                step = ("slice", (tuple(begin), tuple(end), (1,) * len(shape)))
-                outs.append(node(Reindex(step), values, out.aval))
+                outs.append(node(_slice(shape, begin, end), values, out.aval))
             return outs
         if name == "dynamic_slice" and all(isinstance(v, jex.Literal) for v in eqn.invars[1:]):
             shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
             known = zip((int(v.val) for v in eqn.invars[1:]), shape, sizes, strict=True)
             begin = [min(max(a, 0), n - k) for a, n, k in known]
             end = [a + k for a, k in zip(begin, sizes, strict=True)]
-            step = ("slice", (tuple(begin), tuple(end), (1,) * len(shape)))
-            return [node(Reindex(None if shape == sizes else step), values[:1], eqn.outvars[0].aval)]
+            return [node(_slice(shape, begin, end), values[:1], eqn.outvars[0].aval)]
         if name == "reshape" and eqn.params.get("dimensions") is not None:  # of vmapped convolutions
             order, given, (out,) = eqn.params["dimensions"], eqn.invars[0].aval, eqn.outvars
             turned = given.update(shape=tuple(given.shape[axis] for axis in order))
@@ -300,6 +298,13 @@ def stops_gradients(program: Program, node: Node) -> bool:
 
 def _is_float(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _slice(shape: Sequence[int], begin: Sequence[int], end: Sequence[int]) -> Reindex:
+    """x[begin:end] along every axis; of the whole, nothing is moved."""
+    if not any(begin) and tuple(end) == tuple(shape):
+        return Reindex(None)
+    return Reindex(("slice", (tuple(begin), tuple(end), (1,) * len(shape))))
 
 
 def called(eqn: Any) -> tuple[Any, Sequence[Any]]:

@@ -140,19 +140,19 @@ def plan(
 
     Raises:
         TypeError: `scanned_layers` that are not booleans.
-        ValueError: complex leaves; `scanned_layers` of another structure.
+        ValueError: leaves that are no floats, or complex; `scanned_layers` of another structure.
     """
     leaves = jax.tree.leaves(tree)
-    if any(jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating) for leaf in leaves):
-        raise ValueError(
-            "complex parameters are not covered: optax.contrib.split_real_and_imaginary(...) around "
-            "the optimizer gives it real and imaginary parts"
-        )
     for leaf in leaves:
-        kind = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
-        if not jnp.issubdtype(kind, jnp.floating):
+        dtype = jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
             raise ValueError(
-                f"parameters must be floats, got {kind}: leave others out, as by optax.masked or "
+                "complex parameters are not covered: optax.contrib.split_real_and_imaginary(...) around "
+                "the optimizer gives it real and imaginary parts"
+            )
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"parameters must be floats, got {dtype}: leave others out, as by optax.masked or "
                 "equinox.filter(model, equinox.is_inexact_array)"
             )
     scanned = _scanned(scanned_layers, tree, len(leaves))
