@@ -144,7 +144,7 @@ def test_what_runs_by_itself_is_summed_in_one_cond():
     params = PARAMS[dense]
     vag = value_and_grad(loss_of(dense), has_aux=True)
     traced = jax.make_jaxpr(lambda due: vag(params, X, capture=due))(True)
-    assert count(traced.jaxpr, "cond") == (1, 0)
+    assert count(traced.jaxpr, "cond") == (1, 1)  # the inner one is what `vmap` takes apart
     products = count(
         jax.make_jaxpr(jax.value_and_grad(loss_of(dense), has_aux=True))(params, X).jaxpr, "dot_general"
     )
@@ -166,6 +166,15 @@ def test_members_of_an_ensemble_choose_for_themselves():
             found,
             expected,
         )
+
+
+def test_members_leave_out_what_none_of_them_chooses():
+    params = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS[dense])
+    vag = value_and_grad(loss_of(dense), has_aux=True)
+    due = jnp.asarray([False, False])
+    mapped = jax.make_jaxpr(jax.vmap(lambda p, due: vag(p, X, capture=due)))(params, due)
+    assert count(mapped.jaxpr, "cond") == (1, 0)
+    assert count(mapped.jaxpr, "dot_general")[1] > 0  # the sums', in it
 
 
 def test_in_a_scan_over_steps():

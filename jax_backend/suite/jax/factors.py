@@ -23,7 +23,7 @@ from suite.jax.factors_state import (
 )
 from suite.jax.layers import Layer, Sums
 from suite.jax.plan import Statistics
-from suite.jax.varying import cond
+from suite.jax.varying import cond, of_any
 
 
 class Factors(FactorLayout):
@@ -256,9 +256,9 @@ class Factors(FactorLayout):
         if not self.warm_start or factor.average.ndim == 2:
             return self.rule.refresh_factor(factor, damping)
         return lax.cond(
-            jnp.all(factor.ready),
-            lambda: self.rule.refresh_factor(factor, damping, warm=True),
+            of_any(~jnp.all(factor.ready)),  # under `vmap` all start cold if one has to
             lambda: self.rule.refresh_factor(factor, damping),
+            lambda: self.rule.refresh_factor(factor, damping, warm=True),
         )
 
     def _dampings(self, means: jax.Array, damping: Any, order: np.ndarray | None = None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Values that differ between devices inside shard_map, by their types."""
+"""Values that differ between devices inside shard_map, by their types, or between members of a `vmap`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,40 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
+@jax.custom_batching.custom_vmap
+def of_any(chosen: jax.Array) -> jax.Array:
+    """The boolean () itself; under `vmap` whether any member's is true, one for all."""
+    return chosen
+
+
+@of_any.def_vmap
+def _of_members(size: int, batched: Any, chosen: jax.Array) -> tuple[jax.Array, bool]:
+    return of_any(jnp.any(chosen, axis=0) if batched[0] else chosen), False
+
+
 def cond(chosen: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any, like: Any) -> Any:
-    """`lax.cond` whose branches may return what varies differently over devices, inside shard_map.
+    """`lax.cond` that is one under `vmap`, too, and whose branches may vary differently over devices.
+
+    `vmap` computes both sides of a `lax.cond` whose predicate is not one for all members. Here only where
+    some member takes `yes`: `no` is to be what costs nothing.
 
     Args:
-        like: what they read that may vary; where nothing of it does, this is `lax.cond`.
+        like: what the branches read that may vary inside shard_map.
     """
+
+    def members(*own: Any) -> Any:
+        return _cond(chosen, yes, no, *own, like=like)
+
+    return _cond(of_any(chosen), members, no, *operands, like=like)
+
+
+def _cond(
+    chosen: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any, like: Any
+) -> Any:
     if not any(varying_axes(x) for x in jax.tree.leaves(like)):
         return lax.cond(chosen, yes, no, *operands)
     kinds = [jax.eval_shape(branch, *operands) for branch in (yes, no)]
