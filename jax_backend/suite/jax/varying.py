@@ -24,8 +24,8 @@ def _of_members(size: int, batched: Any, chosen: jax.Array) -> tuple[jax.Array, 
 def cond(chosen: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any, like: Any) -> Any:
     """`lax.cond` that is one under `vmap`, too, and whose branches may vary differently over devices.
 
-    `vmap` computes both sides of a `lax.cond` whose predicate is not one for all members; here it does so
-    only where some member takes `yes`. `no` is to be what costs nothing.
+    `vmap` computes both sides of a `lax.cond` whose predicate is not one for all members; this one only
+    where some member takes `yes`. `no` is to be what costs nothing.
 
     Args:
         like: what the branches read that may vary inside shard_map.
