@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -188,17 +189,19 @@ def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_on_all(crew, wra
 # ---- tensor parallelism: the whole matrix, not a slice --------------------------------------------
 
 
-def tensor_parallel(fsdp: bool, distributed: str) -> list[torch.Tensor]:
+def tensor_parallel(fsdp: bool, distributed: str, first: int = 0) -> list[torch.Tensor]:
+    """`first`: the place of the first layer that is."""
     world, rank = world_and_rank()
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)
-    ).double()
+    sides = (6, 8, 6, 5, 3)
+    layers = [x for pair in itertools.pairwise(sides) for x in (nn.Linear(*pair), nn.Tanh())]
+    model = nn.Sequential(*layers[:-1]).double()
     dp = 1
     if world > 1:
         dp = world // 2
         mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp", "tp"))
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        split = {str(first): ColwiseParallel(), str(first + 2): RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], split)
         if fsdp:
             fully_shard(model, mesh=mesh["dp"])
         rank = mesh.get_local_rank("dp")
@@ -218,6 +221,14 @@ def tensor_parallel(fsdp: bool, distributed: str) -> list[torch.Tensor]:
 def test_tensor_parallel_layers_are_preconditioned_whole(crew, world, fsdp, distributed):
     expected = tensor_parallel(False, "replicate")
     for parameters in crew.run(tensor_parallel, world, fsdp, distributed):
+        assert distance(parameters, expected) < 1e-9
+
+
+@pytest.mark.parametrize("distributed", ["replicate", "shard"])
+def test_the_ranks_are_those_of_the_largest_mesh(crew, distributed):
+    """The first parameter may be on the data-parallel axis alone."""
+    expected = tensor_parallel(False, "replicate")
+    for parameters in crew.run(tensor_parallel, 4, True, distributed, 2):
         assert distance(parameters, expected) < 1e-9
 
 

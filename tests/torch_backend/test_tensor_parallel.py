@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -155,6 +156,67 @@ def test_a_block_that_is_not_finite_skips_the_step_on_all(crew, bad):
         assert steps == (5, 1)
         assert any("step 2 was skipped" in text for text in said)
         assert all(bool(p.isfinite().all()) for p in found)
+
+
+def test_a_mesh_with_one_tensor_parallel_rank_is_none(crew):
+    whole = Net()
+    sgd = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    train(whole, KFAC(whole, sgd, damping=0.03), (1, 0))
+    for found, *_ in crew.run(tensor_parallel, 2, 1, True, {}):
+        assert distance(found, [p.detach() for p in whole.parameters()]) < 1e-9
+
+
+def resumed(how: str, folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor], str]:
+    """What training goes on to from a checkpoint, without one, and what another mesh says to it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def made(mesh: Any = mesh) -> tuple[nn.Module, KFAC]:
+        model = Net()
+        if "tp" in mesh.mesh_dim_names:
+            layers = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], layers)
+        fully_shard(model, mesh=mesh["dp"])
+        return model, KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), damping=0.03)
+
+    ranks = 2, mesh.get_local_rank("dp")
+    model, kfac = made()
+    train(model, kfac, ranks)
+    path = f"{folder}/state"
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    if how == "dcp":
+        dcp.save(kfac.state_dict(gather=False), checkpoint_id=path)
+    else:
+        state = kfac.state_dict()
+        if dist.get_rank() == 0:
+            torch.save(state["kfac"], path)
+    dist.barrier()
+    other, again = made()
+    other.load_state_dict(weights)
+    if how == "dcp":
+        state = again.state_dict(gather=False)
+        dcp.load(state, checkpoint_id=path)
+        again.load_state_dict(state)
+        said = ""
+    else:
+        again.load_state_dict({**state, "kfac": torch.load(path, weights_only=True)})
+        _, flat = made(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+        try:
+            flat.load_state_dict(state)
+            said = "nothing"
+        except ValueError as error:
+            said = str(error)
+    for goes_on in ((model, kfac), (other, again)):
+        train(*goes_on, ranks)
+    both = [[quietly(p.full_tensor)[0].detach() for p in m.parameters()] for m in (other, model)]
+    return both[0], both[1], said
+
+
+@pytest.mark.parametrize("how", ["torch.save", "dcp"])
+def test_a_checkpoint_has_the_blocks_of_all_ranks(crew, how, tmp_path):
+    """Saved by one rank, each has its own again; a mesh with other blocks is told so."""
+    for found, expected, said in crew.run(resumed, 4, how, str(tmp_path)):
+        assert distance(found, expected) == 0
+        assert how == "dcp" or "layers missing ['down', 'up']" in said
 
 
 def without_group() -> str:

@@ -6,6 +6,7 @@ that every rank derives from the same plan. Tensors travel in flat buckets, one 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ class Parcel(NamedTuple):
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+
+_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 def _nothing() -> None:
@@ -123,8 +127,16 @@ class Ranks:
     def __reduce__(self) -> Any:
         return Ranks, (None, self.bucket_bytes / 2**20)
 
-    def warn_of_others(self, what: str) -> None:
-        """Say once that torch.distributed was initialized later: each process would go its own way."""
+    def require_current(self, what: str) -> None:
+        """RuntimeError where torch.distributed was initialized anew, with other ranks.
+
+        Says once that it was initialized later: each process would go its own way.
+        """
+        if not self.alone and self.group is None and dist.get_world_size() != self.world:
+            raise RuntimeError(
+                f"torch.distributed was initialized anew, with {dist.get_world_size()} ranks for "
+                f"{self.world}: make the {what} anew, and load its state"
+            )
         if self._may_be_joined and dist.is_available() and dist.is_initialized():
             self._may_be_joined = False
             if dist.get_world_size() > 1:
@@ -325,9 +337,11 @@ class Ranks:
             self._groups[key] = None
             if self.rank in key:
                 names = [r if self.group is None else dist.get_global_rank(self.group, r) for r in key]
-                self._groups[key] = dist.new_group(
-                    names, timeout=_timeout_of(self.group, self.device), use_local_synchronization=True
-                )
+                made = _made_of(dist.group.WORLD if self.group is None else self.group)
+                if key not in made:
+                    timeout = _timeout_of(self.group, self.device)
+                    made[key] = dist.new_group(names, timeout=timeout, use_local_synchronization=True)
+                self._groups[key] = made[key]
 
     def _is_large(self, parcel: Parcel) -> bool:
         """Whether to broadcast it: in a bucket it would be copied for each of its destinations."""
@@ -411,6 +425,12 @@ class Ranks:
     def _count(self, phase: str, sent: int) -> None:
         self.bytes_sent[phase] = self.bytes_sent.get(phase, 0) + sent
         self.collectives[phase] = self.collectives.get(phase, 0) + 1
+
+
+def _made_of(group: Any) -> dict[tuple[int, ...], Any]:
+    """The groups of some of its ranks so far, by these: each has threads, and nobody takes it off."""
+    made: dict[tuple[int, ...], Any] = _MADE.setdefault(group, {})
+    return made
 
 
 def _timeout_of(group: Any, device: torch.device) -> timedelta | None:

@@ -9,7 +9,8 @@ by outputs (ColwiseParallel) G is block-diagonal with a block a rank, for one th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -182,33 +183,84 @@ def split_dim(parameter: Any, axes: int) -> int | None:
     return dims.pop() if dims else None
 
 
-def data_group(parameters: Iterable[tuple[Any, int]]) -> tuple[Any, Any, bool]:
-    """Of parameters with their `tensor_axes`: (group of data-parallel ranks, of tensor-parallel, found).
+def data_group(parameters: Iterable[tuple[Any, int, bool]]) -> tuple[Any, Any, bool]:
+    """The ranks with the same blocks of parameters and other data, and those with other blocks.
 
-    The first is None where the meshes have no data-parallel axis; the last says whether there is a
-    tensor-parallel one.
+    Args:
+        parameters: with their `tensor_axes`, and whether K-FAC covers them.
+
+    Returns:
+        (group of data-parallel ranks, of tensor-parallel ranks, whether there are such). The first is
+        None where no mesh has a data-parallel axis.
+
+    Raises:
+        ValueError: covered parameters are sharded over other ranks than others.
     """
-    parameters = list(parameters)
-    for parameter, axes in parameters:
-        if axes:
-            mesh = parameter.device_mesh
-            names = mesh.mesh_dim_names
-            if axes > 1:
-                raise ValueError(f"K-FAC knows one tensor-parallel axis, got mesh {mesh}")
-            tensor = mesh.get_group(mesh.ndim - 1)
-            rest = mesh.ndim - axes
-            if rest == 0:
-                return None, tensor, True
-            data = mesh.get_group(0) if rest == 1 else mesh[names[:rest]]._flatten().get_group()
-            return data, tensor, True
-    sharded = [parameter for parameter, _ in parameters if is_sharded(parameter)]
-    return (mesh_group(sharded[0]) if sharded else None), None, False
+    data: dict[bool, dict[tuple[int, ...], Callable[[], Any]]] = {True: {}, False: {}}
+    tensor, split = None, False
+    for parameter, axes, covered in parameters:
+        if not is_sharded(parameter):
+            continue
+        mesh, rest = parameter.device_mesh, parameter.device_mesh.ndim - axes
+        if axes > 1:
+            raise ValueError(f"K-FAC knows one tensor-parallel axis, got mesh {mesh}")
+        if axes and not split:
+            tensor, split = mesh.get_group(mesh.ndim - 1), True
+        if rest:
+            ranks = mesh.mesh if not axes else mesh.mesh.select(-1, mesh.get_local_rank(mesh.ndim - 1))
+            group = functools.partial(_group, mesh, rest)
+            data[covered].setdefault(tuple(ranks.flatten().tolist()), group)
+    if len(data[True]) > 1:
+        raise ValueError(
+            "layers must be sharded over the same ranks, got some over ranks "
+            f"{' and some over '.join(str(list(ranks)) for ranks in data[True])}: leave some out by "
+            "skip_layers=, as experts that are spread over ranks, or give process_group="
+        )
+    own = data[True] or data[False]
+    return (next(iter(own.values()))() if own else None), tensor, split
 
 
-def mesh_group(parameter: Any) -> Any:
-    """The process group of all ranks of a DTensor's mesh."""
-    mesh = parameter.device_mesh
+def _group(mesh: Any, axes: int) -> Any:
+    """The process group of this rank along the first axes of a mesh."""
+    if axes == mesh.ndim:
+        return mesh_group(mesh)
+    return mesh.get_group(0) if axes == 1 else mesh[mesh.mesh_dim_names[:axes]]._flatten().get_group()
+
+
+def mesh_group(mesh: Any) -> Any:
+    """The process group of all ranks of a mesh."""
     return mesh.get_group(0) if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
+def group_of_all(parameters: Iterable[Any]) -> Any:
+    """The process group of the mesh that has all the ranks of all meshes; None without any.
+
+    Raises:
+        ValueError: none has.
+    """
+    meshes: dict[frozenset[int], Any] = {}
+    for parameter in parameters:
+        if is_sharded(parameter):
+            mesh = parameter.device_mesh
+            meshes.setdefault(frozenset(mesh.mesh.flatten().tolist()), mesh)
+    if not meshes:
+        return None
+    largest = max(meshes, key=len)
+    if not all(ranks <= largest for ranks in meshes):
+        raise ValueError(
+            "process_group must be given where parameters are sharded over other ranks than others, got "
+            f"{' and '.join(str(sorted(ranks)) for ranks in meshes)}"
+        )
+    return mesh_group(meshes[largest])
+
+
+def require_not_flattened(parameters: Iterable[torch.Tensor]) -> None:
+    """ValueError where FullyShardedDataParallel has put parameters into flat ones, and cut these."""
+    if any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
+        raise ValueError(
+            "parameters must keep their shapes, got those of FullyShardedDataParallel: use fully_shard "
+            "(FSDP2)"
+        )
 
 
 def settled(gradient: Any, parameter: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from suite.torch.attention import Attention
-from suite.torch.dtensors import sharded_modules, split_dim, tensor_axes
+from suite.torch.dtensors import require_not_flattened, sharded_modules, split_dim, tensor_axes
 from suite.torch.kinds import (
     FUNCTIONS,
     HIDDEN,
@@ -74,6 +74,7 @@ class FoundLayers:
                 "model must be one that hooks can be put on, got a torch.jit.ScriptModule: attach to "
                 "the model that it was made of"
             )
+        require_not_flattened(model.parameters())
         self.layers: list[Layer] = []
         self.attentions: list[Attention] = []
         self.free: dict[nn.Module, list[Layer]] = {}  # by the module whose forward uses them

@@ -343,6 +343,7 @@ class KFAC(torch.optim.Optimizer):
         super().__init__(list(covered.values()), {"lr": lr} if optimizer is None else {})
         self._base = optimizer
         self._steps = 0
+        self._compared = False  # whether ranks have the same parameters
         self._skipped = SkippedSteps()
         self._counted_terms: torch.Tensor | None = None
         attached.register(self, self._engine.capture)
@@ -538,7 +539,7 @@ class KFAC(torch.optim.Optimizer):
         lr_of, moves = self._lr_of(), self._moves()
         require_unscaled(self._grad_scaler, self, self._base)
         self._engine.capture.unwind()
-        self._engine.ranks.warn_of_others("KFAC")
+        self._engine.ranks.require_current("KFAC")
         scale: Callable[[], float] = functools.partial(scale_of, self._grad_scaler)
         if self._sampler is not None:
             self._sampler.forget()
@@ -546,6 +547,9 @@ class KFAC(torch.optim.Optimizer):
         taken = self._engine.capture.take_statistics(scale)
         parameters = self._parameters()
         due = self._spread_inverses or self._steps % inv_update_steps == 0
+        if not self._compared:
+            self._engine.require_the_same_parameters()
+            self._compared = True
         agreed = self._engine.agree(parameters, taken, moves)
         by_device = not due and self._engine.is_alone
         by_device = by_device and self._skipped.can_be_left_to_device(self._base, parameters)
@@ -619,7 +623,9 @@ class KFAC(torch.optim.Optimizer):
         layers = [x for x in self._engine.layers if any(id(p) not in present for p in x.parameters())]
         gone, without = {x.name for x in layers}, {id(p) for x in layers for p in x.parameters()}
         state["layers"] = {name: x for name, x in state["layers"].items() if name not in gone}
-        state["inputs"] = [pair for pair in state["inputs"] if gone.isdisjoint(pair)]
+        shared = kfac_records.sharing_of(state)
+        kept = {name: leader for name, leader in shared.items() if gone.isdisjoint((name, leader))}
+        state["inputs"] = kfac_records.inputs_of(kept)
         known = [
             frozenset(n for n, p in names.items() if now.get(n) is p and id(p) not in without)
             for names in (self._trained, self._given)
@@ -734,8 +740,7 @@ class KFAC(torch.optim.Optimizer):
             "layers": self._engine.state_dict(
                 gather=gather, include_factors=include_factors, include_inverses=include_inverses
             ),
-            # A list: what stores nested dicts flat would lose which keys there are.
-            "inputs": [list(pair) for pair in self._engine.factors.sharing().items()],
+            "inputs": kfac_records.inputs_of(self._engine.factors.sharing()),
             "discovered": not self._engine.capture.clock.discovering,
             "gathered": gather,
             "factors": include_factors and self._engine.factors.allocated,
@@ -799,11 +804,13 @@ class KFAC(torch.optim.Optimizer):
         """Why it is no state of this object; None: it is one."""
         own, known = self._engine.rule.compute_method, self._hyperparameters
         problem = kfac_records.misfit(state_dict, own, known, self._base is not None)
-        return problem or self._engine.factors.misfit(state_dict["kfac"]["layers"])
+        if problem is not None:
+            return problem
+        return self._engine.factors.misfit(self._engine.own_blocks(state_dict["kfac"]["layers"]))
 
     def _take_over(self, kfac: Mapping[str, Any], *, has_inverses: bool) -> None:
         refreshed = has_inverses and kfac["refreshed_at"] is not None
-        shared, discovered = dict(kfac["inputs"]), kfac["discovered"]
+        shared, discovered = kfac_records.sharing_of(kfac), kfac["discovered"]
         self._engine.load_state_dict(
             kfac["layers"], shared, discovered, held=kfac["factors"], refreshed=refreshed
         )

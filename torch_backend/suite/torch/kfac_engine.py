@@ -22,6 +22,7 @@ from suite.torch.find_layers import FoundLayers
 from suite.torch.gradients import GradientExchange
 from suite.torch.kfac_reports import Reports
 from suite.torch.model_capture import ModelCapture, Taken
+from suite.torch.same_parameters import require_same_parameters
 from suite.torch.summing import Scaling, summed_factors, summed_products
 
 RANK_STRIDE = 1_000_003  # between the seeds of ranks: each draws noise for rows of its own
@@ -127,6 +128,20 @@ class KFACEngine:
                     "all ranks of process_group must have the same layers, got others on rank "
                     f"{rank} than on rank {self.ranks.rank}: {unlike}"
                 )
+
+    def require_the_same_parameters(self) -> None:
+        """ValueError, on all ranks, if some have other numbers in the layers than others."""
+        named = {
+            f"{layer.name}, {kind}": parameter
+            for layer in self.layers
+            for kind, parameter in zip(("weight", "bias"), layer.parameters(), strict=False)
+        }
+        require_same_parameters(
+            named,
+            self.ranks,
+            "KFAC",
+            "give process_group= the ranks that share them, or skip_layers= what each has of its own",
+        )
 
     @property
     def is_alone(self) -> bool:
@@ -314,7 +329,7 @@ class KFACEngine:
         def coefficient_of(changes: torch.Tensor) -> torch.Tensor:
             assert kl_clip is not None
             change = changes[0]
-            if any(self.layers[i].tensor_split for i in agreed.present):
+            if not self.tensor_ranks.alone and any(self.layers[i].tensor_split for i in agreed.present):
                 phase = "K-FAC's sum for kl_clip over tensor-parallel ranks"
                 change = change + self.tensor_ranks.total(changes[1:], phase)[0]
             coefficient: torch.Tensor = kl_clip_coefficient(change, kl_clip)
@@ -370,11 +385,41 @@ class KFACEngine:
     def state_dict(
         self, *, gather: bool, include_factors: bool = True, include_inverses: bool = True
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Tensors by layer name, of all ranks or of this one."""
+        """Tensors by layer name, of all ranks or of this one; of layers that are split by block, too."""
         if not gather:
             self.factors.allocate()
         collect = self.factors.gathered_state_dict if gather else self.factors.state_dict
-        return collect(include_factors=include_factors, include_inverses=include_inverses)
+        layers = collect(include_factors=include_factors, include_inverses=include_inverses)
+        if self.tensor_ranks.alone:
+            return layers
+        split = [layer for layer in self.layers if layer.tensor_split]
+        whole = {name: x for name, x in layers.items() if name not in {layer.name for layer in split}}
+        blocks = {self._block_of(layer.name): layers[layer.name] for layer in split}
+        if not gather:
+            return whole | blocks
+        # On the host: a tensor would arrive on the device that it comes from.
+        sent = {name: {key: x.cpu() for key, x in own.items()} for name, own in blocks.items()}
+        for rank, others in enumerate(self.tensor_ranks.gather(sent, "K-FAC's gathering of its state")):
+            for layer in split if rank != self.tensor_ranks.rank else ():
+                name = self._block_of(layer.name, rank)
+                blocks[name] = {key: x.to(layer.device) for key, x in others[name].items()}
+        return whole | blocks
+
+    def _block_of(self, name: str, rank: int | None = None) -> str:
+        """What a checkpoint calls a layer's block of a tensor-parallel rank, by default this one."""
+        own = self.tensor_ranks
+        return f"{name}, block {own.rank if rank is None else rank} of {own.world}"
+
+    def own_blocks(self, layers: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a `state_dict()` what is this rank's, by layer name, and what is not known."""
+        if self.tensor_ranks.alone:
+            return dict(layers)
+        split = [layer.name for layer in self.layers if layer.tensor_split]
+        ranks = range(self.tensor_ranks.world)
+        others = {self._block_of(name, rank) for name in split for rank in ranks}
+        found = {name: x for name, x in layers.items() if name not in others and name not in split}
+        own = {name: self._block_of(name) for name in split}
+        return found | {name: layers[block] for name, block in own.items() if block in layers}
 
     def load_state_dict(
         self,
@@ -391,7 +436,8 @@ class KFACEngine:
             held: whether it has factors, on whatever rank.
             refreshed: whether there were inverses.
         """
-        self.factors.load_state_dict(layers, sharing, held=held, refreshed=refreshed)
+        own = self.own_blocks(layers)
+        self.factors.load_state_dict(own, sharing, held=held, refreshed=refreshed)
         self.capture.clock.discovering = not discovered
         self._tell_captures()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,20 @@ _SAVED = {  # in a checkpoint, under 'kfac'
     *("version", "compute_method", "steps", "skipped_steps", "refreshed_at", "draws", "hyperparameters"),
     *("layers", "inputs", "discovered", "gathered", "factors", "inverses"),
 }
+
+
+def inputs_of(sharing: Mapping[str, str]) -> str:
+    """A checkpoint's 'inputs': which layer has whose A.
+
+    A string: what stores nested dicts and lists flat loses which there are, and those that are empty.
+    """
+    return json.dumps([*sharing.items()])
+
+
+def sharing_of(kfac: Mapping[str, Any]) -> dict[str, str]:
+    """Layer -> the one whose A it has, from a checkpoint's 'kfac'; older ones have a list."""
+    inputs = kfac["inputs"]
+    return dict(json.loads(inputs) if isinstance(inputs, str) else inputs)
 
 
 def misfit(

@@ -19,7 +19,7 @@ from suite.core.step_size import Clip
 from suite.torch.autocast import without_autocast
 from suite.torch.checks import check_number, plain, warn_user
 from suite.torch.collectives import Ranks
-from suite.torch.dtensors import is_sharded, local, mesh_group, settled
+from suite.torch.dtensors import group_of_all, is_sharded, local, require_not_flattened, settled
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES, all_finite
 from suite.torch.kron_engine import KronEngine, Pairs, StepSettings, as_real
@@ -39,6 +39,7 @@ from suite.torch.kron_settings import (
     rule_of,
     turns,
 )
+from suite.torch.same_parameters import require_same_parameters
 
 
 class Kron(torch.optim.Optimizer):
@@ -159,7 +160,8 @@ class Kron(torch.optim.Optimizer):
         self._torn_reported = False
         if not isinstance(params, torch.Tensor):  # which is an error, said below
             params = [_listed(entry) for entry in params]
-            process_group = _group_of(params) if process_group is None else process_group
+            require_not_flattened(_tensors(params))
+            process_group = group_of_all(_tensors(params)) if process_group is None else process_group
         self._ranks = Ranks(process_group, allreduce_bucket_cap_mb)
         if hvp == "exact" and not self._ranks.alone:
             raise ValueError(
@@ -367,7 +369,7 @@ class Kron(torch.optim.Optimizer):
         gradients = [p.grad for p in parameters if p.grad is not None]
         if any(g.is_sparse for g in gradients):
             raise ValueError("Kron needs dense gradients: build the embedding with sparse=False")
-        self._ranks.warn_of_others("Kron")
+        self._ranks.require_current("Kron")
         if self._skipped is None or (not gradients and self._ranks.alone):
             return loss
         with without_autocast(parameters):
@@ -420,7 +422,7 @@ class Kron(torch.optim.Optimizer):
         if self._ranks.alone:
             return finite, set()
         if self._agreed_on != len(parameters):
-            self._require_same_number(len(parameters))
+            self._require_the_same(parameters)
         present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64)
         header = torch.cat([(~finite).double().cpu()[None], present])
         bad, *counts = self._ranks.total(header, "Kron's agreement on the step").tolist()
@@ -434,15 +436,22 @@ class Kron(torch.optim.Optimizer):
         absent = {id(p) for p, n in zip(parameters, counts, strict=True) if n < self._ranks.world}
         return torch.tensor(bad == 0, device=finite.device), absent
 
-    def _require_same_number(self, own: int) -> None:
-        """ValueError unless all ranks have as many parameters: what they exchange has their length."""
+    def _require_the_same(self, parameters: list[torch.Tensor]) -> None:
+        """ValueError unless all ranks have as many parameters: what they exchange has their length.
+
+        And, where they work for each other, the same ones.
+        """
+        own, advice = len(parameters), "give process_group= the ranks that share them"
         numbers = torch.tensor([float(own), float(own) ** 2], dtype=torch.float64)
         total, squares = self._ranks.total(numbers, "Kron's number of parameters").tolist()
         if squares * self._ranks.world != total**2:
             raise ValueError(
                 f"parameters must be the same on all ranks, got {own} here and {total:g} on "
-                f"{self._ranks.world} ranks: give process_group= the ranks that share them"
+                f"{self._ranks.world} ranks: {advice}"
             )
+        if self.distributed == "shard":  # by name, as the errors of gradients have it
+            named = {f"parameter {i}": p for i, p in enumerate(parameters)}
+            require_same_parameters(named, self._ranks, "Kron", f"{advice}, or distributed='replicate'")
         self._agreed_on = own
 
     def _evaluate(
@@ -645,15 +654,14 @@ def _listed(entry: Any) -> Any:
     return entry
 
 
-def _group_of(params: list[Any]) -> Any:
-    """The process group of the mesh that parameters are sharded over; None if they are not."""
+def _tensors(params: list[Any]) -> list[torch.Tensor]:
+    """All parameters in what an optimizer is given."""
+    found: list[Any] = []
     for entry in params:
         entries = entry["params"] if isinstance(entry, dict) else [entry]
-        for parameter in [entries] if isinstance(entries, torch.Tensor) else entries:
-            parameter = parameter[1] if isinstance(parameter, tuple) else parameter
-            if isinstance(parameter, torch.Tensor) and is_sharded(parameter):
-                return mesh_group(parameter)
-    return None
+        found += [entries] if isinstance(entries, torch.Tensor) else entries
+    found = [x[1] if isinstance(x, tuple) else x for x in found]
+    return [x for x in found if isinstance(x, torch.Tensor)]
 
 
 def _rates(

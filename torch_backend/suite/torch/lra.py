@@ -16,7 +16,8 @@ from suite.core.checks import check_choice, check_flag, check_integer
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, clipped
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import check_clip, check_number, is_at_hand, plain, require_known
+from suite.torch.checks import check_clip, check_number, is_at_hand, plain, require_known, warn_user
+from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.kron_settings import is_misplaced
@@ -59,6 +60,12 @@ class _WholeVector(torch.optim.Optimizer):
             raise ValueError("parameters must not be sharded, got DTensors: give suite.torch.Kron those")
         if len({(p.dtype, p.device) for p in own}) != 1:
             raise ValueError("parameters must share one dtype and one device")
+        if self.param_groups[0]["hvp"] == "exact" and not Ranks().alone:
+            warn_user(
+                f"{type(self).__name__} with hvp='exact' takes derivatives that nothing averages "
+                "over ranks: those that share parameters drift apart; 'finite_difference' calls your "
+                "backward pass instead"
+            )
         self._start()
 
     def _start(self) -> None:

@@ -86,12 +86,13 @@ def choice_of(name: str, value: Any, kind: type[enum.Enum]) -> Any:
 
 def ranks_of(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float) -> tuple[Ranks, Ranks]:
     """The ranks that have the same layers and other data, and those that have other blocks of layers."""
-    axes = [(parameter, found.tensor_axes[id(parameter)]) for parameter in model.parameters()]
-    data, tensor, split = data_group(axes)
+    covered = {id(p) for layer in found.layers for p in layer.parameters()}
+    # A group that is given says which ranks have the same layers.
+    own = [(p, found.tensor_axes[id(p)], group is None and id(p) in covered) for p in model.parameters()]
+    data, tensor, split = data_group(own)
     if not split:
         if group is None:
-            wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
-            group = model.process_group if wrapped else data
+            group = _group_of_ddp(model) or data
         return Ranks(group, bucket_mb), Ranks(alone=True)
     others = Ranks(tensor)
     if group is None and data is None:
@@ -102,6 +103,15 @@ def ranks_of(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float)
             )
         return Ranks(bucket_mb=bucket_mb, alone=True), others
     return Ranks(data if group is None else group, bucket_mb), others
+
+
+def _group_of_ddp(model: nn.Module) -> Any:
+    """The process group of what DDP wraps of a model; None: nothing."""
+    kind = nn.parallel.DistributedDataParallel
+    groups = {id(m.process_group): m.process_group for m in model.modules() if isinstance(m, kind)}
+    if len(groups) > 1:
+        raise ValueError("process_group must be given where parts of the model have others, got several")
+    return next(iter(groups.values()), None)
 
 
 def workers_of(fraction: Any, alias: Any, world: int) -> int:

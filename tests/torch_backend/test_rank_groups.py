@@ -1,0 +1,234 @@
+"""Which ranks train together, and what is said where that is not so."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from suite.torch import KFAC, DenseNewton, Kron
+from torch_backend.crew import Crew
+from torch_backend.distributed_jobs import distance, parameters_of, quietly
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def crew():
+    members = Crew(4)
+    yield members
+    members.close()
+
+
+class Net(nn.Module):
+    """Two layers that share an input, and one that may be a rank's own."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second, self.head = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.first(x)) * self.second(x))
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def train(run: nn.Module, optimizer: Any, part: slice, seed: int = 0, steps: int = 3) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+        run(x[part]).square().mean(0).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def kfac_of(model: nn.Module, run: nn.Module, **settings: Any) -> KFAC:
+    return KFAC(model, torch.optim.SGD(run.parameters(), lr=0.1), damping=0.1, **settings)
+
+
+def said_by(function: Any, *args: Any) -> str:
+    try:
+        function(*args)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+# ---- two trainings side by side -------------------------------------------------------------------
+
+
+def two_trainings(kind: str) -> list[torch.Tensor] | str:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own, place = divmod(dist.get_rank(), 2)
+    model = Net(own)
+    run = DDP(model, process_group=groups[own])
+    if kind == "kron":
+        optimizer: Any = Kron(run.parameters(), lr=0.01, distributed="shard")
+    else:
+        optimizer = kfac_of(Around(run) if kind == "around" else model, run)
+    said = said_by(train, run, optimizer, slice(place, None, 2), own)
+    return said or [p.detach().clone() for p in model.parameters()]
+
+
+def test_the_group_of_ddp_inside_of_a_model(crew):
+    for rank, found in enumerate(crew.run(two_trainings, 4, "around")):
+        model = Net(rank // 2)
+        train(model, kfac_of(model, model), slice(None), rank // 2)
+        assert distance(found, [p.detach() for p in model.parameters()]) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["kfac", "kron"])
+def test_who_takes_another_training_for_its_own_is_told(crew, kind):
+    for said in crew.run(two_trainings, 4, kind):
+        assert "needs the same parameters on all its ranks" in said
+        assert "give process_group=" in said
+
+
+# ---- experts and meshes ---------------------------------------------------------------------------
+
+
+def own_head(skip: bool) -> list[torch.Tensor] | str:
+    model = Net()
+    rank = dist.get_rank()
+    with torch.no_grad():
+        model.head.weight.mul_(1 + rank)
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["head.weight", "head.bias"])
+    run = DDP(model)
+    kfac = kfac_of(run, run, kl_clip=None, skip_layers=["head"] if skip else [])
+    said = said_by(train, run, kfac, slice(rank, None, 2))
+    return said or [p.detach().clone() for p in (*model.first.parameters(), *model.second.parameters())]
+
+
+def test_an_expert_of_one_rank_is_no_copy_of_anothers(crew):
+    for said in crew.run(own_head, 2, False):
+        assert "['head, weight']" in said
+        assert "or skip_layers=" in said
+    skipped = crew.run(own_head, 2, True)
+    assert distance(*skipped) == 0
+
+
+def meshes_of_experts() -> tuple[str, int, str]:
+    """Dense layers sharded over four ranks, stacked experts over two, of which each rank has half."""
+    model = Net()
+    model.experts = nn.Parameter(torch.ones(4, 6, 6, dtype=torch.float64))
+    dense = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_mod_ep", "ep"))
+    held = nn.Module()
+    held.weight = nn.Parameter(distribute_tensor(model.experts.detach(), sparse["ep"], [Shard(0)]))
+    model.experts = None
+    model.held = held
+    fully_shard(held, mesh=sparse["dp_mod_ep"], shard_placement_fn=lambda p: Shard(1))
+    fully_shard(model, mesh=dense)
+    world = kfac_of(model, model, skip_layers=["held"])._engine.ranks.world
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    apart = [
+        nn.Parameter(distribute_tensor(torch.ones(4, 4), other[axis], [Shard(0)])) for axis in ("a", "b")
+    ]
+    small = Net()
+    fully_shard(small.first, mesh=other["a"])
+    fully_shard(small.head, mesh=other["b"])
+    return said_by(kfac_of, small, small), world, said_by(Kron, apart)
+
+
+def test_layers_over_several_meshes(crew):
+    for of_layers, world, of_kron in crew.run(meshes_of_experts, 4):
+        assert "layers must be sharded over the same ranks" in of_layers
+        assert world == 4
+        assert "process_group must be given" in of_kron
+
+
+def flattened(use_orig_params: bool) -> list[str]:
+    run = FullyShardedDataParallel(Net(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    return [said_by(KFAC, run), said_by(Kron, run.parameters())]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_flat_parameters_are_refused(crew, use_orig_params):
+    for said in crew.run(flattened, 2, use_orig_params):
+        assert all("use fully_shard" in text for text in said)
+
+
+# ---- what is kept ---------------------------------------------------------------------------------
+
+
+def groups_made() -> list[int]:
+    model, counts = Net(), []
+    for _ in range(3):
+        kfac = kfac_of(model, model, gradient_worker_fraction="HYBRID_OPT")
+        kfac.detach()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_a_kfac_that_is_made_again_has_the_groups_of_the_one_before(crew):
+    for counts in crew.run(groups_made, 4):
+        assert counts[0] > 1
+        assert len({*counts}) == 1
+
+
+def whole_state(wrap: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    rank, both = dist.get_rank(), []
+    for _ in range(2):
+        model = Net()
+        run = DDP(model) if wrap == "ddp" else fully_shard(model)
+        adam = torch.optim.Adam(run.parameters(), lr=0.01)
+        both.append((model, run, KFAC(run, adam, damping=0.1, factor_update_steps=2)))
+    (model, run, kfac), (other, run_of_other, again) = both
+    train(run, kfac, slice(rank, None, 2))
+    saved = [get_optimizer_state_dict(model, kfac, options=options)]
+    dist.broadcast_object_list(saved, 0)
+    other.load_state_dict({name: x.clone() for name, x in model.state_dict().items()})
+    set_optimizer_state_dict(other, again, copy.deepcopy(saved[0]), options=options)
+    for goes_on in ((run, kfac), (run_of_other, again)):
+        train(*goes_on, slice(rank, None, 2), seed=1)
+    return quietly(parameters_of, other)[0], quietly(parameters_of, model)[0]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_the_whole_state_on_one_rank(crew, wrap):
+    """torch's `full_state_dict`; two layers share an input, which a new K-FAC does not know."""
+    for found, expected in crew.run(whole_state, 2, wrap):
+        assert distance(found, expected) == 0
+
+
+def later_and_newton() -> tuple[str, list[str]]:
+    parameters = [nn.Parameter(torch.ones(3, 3))]
+    kron = Kron(parameters)
+    kron._ranks.world = 3  # as if there had been more
+    parameters[0].grad = torch.ones(3, 3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DenseNewton(parameters)
+        DenseNewton(parameters, hvp="finite_difference")
+    return said_by(kron.step), [str(warning.message) for warning in caught]
+
+
+def test_other_ranks_than_before_and_derivatives_of_each_rank(crew):
+    for said, warned in crew.run(later_and_newton, 2):
+        assert "initialized anew, with 2 ranks for 3: make the Kron anew" in said
+        assert len(warned) == 1
+        assert "nothing averages over ranks" in warned[0]
