@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from suite.torch import KFAC, DenseNewton, Kron
@@ -130,7 +131,7 @@ def test_an_expert_of_one_rank_is_no_copy_of_anothers(crew):
     assert distance(*skipped) == 0
 
 
-def meshes_of_experts() -> tuple[str, int, str]:
+def meshes_of_experts() -> tuple[str, int, str, str]:
     """Dense layers sharded over four ranks, stacked experts over two, of which each rank has half."""
     model = Net()
     model.experts = nn.Parameter(torch.ones(4, 6, 6, dtype=torch.float64))
@@ -143,6 +144,9 @@ def meshes_of_experts() -> tuple[str, int, str]:
     fully_shard(held, mesh=sparse["dp_mod_ep"], shard_placement_fn=lambda p: Shard(1))
     fully_shard(model, mesh=dense)
     world = kfac_of(model, model, skip_layers=["held"])._engine.ranks.world
+    split = Net()
+    parallelize_module(split, sparse["ep"], {"first": ColwiseParallel()})
+    wide = said_by(lambda: kfac_of(split, split, process_group=dist.group.WORLD))
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     apart = [
         nn.Parameter(distribute_tensor(torch.ones(4, 4), other[axis], [Shard(0)])) for axis in ("a", "b")
@@ -150,14 +154,15 @@ def meshes_of_experts() -> tuple[str, int, str]:
     small = Net()
     fully_shard(small.first, mesh=other["a"])
     fully_shard(small.head, mesh=other["b"])
-    return said_by(kfac_of, small, small), world, said_by(Kron, apart)
+    return said_by(kfac_of, small, small), world, said_by(Kron, apart), wide
 
 
 def test_layers_over_several_meshes(crew):
-    for of_layers, world, of_kron in crew.run(meshes_of_experts, 4):
+    for of_layers, world, of_kron, wide in crew.run(meshes_of_experts, 4):
         assert "layers must be sharded over the same ranks" in of_layers
         assert world == 4
         assert "process_group must be given" in of_kron
+        assert "process_group must have ranks with the same tensor-parallel blocks" in wide
 
 
 def flattened(use_orig_params: bool) -> list[str]:

@@ -207,9 +207,7 @@ def data_group(parameters: Iterable[tuple[Any, int, bool]]) -> tuple[Any, Any, b
         if axes and not split:
             tensor, split = mesh.get_group(mesh.ndim - 1), True
         if rest:
-            ranks = mesh.mesh if not axes else mesh.mesh.select(-1, mesh.get_local_rank(mesh.ndim - 1))
-            group = functools.partial(_group, mesh, rest)
-            data[covered].setdefault(tuple(ranks.flatten().tolist()), group)
+            data[covered].setdefault(_data_ranks(mesh, axes), functools.partial(_group, mesh, rest))
     if len(data[True]) > 1:
         raise ValueError(
             "layers must be sharded over the same ranks, got some over ranks "
@@ -218,6 +216,33 @@ def data_group(parameters: Iterable[tuple[Any, int, bool]]) -> tuple[Any, Any, b
         )
     own = data[True] or data[False]
     return (next(iter(own.values()))() if own else None), tensor, split
+
+
+def require_same_blocks(parameters: Iterable[tuple[Any, int]], ranks: Iterable[int]) -> None:
+    """ValueError if some of the ranks have other tensor-parallel blocks of parameters than this one.
+
+    Args:
+        parameters: that are split, with their `tensor_axes`.
+    """
+    for parameter, axes in parameters:
+        mesh = parameter.device_mesh
+        others = ({*mesh.mesh.flatten().tolist()} - {*_data_ranks(mesh, axes)}) & {*ranks}
+        if others:
+            raise ValueError(
+                "process_group must have ranks with the same tensor-parallel blocks, got one that also "
+                f"has {sorted(others)}, with others of a parameter of shape {tuple(parameter.shape)}: "
+                "leave its layer out by skip_layers=, or give the group of those that share it"
+            )
+
+
+def _data_ranks(mesh: Any, axes: int) -> tuple[int, ...]:
+    """The ranks of a mesh with this rank's tensor-parallel block.
+
+    Args:
+        axes: how many of its last axes are of tensor parallelism, 0 or 1.
+    """
+    ranks = mesh.mesh if not axes else mesh.mesh.select(-1, mesh.get_local_rank(mesh.ndim - 1))
+    return tuple(ranks.flatten().tolist())
 
 
 def _group(mesh: Any, axes: int) -> Any:

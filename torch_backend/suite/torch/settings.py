@@ -16,7 +16,7 @@ from suite.core.placement import gradient_workers
 from suite.torch.agreement import check_terms
 from suite.torch.checks import check_dtype, check_number
 from suite.torch.collectives import Ranks
-from suite.torch.dtensors import data_group
+from suite.torch.dtensors import data_group, require_same_blocks
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import Likelihood
 
@@ -95,6 +95,9 @@ def ranks_of(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float)
             group = _group_of_ddp(model) or data
         return Ranks(group, bucket_mb), Ranks(alone=True)
     others = Ranks(tensor)
+    if group is not None:
+        split_layers = [(p, axes) for p, axes, _ in own if id(p) in covered and axes]
+        require_same_blocks(split_layers, torch.distributed.get_process_group_ranks(group))
     if group is None and data is None:
         if torch.distributed.get_world_size() != others.world:
             raise ValueError(
