@@ -430,7 +430,8 @@ def test_each_exchange_is_one_collective_a_step(crew):
     settings = Settings(kfac={"gradient_worker_fraction": "HYBRID_OPT", "compute_method": "inverse"})
     for result in crew.run(train, 4, settings):
         counts = result["collectives"]
-        for once in ("K-FAC's comparison of models", "K-FAC's agreement on shared inputs"):
+        compared = "K-FAC's comparison of models", "K-FAC's comparison of parameters"
+        for once in (*compared, "K-FAC's agreement on shared inputs"):
             assert counts.pop(once) == 1
         assert set(counts.values()) == {settings.steps}
         assert len(counts) == 6  # the agreement, sums, traces, inverses, kl_clip's sum, directions

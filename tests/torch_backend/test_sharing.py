@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def factors(kfac):
 
 def leader_of(kfac):
     """Layer -> the one whose A it shares."""
-    return dict(kfac.state_dict()["kfac"]["inputs"])
+    return dict(json.loads(kfac.state_dict()["kfac"]["inputs"]))
 
 
 def test_one_A_for_all_that_read_the_same_tensor():
@@ -89,6 +90,17 @@ def test_checkpoints_share_as_well(reentrant):
         ends.append([p.detach() for p in model.parameters()])
     for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_older_checkpoints_have_pairs_in_a_list():
+    model, kfac = model_and_kfac()
+    train(model, kfac, range(2))
+    state = kfac.state_dict()
+    state["kfac"]["inputs"] = [list(pair) for pair in json.loads(state["kfac"]["inputs"])]
+    _, again = model_and_kfac()
+    again.load_state_dict(state)
+    assert leader_of(again) == leader_of(kfac)
+    assert len(leader_of(again)) == 2
 
 
 @pytest.mark.parametrize("settings", [{}, {"compute_method": "ekfac"}], ids=["eigen", "ekfac"])

@@ -21,6 +21,17 @@ def _of_members(size: int, batched: Any, chosen: jax.Array) -> tuple[jax.Array, 
     return of_any(jnp.any(chosen, axis=0) if batched[0] else chosen), False
 
 
+@jax.custom_batching.custom_vmap
+def _in_member(chosen: jax.Array) -> jax.Array:
+    """True, which a compiler takes away; under `vmap` each member's own boolean."""
+    return jnp.full_like(chosen, True)
+
+
+@_in_member.def_vmap
+def _of_each(size: int, batched: Any, chosen: jax.Array) -> tuple[jax.Array, bool]:
+    return (chosen if batched[0] else _in_member(chosen)), batched[0]
+
+
 def cond(chosen: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any, like: Any) -> Any:
     """`lax.cond` that is one under `vmap`, too, and whose branches may vary differently over devices.
 
@@ -32,7 +43,7 @@ def cond(chosen: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands
     """
 
     def members(*own: Any) -> Any:
-        return _cond(chosen, yes, no, *own, like=like)
+        return _cond(_in_member(chosen), yes, no, *own, like=like)
 
     return _cond(of_any(chosen), members, no, *operands, like=like)
 

@@ -139,7 +139,7 @@ class KFACEngine:
         require_same_parameters(
             named,
             self.ranks,
-            "KFAC",
+            "K-FAC",
             "give process_group= the ranks that share them, or skip_layers= what each has of its own",
         )
 
