@@ -183,39 +183,43 @@ def split_dim(parameter: Any, axes: int) -> int | None:
     return dims.pop() if dims else None
 
 
-def data_group(parameters: Iterable[tuple[Any, int, bool]]) -> tuple[Any, Any, bool]:
+def groups_of(parameters: Iterable[tuple[Any, int, bool]], asked: bool) -> tuple[Any, Any, bool]:
     """The ranks with the same blocks of parameters and other data, and those with other blocks.
 
     Args:
-        parameters: with their `tensor_axes`, and whether K-FAC covers them.
+        parameters: with their `tensor_axes`, and whether K-FAC covers them: those tell, if any does.
+        asked: whether the first are.
 
     Returns:
         (group of data-parallel ranks, of tensor-parallel ranks, whether there are such). The first is
         None where no mesh has a data-parallel axis.
 
     Raises:
-        ValueError: covered parameters are sharded over other ranks than others.
+        ValueError: covered parameters are sharded, or split, over other ranks than others.
     """
     data: dict[bool, dict[tuple[int, ...], Callable[[], Any]]] = {True: {}, False: {}}
-    tensor, split = None, False
+    tensor: dict[bool, dict[tuple[int, ...], Callable[[], Any]]] = {True: {}, False: {}}
     for parameter, axes, covered in parameters:
         if not is_sharded(parameter):
             continue
         mesh, rest = parameter.device_mesh, parameter.device_mesh.ndim - axes
         if axes > 1:
             raise ValueError(f"K-FAC knows one tensor-parallel axis, got mesh {mesh}")
-        if axes and not split:
-            tensor, split = mesh.get_group(mesh.ndim - 1), True
-        if rest:
+        if axes:
+            own = functools.partial(mesh.get_group, mesh.ndim - 1)
+            tensor[covered].setdefault((*torch.distributed.get_process_group_ranks(own()),), own)
+        if rest and asked:
             data[covered].setdefault(_data_ranks(mesh, axes), functools.partial(_group, mesh, rest))
-    if len(data[True]) > 1:
-        raise ValueError(
-            "layers must be sharded over the same ranks, got some over ranks "
-            f"{' and some over '.join(str(list(ranks)) for ranks in data[True])}: leave some out by "
-            "skip_layers=, as experts that are spread over ranks, or give process_group="
-        )
-    own = data[True] or data[False]
-    return (next(iter(own.values()))() if own else None), tensor, split
+    for kind in (data[True], tensor[True]):
+        if len(kind) > 1:
+            raise ValueError(
+                "layers must be sharded over the same ranks, got some over ranks "
+                f"{' and some over '.join(str(list(ranks)) for ranks in kind)}: leave some out by "
+                "skip_layers=, as experts that are spread over ranks, or give process_group="
+            )
+    found = [next(iter((kind[True] or kind[False]).values()), None) for kind in (data, tensor)]
+    of_data, of_blocks = (None if group is None else group() for group in found)
+    return of_data, of_blocks, of_blocks is not None
 
 
 def require_same_blocks(parameters: Iterable[tuple[Any, int]], ranks: Iterable[int]) -> None:

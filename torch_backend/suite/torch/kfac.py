@@ -622,7 +622,8 @@ class KFAC(torch.optim.Optimizer):
         present = {id(p) for p in now.values()}
         layers = [x for x in self._engine.layers if any(id(p) not in present for p in x.parameters())]
         gone, without = {x.name for x in layers}, {id(p) for x in layers for p in x.parameters()}
-        state["layers"] = {name: x for name, x in state["layers"].items() if name not in gone}
+        saved = {other for name in gone for other in self._engine.saved_names(name)}
+        state["layers"] = {name: x for name, x in state["layers"].items() if name not in saved}
         shared = kfac_records.sharing_of(state)
         kept = {name: leader for name, leader in shared.items() if gone.isdisjoint((name, leader))}
         state["inputs"] = kfac_records.inputs_of(kept)

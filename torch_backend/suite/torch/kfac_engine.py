@@ -410,14 +410,18 @@ class KFACEngine:
         own = self.tensor_ranks
         return f"{name}, block {own.rank if rank is None else rank} of {own.world}"
 
+    def saved_names(self, name: str) -> list[str]:
+        """What a checkpoint calls a layer, on whatever rank."""
+        blocks = () if self.tensor_ranks.alone else range(self.tensor_ranks.world)
+        return [name, *(self._block_of(name, rank) for rank in blocks)]
+
     def own_blocks(self, layers: Mapping[str, Any]) -> dict[str, Any]:
         """Of a `state_dict()` what is this rank's, by layer name, and what is not known."""
         if self.tensor_ranks.alone:
             return dict(layers)
         split = [layer.name for layer in self.layers if layer.tensor_split]
-        ranks = range(self.tensor_ranks.world)
-        others = {self._block_of(name, rank) for name in split for rank in ranks}
-        found = {name: x for name, x in layers.items() if name not in others and name not in split}
+        of_split = {saved for name in split for saved in self.saved_names(name)}
+        found = {name: x for name, x in layers.items() if name not in of_split}
         own = {name: self._block_of(name) for name in split}
         return found | {name: layers[block] for name, block in own.items() if block in layers}
 

@@ -16,7 +16,7 @@ from suite.core.placement import gradient_workers
 from suite.torch.agreement import check_terms
 from suite.torch.checks import check_dtype, check_number
 from suite.torch.collectives import Ranks
-from suite.torch.dtensors import data_group, require_same_blocks
+from suite.torch.dtensors import groups_of, require_same_blocks
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import Likelihood
 
@@ -87,16 +87,15 @@ def choice_of(name: str, value: Any, kind: type[enum.Enum]) -> Any:
 def ranks_of(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float) -> tuple[Ranks, Ranks]:
     """The ranks that have the same layers and other data, and those that have other blocks of layers."""
     covered = {id(p) for layer in found.layers for p in layer.parameters()}
-    # A group that is given says which ranks have the same layers.
-    own = [(p, found.tensor_axes[id(p)], group is None and id(p) in covered) for p in model.parameters()]
-    data, tensor, split = data_group(own)
+    own = [(p, found.tensor_axes[id(p)], id(p) in covered) for p in model.parameters()]
+    data, tensor, split = groups_of(own, asked=group is None)
     if not split:
         if group is None:
             group = _group_of_ddp(model) or data
         return Ranks(group, bucket_mb), Ranks(alone=True)
     others = Ranks(tensor)
     if group is not None:
-        split_layers = [(p, axes) for p, axes, _ in own if id(p) in covered and axes]
+        split_layers = [(p, axes) for p, axes, is_covered in own if is_covered and axes]
         require_same_blocks(split_layers, torch.distributed.get_process_group_ranks(group))
     if group is None and data is None:
         if torch.distributed.get_world_size() != others.world:
