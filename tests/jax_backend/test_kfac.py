@@ -429,7 +429,71 @@ def test_updates_without_statistics_are_an_error_or_counted():
     for given in (None, None, PLAN.no_statistics(), statistics, statistics, None):
         _, state = update(grads, state, PARAMS, statistics=given)
         missed.append(int(state.missed_updates))
-    assert missed == [1, 1, 2, 2, 2, 2]
+    assert missed == [0, 0, 1, 1, 1, 1]  # the update of the third step is that of the fourth
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
+def test_an_update_takes_the_next_statistics_where_its_own_did_not_come(method):
+    settings = {"damping": 0.01, "kl_clip": None, "compute_method": method}
+    tx = scale_by_kfac(PLAN, factor_update_steps=4, inv_update_steps=10, **settings)
+    plain = scale_by_kfac(PLAN, **(settings | {"inv_update_steps": 10}))  # every update is due
+    own, expected = tx.init(PARAMS), plain.init(PARAMS)
+    update, reference = updates_of(tx), updates_of(plain)
+
+    def given(seed, state):
+        params = jax.tree.map(lambda p: p * (1 + 0.1 * seed), PARAMS)
+        bases = eigenbases(state, PLAN) if method == "ekfac" else None
+        return evaluate(params, X, Y, bases=bases)[1:]
+
+    # Steps that are due: 0, 4, 8, 12. Late are those of 0 and 8, which come in steps 2 and 9.
+    for step in range(13):
+        grads, statistics = given(step, own)
+        comes = step in (2, 3, 4, 5, 9, 11, 12)
+        directions, own = update(grads, own, PARAMS, statistics=statistics if comes else None)
+        if step in (2, 4, 9, 12):  # not 3, 5 and 11, of which none is due
+            expected = expected._replace(steps=own.steps - 1 if step > 2 else expected.steps)
+            plainly, expected = reference(grads, expected, PARAMS, statistics=statistics)
+            assert_trees_close(directions, plainly)
+            assert_trees_close(own.factors.averages, expected.factors.averages)
+        if step == 10:  # inverses are due
+            expected = expected._replace(steps=own.steps - 1)
+            plainly, expected = reference(grads, expected, PARAMS, statistics=None)
+            assert_trees_close(directions, plainly)
+        assert bool(own.pending) == (step in (0, 1, 8))
+    assert int(own.missed_updates) == 0
+
+
+def test_a_skipped_step_does_not_part_updates_from_the_steps_that_capture():
+    tx = kfac(PLAN, 0.01, damping=0.01, factor_update_steps=5, inv_update_steps=5)
+
+    @jax.jit
+    def step(carry, i):
+        params, state = carry
+        _, grads, statistics = VAG(params, X, Y, capture=i % 5 == 0)
+        grads = jax.tree.map(lambda g: jnp.where(i == 2, jnp.nan, g), grads)
+        updates, new = tx.update(grads, state, params, statistics=statistics)
+        old = state.preconditioner.factors.weight
+        moved = jnp.any(new.preconditioner.factors.weight != old)
+        return (optax.apply_updates(params, updates), new), moved
+
+    (_, state), moved = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), jnp.arange(26))
+    assert np.flatnonzero(moved).tolist() == [0, 10, 15, 20, 25]  # in step 5 the next was not due yet
+    assert int(state.skipped_steps) == 1
+    assert int(state.missed_updates) == 0
+
+
+def test_pending_updates_survive_steps_that_are_not_finite():
+    tx = scale_by_kfac(PLAN, factor_update_steps=5)
+    update = updates_of(tx)
+    _, grads, statistics = evaluate(PARAMS, X, Y)
+    bad = {**grads, "w": grads["w"] * jnp.nan}
+    _, state = update(grads, tx.init(PARAMS), PARAMS, statistics=None)
+    _, state = update(bad, state, PARAMS, statistics=statistics)
+    assert bool(state.pending)
+    assert not np.any(state.factors.weight)
+    _, state = update(grads, state, PARAMS, statistics=statistics)
+    assert not bool(state.pending)
+    assert np.all(state.factors.weight > 0)
 
 
 # ---- composition ---------------------------------------------------------------------------------
@@ -595,6 +659,26 @@ def test_multi_steps_takes_the_last_statistics_of_each_group():
     expected, _ = run(kfac(PLAN, 0.1, damping=0.01), 3)
     assert_trees_close(several, expected, 1e-5)  # it accumulates in float32
     assert int(state.inner_opt_state.preconditioner.steps) == 3
+
+
+def test_capture_in_the_micro_step_that_multi_steps_takes_statistics_of():
+    """As README has it."""
+    plain = kfac(PLAN, 0.1, damping=0.01, factor_update_steps=2)
+    tx = optax.MultiSteps(plain, every_k_schedule=3)
+
+    @jax.jit
+    def step(params, state):
+        due = (state.inner_opt_state.preconditioner.steps % 2 == 0) & (state.mini_step == 2)
+        _, grads, statistics = VAG(params, X, Y, capture=due)
+        updates, state = tx.update(grads, state, params, statistics=statistics)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(12):
+        params, state = step(params, state)
+    expected, _ = run(plain, 4)
+    assert_trees_close(params, expected, 1e-5)  # it accumulates in float32
+    assert int(state.inner_opt_state.preconditioner.missed_updates) == 0
 
 
 def test_apply_if_finite_around():

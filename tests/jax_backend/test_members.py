@@ -24,19 +24,20 @@ PARAMS = {"first": normal(4, 5), "second": normal(5, 3, seed=1)}
 X = normal(16, 4, seed=2)
 
 
-def step_of_kfac(method, warm_start):
+def step_of_kfac(method, warm_start, late=None):
     vag = value_and_grad(loss)
     tx = kfac(
         vag.plan(PARAMS, X),
         0.1,
         compute_method=method,
         warm_start=warm_start,
-        factor_update_steps=1,
+        factor_update_steps=1 if late is None else PERIOD,
         inv_update_steps=PERIOD,
     )
 
     def step(params, state):
-        _, gradients, statistics = vag(params, X)
+        capture = True if late is None else state.preconditioner.steps % PERIOD == late
+        _, gradients, statistics = vag(params, X, capture=capture)
         updates, state = tx.update(gradients, state, params, statistics=statistics)
         return optax.apply_updates(params, updates), state
 
@@ -55,6 +56,7 @@ def step_of_kron():
 
 STEPS = {
     "inverse": lambda: step_of_kfac("inverse", False),
+    "inverse, late": lambda: step_of_kfac("inverse", False, late=1),
     "eigen": lambda: step_of_kfac("eigen", False),
     "eigen, warm": lambda: step_of_kfac("eigen", True),
     "kron": step_of_kron,

@@ -65,8 +65,10 @@ def scale_by_kfac(
     Args:
         plan: from `value_and_grad(...).plan(params, batch)`.
         factor_update_steps: steps between updates of the factors; statistics given in between are
-            ignored, and need not be computed.
-        inv_update_steps: steps between computations of inverses or eigenbases.
+            ignored, and need not be computed. An update that was due in a step without statistics takes
+            the next that come.
+        inv_update_steps: steps between computations of inverses or eigenbases; the first are computed
+            when there are statistics.
         damping: Tikhonov damping λ >= 0, in units of curvature.
         factor_decay: decay of the running averages, in [0, 1).
         kl_clip: bound of lr² Σ⟨direction, gradient⟩; None switches clipping off.
@@ -154,7 +156,8 @@ def scale_by_kfac(
     def init(params: Any) -> ScaleByKFACState:
         _, factors = factors_of(params)
         counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
-        state = ScaleByKFACState(counts[0], factors.init(), counts[1], counts[2])
+        pending = jnp.zeros((), bool)
+        state = ScaleByKFACState(counts[0], factors.init(), counts[1], counts[2], pending)
         return spread.on_explicit_mesh(state, explicit_state_specs(state, spread))
 
     def update(
@@ -189,16 +192,16 @@ def scale_by_kfac(
             leaf if own else zero_unless(finite, leaf)
             for leaf, own in zip(leaves, factors.written, strict=True)
         ]
-        new, missed = state.factors, jnp.asarray(False)
         due = finite & (state.steps % at["factor_update_steps"] == 0)
-        if statistics is None:
-            missed = due
-        else:
+        wanted = due | (finite & state.pending)
+        new, seen = state.factors, jnp.asarray(False)
+        if statistics is not None:
             seen = any_rows(statistics)
-            missed = due & ~seen
-            new = factors.update_if(due & seen, new, statistics, at["factor_decay"])
-        due = finite & (state.steps % at["inv_update_steps"] == 0)
-        new = factors.refresh_if(due, new, at["damping"])
+            new = factors.update_if(wanted & seen, new, statistics, at["factor_decay"])
+        # Without inverses the first statistics that are late would wait for a whole period.
+        first = finite & state.pending & seen & ~jnp.any(new.ready)
+        inverts = first | (finite & (state.steps % at["inv_update_steps"] == 0))
+        new = factors.refresh_if(inverts, new, at["damping"])
         directions = factors.precondition(new, gradients, at["damping"])
         if at["kl_clip"] is not None and directions:
             parts = [inner_product(d, g) for d, g in zip(directions, gradients, strict=True)]
@@ -213,7 +216,8 @@ def scale_by_kfac(
             state.steps + finite.astype(jnp.int32),
             new,
             state.skipped_steps + (~finite).astype(jnp.int32),
-            state.missed_updates + missed.astype(jnp.int32),
+            state.missed_updates + (due & state.pending).astype(jnp.int32),
+            jnp.where(finite, wanted & ~seen, state.pending),
         )
         moved = jax.tree.unflatten(
             jax.tree.structure(updates), [leaf for leaf in leaves if leaf is not None]

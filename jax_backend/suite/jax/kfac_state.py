@@ -22,7 +22,8 @@ class ScaleByKFACState(NamedTuple):
     steps: jax.Array  # (): steps, without skipped ones: what was due then is due next
     factors: FactorsState
     skipped_steps: jax.Array  # (): steps that changed nothing because something was not finite
-    missed_updates: jax.Array  # (): steps in which factors were due and no statistics came
+    missed_updates: jax.Array  # (): updates that never came: the next was due before statistics did
+    pending: jax.Array  # (): bool, whether an update was due and has had no statistics yet
 
 
 class KFACOptState(NamedTuple):
