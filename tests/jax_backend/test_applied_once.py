@@ -377,3 +377,72 @@ def test_closed_over_data_is_examples_beside_arguments_that_are_none(name):
     plan = value_and_grad(loss).plan(params, CLOSED[name])
     assert [route.treatment for route in plan.routing] == ["kfac"] * 3
     assert "once for all" not in str(plan)
+
+
+TABLE, HEAD = normal(7, D, seed=11), normal(D, 3, seed=12)
+SUMMED = "computed once for all examples, of whose summed gradient G is"
+
+
+def prompted(p, ids, frozen):
+    """A prompt from an MLP before a frozen layer of attention."""
+    prompt = jnp.tanh(p["z"] @ p["first"]) @ p["last"]
+    prompt = jnp.broadcast_to(prompt, (len(ids), *prompt.shape))
+    h = jnp.concatenate([prompt, frozen["table"][ids]], 1)
+    h = h + jnp.einsum("nqk,nkd->nqd", jax.nn.softmax(jnp.einsum("nqd,nkd->nqk", h, h)), h)
+    return jnp.mean(jnp.sin(h[:, 2:] @ frozen["head"]))
+
+
+def hypernetwork(p, x):
+    return jnp.mean(jnp.sin(x @ (jnp.tanh(p["z"] @ p["first"]) @ p["last"]).reshape(D, D)))
+
+
+def test_what_is_computed_once_says_so_where_all_that_sees_examples_is_frozen():
+    frozen, ids = {"table": TABLE, "head": HEAD}, jnp.arange(N * T).reshape(N, T) % 7
+    params = {"z": normal(2, D), "first": normal(D, D, seed=1), "last": normal(D, D, seed=2)}
+    plans = [
+        value_and_grad(prompted).plan(params, ids, frozen),
+        value_and_grad(lambda p, ids: prompted(p, ids, frozen)).plan(params, ids),
+        value_and_grad(hypernetwork).plan(
+            params | {"z": params["z"][:1], "last": normal(D, D * D)}, normal(N, D)
+        ),
+    ]
+    for plan in plans:
+        assert SUMMED in plan.routing["['last']"].reason
+
+
+@pytest.mark.parametrize("name", ["targets", "a number", "a dot product"])
+def test_points_that_the_loss_makes_are_examples(name):
+    """Each has a target or none: no gradient is summed over anything."""
+    params = {"first": normal(1, D), "b": normal(D, seed=1), "last": normal(D, 1, seed=2)}
+
+    def loss(p, given):
+        points = jnp.linspace(0.0, 1.0, 9)[:, None]
+        residual = (jnp.tanh(points @ p["first"] + p["b"]) @ p["last"] - given)[:, 0]
+        return residual @ residual / 9 if name == "a dot product" else jnp.mean(residual**2)
+
+    plan = value_and_grad(loss).plan(params, jnp.ones(()) if name == "a number" else normal(9, 1))
+    assert not any("once" in route.reason for route in plan.routing)
+    assert plan.last[0].terms == 9
+
+
+def test_what_is_computed_once_sets_the_number_of_terms_only_where_nothing_else_does():
+    params = {"tower": normal(D, D), "scale": jnp.ones(D), "z": normal(3, 4, seed=1)}
+    params |= {"first": normal(4, 4, seed=2), "classes": normal(4, D, seed=3)}
+    x = normal(N, D, seed=6)
+
+    def logits(p, x):
+        return x @ (jnp.tanh(p["z"] @ p["first"]) @ p["classes"]).T
+
+    def towers(p, x):
+        return jnp.mean(jnp.sin(logits(p, x @ p["tower"])))
+
+    def scaled(p, x):
+        return jnp.mean(jnp.sin(logits(p, x * p["scale"])))
+
+    for loss, name in ((towers, "tower"), (scaled, "scale")):
+        plan = value_and_grad(loss).plan(params, x)
+        assert SUMMED in plan.routing["['classes']"].reason
+        assert (plan.last[0].layer, plan.last[0].terms) == (f"['{name}']", N)
+        assert float(jax.jit(value_and_grad(loss))(params, x)[2].terms) == N
+    alone = value_and_grad(lambda p, x: jnp.mean(jnp.sin(logits(p, x)))).plan(params, x)
+    assert (alone.last[0].layer, alone.last[0].terms) == ("['classes']", 3)

@@ -161,6 +161,7 @@ class _Finder:
             values = [use.site for own in self.uses.biases.values() for use in own]
             values += self.uses.beside
             self.uses.made_of = {site.use.place: self.made_of(site) for site in values}
+        self.uses.each_its_own = any(map(self.is_of_each, self.nodes))
         for leaf, marked in self.uses.by_hand.items():  # the user vouches for them
             self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s in marked]
             self.uses.biases.pop(leaf, None)
@@ -175,6 +176,13 @@ class _Finder:
     def is_once(self, *beside: int | None) -> bool:
         """Whether none of what a leaf is applied to is an example's."""
         return bool(self.of_examples) and not any(v in self.of_examples for v in beside)
+
+    def is_of_each(self, node: jaxprs.Node) -> bool:
+        """Whether it is a product of what is an example's, with a gradient, and no sum over all."""
+        products = (operations.DotGeneral, operations.Convolve)
+        out = node.outputs[0]
+        with_gradient = isinstance(node.operation, products) and out in self.differentiable
+        return with_gradient and self.shape(out) != () and not self.is_once(*node.inputs)
 
     # ---- values that are a leaf's --------------------------------------------------------------
 

@@ -103,8 +103,11 @@ def make_plan(
         raise ValueError(f"plain must name parameters, of {list(names)}, got {unknown}")
     assembly = _Assembly(uses, names, shapes, dtypes, max_factor_size, set(plain))
     layers = assembly.layers()
+    products = [use for layer in layers if layer.kind != "elementwise" for use in layer.uses]
+    of_each = uses.each_its_own or not all(use.once for use in products)
     routes = tuple(
-        _route(i, names, shapes, layers, assembly.reasons.get(i, "not used")) for i in range(len(leaves))
+        _route(i, names, shapes, layers, assembly.reasons.get(i, "not used"), of_each)
+        for i in range(len(leaves))
     )
     routing = Routing(routes)
     routing.require_preconditioned("K-FAC")
@@ -348,7 +351,8 @@ def _oriented(members: list[tuple[Site, bool]]) -> list[tuple[Site, bool]]:
 def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ...]:
     """The covered layers whose products come last: those in branches, back to one that always runs.
 
-    Where none is covered, lookups; then those that are added or multiplied elementwise.
+    Where none is covered, lookups; then those that are added or multiplied elementwise; and at last
+    products of what is no example's.
     """
     owner = {u.place: layer for layer in layers for u in layer.uses}
     primal = {u.site.use.place for own in uses.biases.values() for u in own}
@@ -369,9 +373,11 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
     ruled = [s.leaf in uses.others and s.use.place in uses.of_data for s in products]
     pairs = zip(products, ruled, strict=True)
     products = [s for s, is_out in pairs if not is_out or s.use.rows > 1] or products
-    if not any(s.use.place in owner for s in products):
+    once, of_examples = ([s for s in products if s.use.once is is_once] for is_once in (True, False))
+    if not any(s.use.place in owner for s in of_examples):
         others = [s for s in sites if s not in products]
-        products = [*sorted(others, key=lambda site: site.use.path), *products]
+        of_examples = [*sorted(others, key=lambda site: site.use.path), *of_examples]
+    products = [*once, *of_examples]
     found: list[Last] = []
     for site in reversed(products):
         layer = owner.get(site.use.place)
@@ -435,7 +441,13 @@ def _route(
     shapes: tuple[tuple[int, ...], ...],
     layers: tuple[Layer, ...],
     reason: str,
+    of_each: bool,
 ) -> Route:
+    """
+    Args:
+        reason: why the leaf is plain, if it is.
+        of_each: whether examples have products each of their own, beside what is computed once.
+    """
     own = [layer for layer in layers if layer.leaf == leaf]
     if own:
         factors, words = [], []
@@ -457,9 +469,7 @@ def _route(
             words.append(f"one block for {len(uses)} uses")
         if layer.tied:
             words.append("some of them transposed")
-        products = (use for other in layers if other.kind != "elementwise" for use in other.uses)
-        several = any(not use.once for use in products)
-        if several and any(use.once for use in layer.uses):
+        if of_each and any(use.once for use in layer.uses):
             words.append("computed once for all examples, of whose summed gradient G is")
         if layer.input_of:
             words.append(f"shares A with {layer.input_of}")

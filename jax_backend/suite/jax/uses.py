@@ -103,6 +103,7 @@ class Uses:
     of_data: set[Any] = field(default_factory=set)  # places of products with what no leaf is a part of
     beside: list[Site] = field(default_factory=list)  # values of which the loss has derivatives only
     made_of: dict[Any, Any] = field(default_factory=dict)  # by place, if there are: see `made_of`
+    each_its_own: bool = False  # whether examples are in products with gradients, frozen ones among them
 
     def rule_out(self, origin: Origin | None, why: str) -> None:
         if origin is not None:
