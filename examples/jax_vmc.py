@@ -8,8 +8,6 @@ Fisher matrix makes the direction a Kronecker-factored stochastic reconfiguratio
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +66,8 @@ def main() -> float:
     }
     r = jnp.asarray(rng.normal(size=(walkers, 2, 2)), jnp.float32)
     # Of log |ψ| alone: walkers are drawn from |ψ|², so that its empirical Fisher is the true one.
-    score = value_and_grad(lambda p, r: jnp.mean(jax.vmap(log_psi, (None, 0))(p, r)))
+    # It is a sum over particles, after the last layer: terms are walkers, not particles.
+    score = value_and_grad(lambda p, r: jnp.mean(jax.vmap(log_psi, (None, 0))(p, r)), terms=len)
     plan = score.plan(params, r)
     print(plan)
     tx = kfac(
@@ -82,8 +81,6 @@ def main() -> float:
         energies = jax.vmap(local_energy, (None, 0))(params, r)
         grads = jax.grad(loss_fn)(params, r, energies)
         _, _, statistics = score(params, r)
-        # log |ψ| is a sum over particles, after the last layer: terms are walkers, not particles.
-        statistics = dataclasses.replace(statistics, terms=jnp.asarray(float(walkers)))
         updates, state = tx.update(grads, state, params, statistics=statistics)
         return optax.apply_updates(params, updates), state, r, energies.mean()
 

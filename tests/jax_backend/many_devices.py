@@ -449,6 +449,19 @@ def predictions():
         for run in (averaged, apart, divided):
             mapped = jax.shard_map(run(axes), mesh=MESH, in_specs=specs, out_specs=P())
             out[f"{run.__name__} {axes}"] = difference(jax.jit(mapped)(PARAMS, X, Y), expected)
+        # A device's own number of terms: by shapes, or by the numbers in them.
+        for kind, terms in {
+            "len": lambda x, y: len(x),
+            "sum": lambda x, y: jnp.isfinite(y).sum(),
+        }.items():
+            for fisher in (None, Categorical(exact=True)):
+                told = value_and_grad(with_outputs, has_aux=True, fisher=fisher, terms=terms)
+                count = lambda p, x, y, told=told: told(p, x, y)[2].terms  # noqa: E731
+                mapped = jax.shard_map(count, mesh=MESH, in_specs=specs, out_specs=P())
+                found = jax.jit(mapped)(PARAMS, X, Y)
+                out[f"terms {kind} {fisher is None} {axes}"] = difference(
+                    found, terms(X, Y) * jnp.ones(())
+                )
     return out
 
 

@@ -543,6 +543,51 @@ def test_the_plan_says_how_many_terms_and_by_which_layer():
     assert float(vag(params, x)[2].terms) == 10
 
 
+def counted_loss(p, x, *, counted):
+    """Of tokens, some of which do not count."""
+    own = jnp.sum(jnp.sin(jnp.tanh(x @ p["w"]) @ p["v"]), -1)
+    return jnp.sum(own * counted) / jnp.sum(counted)
+
+
+def test_terms_that_are_given_make_G_the_mean_over_these():
+    params, x = {"v": normal(4, 2), "w": normal(3, 4, seed=1)}, normal(5, 7, 3, seed=2)
+    vag = value_and_grad(counted_loss, terms=lambda x, counted: counted.sum())
+    assert str(vag.plan(params, x, counted=jnp.ones((5, 7)))).endswith("those that `terms` gives")
+    compiled = jax.jit(vag)
+    for count in (3, 20):
+        counted = jnp.arange(35).reshape(5, 7) < count
+        # One gradient for each token that counts, by the outputs of the last layer.
+        outputs = jnp.tanh(x @ params["w"]) @ params["v"]
+        gradients = np.cos(np.asarray(outputs))[np.asarray(counted)]
+        _, grads, statistics = compiled(params, x, counted=counted)
+        G = statistics["['v']"].main.G[0] * statistics.terms
+        np.testing.assert_allclose(G, gradients.T @ gradients / count, rtol=1e-12)
+        expected = jax.grad(counted_loss)(params, x, counted=counted)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), grads, expected)
+    assert compiled._cache_size() == 1
+    due = jax.jit(lambda due: vag(params, x, counted=counted, capture=due)[2].terms)
+    assert [float(due(True)), float(due(False))] == [20, 0]
+    assert float(value_and_grad(counted_loss, terms=12)(params, x, counted=counted)[2].terms) == 12
+
+
+@pytest.mark.parametrize(
+    ("terms", "error", "message"),
+    [
+        (0, ValueError, "terms must be > 0, got 0"),
+        ("all", TypeError, "terms must be a number, got 'all'"),
+        (lambda x: -x.shape[0], ValueError, "terms must be >= 0, got -5"),
+        (lambda x: x.shape, TypeError, r"terms must be a number, got \(5, 4\)"),
+        (lambda x: x[:, 0], ValueError, r"terms must be one number, got an array of shape \(5,\)"),
+        (lambda x: x.sum() > 0, TypeError, "terms must be a number, got one of bool"),
+        (lambda x: jnp.asarray(jnp.nan), ValueError, "terms must be >= 0, got nan"),
+        (lambda x: None, TypeError, "terms must be a number, got None"),
+    ],
+)
+def test_terms_that_are_no_number_of_terms_are_errors(terms, error, message):
+    with pytest.raises(error, match=message):
+        value_and_grad(lambda p, x: jnp.mean(x @ p), terms=terms)(normal(4, 3), normal(5, 4))
+
+
 @pytest.mark.parametrize("loss", [lambda p, capture=False: p.sum(), lambda p, bases: (p * bases).sum()])
 def test_an_argument_that_is_named_as_one_of_ours_is_an_error(loss):
     with pytest.raises(ValueError, match="must have no argument named as one of value_and_grad's, got"):

@@ -249,14 +249,19 @@ def test_outputs_whose_gradient_is_stopped_are_no_terms():
             counted[..., None], logits, lax.stop_gradient(logits)
         )
 
-    vag = value_and_grad(loss, has_aux=True, fisher=Categorical(exact=True))
+    exact, total = Categorical(exact=True), lambda x, counted: counted.sum()
+    vag = value_and_grad(loss, has_aux=True, fisher=exact)
     statistics = vag(PARAMS, x, counted)[2]
     outputs = np.asarray(model(PARAMS, x))[np.asarray(counted)]
     expected = sum(
         np.diag(1 - y**2) @ hessian("categorical", y) @ np.diag(1 - y**2) for y in outputs
     )  # y = tanh s
     np.testing.assert_allclose(statistics["['w']"].main.G[0], expected, rtol=1e-9)
-    assert float(statistics.terms) == 35  # replaced by the user: counted.sum()
+    assert float(statistics.terms) == 35
+    told = value_and_grad(loss, has_aux=True, fisher=exact, terms=total)(PARAMS, x, counted)[2]
+    assert float(told.terms) == len(outputs)
+    drawn = value_and_grad(loss, has_aux=True, fisher=Categorical(), terms=total)
+    assert float(drawn(PARAMS, x, counted, key=jax.random.key(0))[2].terms) == len(outputs)
 
 
 def test_the_plan_of_a_loss_with_an_axis_name_is_made_where_it_has_one():

@@ -43,6 +43,7 @@ from suite.jax.varying import cond, vary_like, varying_alike, varying_axes
 from suite.jax.views import write_matrices
 
 AllBases = dict[str, Bases]  # by layer
+Terms = float | jax.Array | Callable[..., Any] | None
 
 
 class value_and_grad:
@@ -68,6 +69,11 @@ class value_and_grad:
         rows: 'expand' takes each position of a sequence or image for a row, 'reduce' each example (the
             leading axis of a product's input), its inputs averaged and its gradients summed.
             Eschenhagen et al. 2023 (arXiv:2311.00636).
+        terms: how many terms the loss is the mean of: a number, or a function of the arguments of a call
+            after params (but for `key`) that returns one, traced or not. Inside shard_map these are the
+            device's own. None takes the rows of the product that runs last, with a sampled or exact
+            Fisher the outputs: too many where some do not count (labels that are ignored) or are
+            averaged or summed before the loss. Factors G grow with it.
         max_factor_size: a side above this gets a diagonal factor.
         plain: names of parameters, as in the routing report, to leave alone.
         require: 'all' or 'most' makes it an error if not all, or not more than half, of the parameters
@@ -83,6 +89,7 @@ class value_and_grad:
         *,
         fisher: Fisher | None = None,
         rows: str = "expand",
+        terms: Terms = None,
         max_factor_size: int = 8192,
         plain: Sequence[str] = (),
         require: Require = None,
@@ -101,7 +108,10 @@ class value_and_grad:
         check_choice("require", require, (None, "most", "all"))
         if isinstance(plain, str):
             raise TypeError(f"plain must be a sequence of names, got {plain!r}")
+        if terms is not None and not callable(terms):
+            _check_terms(terms, above=0)
         self._loss_fn, self._has_aux, self._fisher = loss_fn, has_aux, fisher
+        self._terms = terms
         self._reduce, self._max_factor_size = rows == "reduce", max_factor_size
         self._plain, self._require = tuple(plain), require
         functools.update_wrapper(self, loss_fn, updated=())
@@ -140,7 +150,8 @@ class value_and_grad:
                 one, is named otherwise (`dropout_key`).
 
         Raises:
-            TypeError: `capture` is no boolean or scalar; a sampled Fisher has no key.
+            TypeError: `capture` is no boolean or scalar; a sampled Fisher has no key; `terms` no number.
+            ValueError: `terms` is negative or not finite, as far as the host knows.
         """
         given = kwargs.get("key")
         if self._needs_key and given is None:
@@ -256,7 +267,6 @@ class value_and_grad:
             if late:
                 early, read = found, (inputs, gradients)
                 found = if_due(lambda: add_late(early, sites, *read, measure), early, read)
-            terms = _terms(plan, found)
         else:
             (loss, outputs), pull, (arrays, inputs) = jax.vjp(
                 lambda *given: _loss_and_outputs(*run(*given)), leaves, (empty, late), has_aux=True
@@ -272,16 +282,31 @@ class value_and_grad:
                 empty,
                 (leaves, traced.arguments, outputs),
             )
+        # Sums over the devices that share parameters are of all of their terms.
+        apart = set[str]().union(*(varying_axes(leaves[layer.leaf]) for layer in plan.layers))
+        if self._terms is not None:
+            own = self._given_terms(args, kwargs)
+            shared = set[str]().union(*map(varying_axes, traced.arguments)) - apart
+            rows = found[plan.layers[0].name].main.rows
+            terms = lax.psum(jnp.asarray(own, rows.dtype), tuple(sorted(shared)))
+        elif self._fisher is None:
+            terms = _terms(plan, found)
+        else:
             columns = self._fisher.likelihood.columns(outputs.shape)
-            # Sums over the devices that share parameters are of all of their outputs.
-            apart = [varying_axes(leaves[layer.leaf]) for layer in plan.layers]
-            shared = tuple(varying_axes(outputs) - set().union(*apart))
-            devices = lax.psum(1, shared)
+            devices = lax.psum(1, tuple(varying_axes(outputs) - apart))
             terms = jnp.full((), devices * (outputs.size / columns), jnp.float32)
         if due is not None:
             terms = jnp.where(due, terms, 0.0)
         value = (loss, _joined(traced.aux, arrays)) if self._has_aux else loss
         return value, jax.tree.unflatten(plan.treedef, grads), Statistics(found, terms)
+
+    def _given_terms(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """How many terms the loss has, of a call with these arguments, as `terms` says."""
+        given = self._terms
+        if callable(given):
+            given = given(*args, **self._without_key(kwargs))
+            _check_terms(given, at_least=0)
+        return given
 
     def _sampled(self, outputs: Any, sums_of: Any, empty: Any, key: Any) -> dict[str, LayerSums]:
         """Sums of backward passes from the outputs alone: inputs and rows count once."""
@@ -374,6 +399,7 @@ class value_and_grad:
             sampled=self._fisher is not None,
             reduce=self._reduce,
             require=self._require,
+            terms_given=self._terms is not None,
         )
 
 
@@ -541,6 +567,20 @@ def _terms(plan: Plan, found: dict[str, LayerSums]) -> jax.Array:
         own = rows * terms_per_row
         terms = own if terms is None else jnp.where(rows > 0, own, terms)
     return jnp.ones((), jnp.float32) if terms is None else terms
+
+
+def _check_terms(terms: Any, **bounds: float) -> None:
+    """TypeError or ValueError unless it is one number, within the bounds where the host knows it."""
+    if not _is_array(terms):
+        check_number("terms", terms, **bounds)
+        return
+    if terms.ndim:
+        raise ValueError(f"terms must be one number, got an array of shape {terms.shape}")
+    number = jnp.issubdtype(terms.dtype, jnp.integer) or jnp.issubdtype(terms.dtype, jnp.floating)
+    if not number:
+        raise TypeError(f"terms must be a number, got one of {terms.dtype}")
+    if not isinstance(terms, Tracer) and getattr(terms, "is_fully_addressable", True):
+        check_number("terms", terms.item(), **bounds)
 
 
 def _loss_first(out: list[Any], inputs: Any) -> tuple[Any, Any]:

@@ -38,6 +38,7 @@ class Plan:
     layers: tuple[Layer, ...]
     last: tuple[Last, ...]
     sampled: bool  # whether statistics are of the model's predictions, not of the loss
+    terms_given: bool  # whether `value_and_grad` was told how many terms the loss has
     names: tuple[str, ...]  # of all parameter leaves, in order
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
@@ -45,6 +46,8 @@ class Plan:
     routing: Routing
 
     def __str__(self) -> str:
+        if self.terms_given:
+            return f"{self.routing}\nterms of the loss: those that `terms` gives"
         if self.sampled or not self.last:
             return str(self.routing)
         name, _, terms = self.last[0]
@@ -91,6 +94,7 @@ def make_plan(
     sampled: bool,
     reduce: bool,
     require: Require,
+    terms_given: bool,
 ) -> Plan:
     """Join uses to layers, and report."""
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
@@ -113,7 +117,7 @@ def make_plan(
     routing.require_preconditioned("K-FAC")
     _require(require, routing)
     last = _last(uses, layers, reduce)
-    return Plan(layers, last, sampled, names, shapes, dtypes, treedef, routing)
+    return Plan(layers, last, sampled, terms_given, names, shapes, dtypes, treedef, routing)
 
 
 class _Assembly:
