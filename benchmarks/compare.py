@@ -40,10 +40,10 @@ _DETAILS = {
 }
 
 
-def comparable(record: dict[str, Any]) -> dict[tuple[str, ...], float]:
+def comparable(reports: dict[str, Any]) -> dict[tuple[str, ...], float]:
     """The workloads' numbers; seconds as multiples of AdamW's amortised step, or of its whole race."""
     found: dict[tuple[str, ...], float] = {}
-    for name, report in record["workloads"].items():
+    for name, report in reports.items():
         adamw = report["contenders"]["AdamW"]
         unit = adamw.get("amortised") or adamw.get("seconds") or 1.0
         for path, value in numbers(report, (name,)).items():
@@ -54,15 +54,28 @@ def comparable(record: dict[str, Any]) -> dict[tuple[str, ...], float]:
     return found
 
 
+def workloads_of(path: Path) -> dict[str, Any]:
+    """What a file of `step_time.py` or `race.py` has, by workload; SystemExit if it is none."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} must be a JSON file: {error}") from error
+    reports = record.get("workloads") if isinstance(record, dict) else None
+    if not isinstance(reports, dict):
+        raise SystemExit(f"{path} must be a file of step_time.py or race.py, which have 'workloads'")
+    return reports
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--least", type=float, default=0.05, help="smallest relative change shown")
     arguments = parser.parse_args()
-    before, after = (
-        comparable(json.loads(path.read_text())) for path in (arguments.before, arguments.after)
-    )
+    reports = [workloads_of(path) for path in (arguments.before, arguments.after)]
+    if reports[0].keys().isdisjoint(reports[1]):
+        raise SystemExit(f"no workload is in both: {sorted(reports[0])} and {sorted(reports[1])}")
+    before, after = map(comparable, reports)
     rows = []
     for path in before.keys() & after.keys():
         old, new = before[path], after[path]

@@ -1,4 +1,8 @@
-"""The least that the mathematics needs: the bare products and factorizations, and nothing else."""
+"""The bare products and factorizations as PyTorch has them, and nothing else.
+
+Second moments are whole products, those of convolutions of patches: what does half of a symmetric product,
+or correlations in place of patches, can take less.
+"""
 
 from __future__ import annotations
 

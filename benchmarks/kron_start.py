@@ -9,6 +9,7 @@ the first and of a later `step()`, eager. JAX: processor seconds to trace and lo
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import platform
 import statistics
@@ -60,6 +61,9 @@ def measured(sides: tuple[int, ...]) -> tuple[float, ...]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     torch.set_num_threads(1)
     versions = f"python {platform.python_version()}, torch {torch.__version__}, jax {jax.__version__}"
     print(versions)

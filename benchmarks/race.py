@@ -33,6 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from compare import workloads_of
 from race_grids import Contender
 from race_problems import PROBLEMS, Problem
 from table import race_table
@@ -60,11 +61,8 @@ class Run:
     def on(self) -> bool:
         return not self.reached and math.isfinite(self.losses[-1]) and self.steps < self.problem.budget
 
-    def lowest(self, turns: int | None = None) -> float:
-        return min(self.losses[: None if turns is None else turns + 1])
-
-    def behind(self, lead: Run) -> bool:
-        return self.lowest() > 1.05 * lead.lowest((len(self.losses) - 1) // 2)
+    def lowest(self) -> float:
+        return min(self.losses)
 
     def turn(self) -> None:
         start = time.process_time()
@@ -79,9 +77,8 @@ def tune(
 ) -> tuple[dict[str, float], list[Any], float]:
     """The point of the grid with the fewest steps in its worst seed; the lowest loss, if none arrives.
 
-    A run ends early when it can no longer be the best, or is more than twice as slow: its lowest loss is
-    5 % above the one that the leading run of that seed had in half the steps. Also returned: what was
-    tried, and the longest compilation.
+    A run ends early when it can no longer be the best. Also returned: what was tried, and the longest
+    compilation.
     """
     best, fewest = contender.points()[0], math.inf
     lead: list[Run] = []
@@ -94,8 +91,6 @@ def tune(
             compiling = max(compiling, run.compile_seconds)
             while run.on and run.steps + problem.every < fewest:
                 run.turn()
-                if len(lead) > seed and run.behind(lead[seed]):
-                    break
             if not run.reached:
                 break
         record.append({**point, "steps": [run.steps if run.reached else None for run in runs]})
@@ -212,7 +207,11 @@ def main(argv: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore")
     record: dict[str, Any] = {"workloads": {}}
     if arguments.json and arguments.json.exists():
-        record = json.loads(arguments.json.read_text())
+        record["workloads"] = workloads_of(arguments.json)
+        if any("floors" in report for report in record["workloads"].values()):
+            parser.error(
+                f"--json must be a new file or one of race.py, got step_time's {arguments.json}"
+            )
     for name in arguments.problems or framework.STARTS:
         problem = PROBLEMS[name]
         if arguments.budget:

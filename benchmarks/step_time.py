@@ -19,6 +19,7 @@ import gc
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -165,14 +166,20 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             plain.loss().backward()
             passes.append(clock(device) - start)
             plain.model.zero_grad()
-        for contender, one in found.items():
-            for step in range(1, PERIOD + 1):  # a cycle ends with the costly step
-                kind = one.kind(step)
-                times[contender].setdefault(kind, []).append(_step(one, device))
-            if device.type == "cuda":
-                seconds, peak = _cycle(one, device)
-                cycles[contender].append(seconds)
-                peaks[contender] = max(peaks[contender], peak)
+        for contender, one in list(found.items()):
+            try:
+                for step in range(1, PERIOD + 1):  # a cycle ends with the costly step
+                    kind = one.kind(step)
+                    times[contender].setdefault(kind, []).append(_step(one, device))
+                if device.type == "cuda":
+                    seconds, peak = _cycle(one, device)
+                    cycles[contender].append(seconds)
+                    peaks[contender] = max(peaks[contender], peak)
+            except Exception as error:  # a peer may fail in any way, at any time
+                if contender not in PEERS:
+                    raise
+                del found[contender]
+                failed[contender] = repr(error)
     lists = not arguments.compile
     syncs = {contender: _syncs_by_kind(one, device, lists) for contender, one in found.items()}
     parameters = sum(p.numel() for p in plain.model.parameters())
@@ -316,7 +323,7 @@ def main() -> None:
         print(f"{doc}\n{table(reports[name])}\n", flush=True)
         gc.collect()
     record = {
-        "command": " ".join(sys.argv),
+        "command": shlex.join(["step_time.py", *sys.argv[1:]]),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "device": _device_name(arguments.device),
         "seed": arguments.seed,
@@ -329,7 +336,14 @@ def main() -> None:
 
 
 def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor()
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _plot(record: dict[str, Any], path: Path) -> None:

@@ -6,9 +6,10 @@ python benchmarks/table.py benchmarks/results/race.json
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+from compare import workloads_of
 
 PERIOD = 10  # of step_time
 _COMPILE = " compilation, wall-clock seconds |"
@@ -129,7 +130,7 @@ def step_time_table(name: str, report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
-    workloads = json.loads(parser.parse_args().file.read_text())["workloads"]
+    workloads = workloads_of(parser.parse_args().file)
     if all("target" in report for report in workloads.values()):
         print(race_summary(workloads))
     for name, report in workloads.items():

@@ -278,7 +278,7 @@ def test_the_command_writes_what_tables_and_comparisons_read(tmp_path, monkeypat
     printed = capsys.readouterr().out
     assert printed == table.race_table("square", report) + "\n"
     assert "| kron_torch | failed: ImportError('no such package') |" in printed
-    compared = {path[1:] for path in compare.comparable(record)}
+    compared = {path[1:] for path in compare.comparable(record["workloads"])}
     assert ("contenders", "SGD", "steps") in compared
     assert not any("tuning" in path or "losses" in path for path in compared)
     race.plot(record["workloads"], picture)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -129,6 +129,70 @@ def test_an_expert_of_one_rank_is_no_copy_of_anothers(crew):
         assert "or skip_layers=" in said
     skipped = crew.run(own_head, 2, True)
     assert distance(*skipped) == 0
+
+
+class Parts(nn.Module):
+    """A layer on all ranks, and an expert that two of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.expert = nn.Linear(4, 5).double(), nn.Linear(5, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.expert(torch.tanh(self.dense(x)))
+
+
+def parts_in_ddp(wraps_dense: bool) -> tuple[int, str]:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = Parts()
+    if wraps_dense:
+        model.dense = DDP(model.dense)
+    model.expert = DDP(model.expert, process_group=groups[dist.get_rank() // 2])
+    world = kfac_of(model, model, skip_layers=["expert"])._engine.ranks.world
+    return world, said_by(kfac_of, copy_of(model), model)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """Modules anew, DDP around the same."""
+    again = Parts()
+    for name in ("dense", "expert"):
+        part = getattr(model, name)
+        if isinstance(part, DDP):
+            setattr(again, name, DDP(getattr(again, name), process_group=part.process_group))
+    return again
+
+
+@pytest.mark.parametrize("wraps_dense", [True, False])
+def test_the_group_is_that_of_the_layers_that_are_covered(crew, wraps_dense):
+    for world, of_both in crew.run(parts_in_ddp, 4, wraps_dense):
+        assert world == 4
+        assert ("layers are in several DistributedDataParallel" in of_both) is wraps_dense
+
+
+def frozen_of_each() -> list[str]:
+    """What no rank moves may differ; nor is FSDP1 refused where it leaves parameters as they are."""
+    rank, model = dist.get_rank(), Net()
+    with torch.no_grad():
+        model.head.requires_grad_(False).weight.mul_(1 + rank)
+    kron = Kron(model.parameters(), lr=0.01, distributed="shard")
+    run = DDP(Net())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    found = [said_by(kron.step), said_by(train, run, kfac_of(run, run), slice(rank, None, 2))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        no_shard = FullyShardedDataParallel(
+            Net(),
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+        return [*found, said_by(KFAC, no_shard), said_by(Kron, no_shard.parameters())]
+
+
+def test_what_does_no_harm_is_no_error(crew):
+    assert crew.run(frozen_of_each, 2) == [[""] * 4] * 2
 
 
 def meshes_of_experts() -> tuple[str, int, str, str]:

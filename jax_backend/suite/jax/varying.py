@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,23 +42,19 @@ def cond(chosen: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands
         like: what the branches read that may vary inside shard_map.
     """
 
+    if any(varying_axes(x) for x in jax.tree.leaves(like)):
+        kinds = [jax.eval_shape(branch, *operands) for branch in (yes, no)]
+        yes, no = _varied(yes, kinds), _varied(no, kinds)
+
     def members(*own: Any) -> Any:
-        return _cond(_in_member(chosen), yes, no, *own, like=like)
+        return lax.cond(_in_member(chosen), yes, no, *own)
 
-    return _cond(of_any(chosen), members, no, *operands, like=like)
+    return lax.cond(of_any(chosen), members, no, *operands)
 
 
-def _cond(
-    chosen: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any, like: Any
-) -> Any:
-    if not any(varying_axes(x) for x in jax.tree.leaves(like)):
-        return lax.cond(chosen, yes, no, *operands)
-    kinds = [jax.eval_shape(branch, *operands) for branch in (yes, no)]
-
-    def varied(branch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *own: jax.tree.map(varying_alike, branch(*own), *kinds)
-
-    return lax.cond(chosen, varied(yes), varied(no), *operands)
+def _varied(branch: Callable[..., Any], kinds: Sequence[Any]) -> Callable[..., Any]:
+    """A branch whose results vary over devices as those of all kinds do."""
+    return lambda *own: jax.tree.map(varying_alike, branch(*own), *kinds)
 
 
 def varying_alike(slots: Any, *others: Any) -> Any:

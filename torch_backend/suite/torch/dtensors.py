@@ -9,8 +9,7 @@ by outputs (ColwiseParallel) G is block-diagonal with a block a rank, for one th
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -195,31 +194,40 @@ def groups_of(parameters: Iterable[tuple[Any, int, bool]], asked: bool) -> tuple
         None where no mesh has a data-parallel axis.
 
     Raises:
-        ValueError: covered parameters are sharded, or split, over other ranks than others.
+        ValueError: covered parameters are sharded, or split, over other ranks than others, or split on
+            several axes.
     """
-    data: dict[bool, dict[tuple[int, ...], Callable[[], Any]]] = {True: {}, False: {}}
-    tensor: dict[bool, dict[tuple[int, ...], Callable[[], Any]]] = {True: {}, False: {}}
-    for parameter, axes, covered in parameters:
-        if not is_sharded(parameter):
-            continue
-        mesh, rest = parameter.device_mesh, parameter.device_mesh.ndim - axes
-        if axes > 1:
-            raise ValueError(f"K-FAC knows one tensor-parallel axis, got mesh {mesh}")
-        if axes:
-            own = functools.partial(mesh.get_group, mesh.ndim - 1)
-            tensor[covered].setdefault((*torch.distributed.get_process_group_ranks(own()),), own)
-        if rest and asked:
-            data[covered].setdefault(_data_ranks(mesh, axes), functools.partial(_group, mesh, rest))
-    for kind in (data[True], tensor[True]):
-        if len(kind) > 1:
+    sharded = [x for x in parameters if is_sharded(x[0])]
+    data: Any = None
+    for is_covered in (True, False) if asked else ():
+        meshes = [(p.device_mesh, axes) for p, axes, covered in sharded if covered is is_covered]
+        found = {frozenset(_data_ranks(*x)): x for x in reversed(meshes) if x[0].ndim > x[1]}
+        if is_covered and len(found) > 1:
             raise ValueError(
                 "layers must be sharded over the same ranks, got some over ranks "
-                f"{' and some over '.join(str(list(ranks)) for ranks in kind)}: leave some out by "
+                f"{' and some over '.join(str(sorted(ranks)) for ranks in found)}: leave some out by "
                 "skip_layers=, as experts that are spread over ranks, or give process_group="
             )
-    found = [next(iter((kind[True] or kind[False]).values()), None) for kind in (data, tensor)]
-    of_data, of_blocks = (None if group is None else group() for group in found)
-    return of_data, of_blocks, of_blocks is not None
+        if found and data is None:
+            mesh, axes = next(iter(found.values()))
+            data = _group(mesh, mesh.ndim - axes)
+    tensor: Any = None
+    for is_covered in (True, False):
+        meshes = [(p.device_mesh, axes) for p, axes, covered in sharded if covered is is_covered]
+        several = [mesh for mesh, axes in meshes if axes > 1]
+        if is_covered and several:
+            raise ValueError(f"K-FAC knows one tensor-parallel axis, got mesh {several[0]}")
+        groups = [mesh.get_group(mesh.ndim - 1) for mesh, axes in reversed(meshes) if axes == 1]
+        split = {frozenset(torch.distributed.get_process_group_ranks(group)): group for group in groups}
+        if is_covered and len(split) > 1:
+            raise ValueError(
+                "layers must be split over the same ranks, got some over ranks "
+                f"{' and some over '.join(str(sorted(ranks)) for ranks in split)}: leave some out by "
+                "skip_layers="
+            )
+        if split and tensor is None:
+            tensor = next(iter(split.values()))
+    return data, tensor, tensor is not None
 
 
 def require_same_blocks(parameters: Iterable[tuple[Any, int]], ranks: Iterable[int]) -> None:
@@ -284,8 +292,13 @@ def group_of_all(parameters: Iterable[Any]) -> Any:
 
 
 def require_not_flattened(parameters: Iterable[torch.Tensor]) -> None:
-    """ValueError where FullyShardedDataParallel has put parameters into flat ones, and cut these."""
-    if any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
+    """ValueError where FullyShardedDataParallel has put parameters into flat ones, or cut these.
+
+    With one rank, or NO_SHARD, it leaves the user's as they are.
+    """
+    flattened = [x for x in parameters if getattr(x, "_fsdp_flattened", False)]
+    flat = any(getattr(x, "_is_flat_param", False) for x in flattened)
+    if flat or (flattened and all(x.ndim < 2 for x in flattened)):
         raise ValueError(
             "parameters must keep their shapes, got those of FullyShardedDataParallel: use fully_shard "
             "(FSDP2)"

@@ -547,10 +547,10 @@ class KFAC(torch.optim.Optimizer):
         taken = self._engine.capture.take_statistics(scale)
         parameters = self._parameters()
         due = self._spread_inverses or self._steps % inv_update_steps == 0
-        if not self._compared:
-            self._engine.require_the_same_parameters()
-            self._compared = True
         agreed = self._engine.agree(parameters, taken, moves)
+        if not self._compared and agreed.present:
+            self._engine.require_the_same_parameters(agreed)
+            self._compared = True
         by_device = not due and self._engine.is_alone
         by_device = by_device and self._skipped.can_be_left_to_device(self._base, parameters)
         if agreed.finite is not None and not by_device:

@@ -129,12 +129,13 @@ class KFACEngine:
                     f"{rank} than on rank {self.ranks.rank}: {unlike}"
                 )
 
-    def require_the_same_parameters(self) -> None:
-        """ValueError, on all ranks, if some have other numbers in the layers than others."""
+    def require_the_same_parameters(self, agreed: Agreement) -> None:
+        """ValueError, on all ranks, if some have other numbers than others in the layers of a step."""
         named = {
-            f"{layer.name}, {kind}": parameter
-            for layer in self.layers
-            for kind, parameter in zip(("weight", "bias"), layer.parameters(), strict=False)
+            f"{layer.name}, {kind}": piece.parameter
+            for layer in (self.layers[i] for i in agreed.present)
+            for kind, piece in (("weight", layer.weight), ("bias", layer.bias))
+            if piece is not None
         }
         require_same_parameters(
             named,
@@ -395,15 +396,13 @@ class KFACEngine:
         split = [layer for layer in self.layers if layer.tensor_split]
         whole = {name: x for name, x in layers.items() if name not in {layer.name for layer in split}}
         blocks = {self._block_of(layer.name): layers[layer.name] for layer in split}
-        if not gather:
+        if not gather or not self.factors.allocated:
             return whole | blocks
-        # On the host: a tensor would arrive on the device that it comes from.
+        # On the host: a tensor would arrive on the device that it comes from, and others' are many.
         sent = {name: {key: x.cpu() for key, x in own.items()} for name, own in blocks.items()}
-        for rank, others in enumerate(self.tensor_ranks.gather(sent, "K-FAC's gathering of its state")):
-            for layer in split if rank != self.tensor_ranks.rank else ():
-                name = self._block_of(layer.name, rank)
-                blocks[name] = {key: x.to(layer.device) for key, x in others[name].items()}
-        return whole | blocks
+        everyone = self.tensor_ranks.gather(sent, "K-FAC's gathering of its state")
+        others = {name: x for own in everyone for name, x in own.items()}
+        return whole | others | blocks
 
     def _block_of(self, name: str, rank: int | None = None) -> str:
         """What a checkpoint calls a layer's block of a tensor-parallel rank, by default this one."""

@@ -112,6 +112,7 @@ class Kron(torch.optim.Optimizer):
     """
 
     _agreed_on = 0  # how many parameters ranks know that they all have
+    _compared = False  # whether they have the same ones, where they work for each other
 
     def __init__(
         self,
@@ -422,7 +423,7 @@ class Kron(torch.optim.Optimizer):
         if self._ranks.alone:
             return finite, set()
         if self._agreed_on != len(parameters):
-            self._require_the_same(parameters)
+            self._require_same_number(len(parameters))
         present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64)
         header = torch.cat([(~finite).double().cpu()[None], present])
         bad, *counts = self._ranks.total(header, "Kron's agreement on the step").tolist()
@@ -434,24 +435,22 @@ class Kron(torch.optim.Optimizer):
                 "average gradients over ranks before step(), zeros where there is none"
             )
         absent = {id(p) for p, n in zip(parameters, counts, strict=True) if n < self._ranks.world}
+        moving = {f"parameter {i}": p for i, p in enumerate(parameters) if id(p) not in absent}
+        if self.distributed == "shard" and moving and not self._compared:
+            advice = "give process_group= the ranks that share them, or distributed='replicate'"
+            require_same_parameters(moving, self._ranks, "Kron", advice)
+            self._compared = True
         return torch.tensor(bad == 0, device=finite.device), absent
 
-    def _require_the_same(self, parameters: list[torch.Tensor]) -> None:
-        """ValueError unless all ranks have as many parameters: what they exchange has their length.
-
-        And, where they work for each other, the same ones.
-        """
-        own, advice = len(parameters), "give process_group= the ranks that share them"
+    def _require_same_number(self, own: int) -> None:
+        """ValueError unless all ranks have as many parameters: what they exchange has their length."""
         numbers = torch.tensor([float(own), float(own) ** 2], dtype=torch.float64)
         total, squares = self._ranks.total(numbers, "Kron's number of parameters").tolist()
         if squares * self._ranks.world != total**2:
             raise ValueError(
                 f"parameters must be the same on all ranks, got {own} here and {total:g} on "
-                f"{self._ranks.world} ranks: {advice}"
+                f"{self._ranks.world} ranks: give process_group= the ranks that share them"
             )
-        if self.distributed == "shard":  # by name, as the errors of gradients have it
-            named = {f"parameter {i}": p for i, p in enumerate(parameters)}
-            require_same_parameters(named, self._ranks, "Kron", f"{advice}, or distributed='replicate'")
         self._agreed_on = own
 
     def _evaluate(

@@ -29,12 +29,13 @@ def require_same_parameters(
         return
     whole = {name: x.detach() for name, x in named.items() if not is_sharded(x) and x.numel()}
     own = {name: (tuple(x.shape), *_sums(x)) for name, x in whole.items()}
-    for rank, others in enumerate(ranks.gather(own, f"{what}'s comparison of parameters")):
-        unlike = [name for name in own if name not in others or not _are_alike(own[name], others[name])]
+    first, *others = ranks.gather(own, f"{what}'s comparison of parameters")
+    for rank, record in enumerate(others, 1):  # the same on all ranks, which decide alike
+        unlike = [x for x in first if x not in record or not _are_alike(first[x], record[x])]
         if unlike:
             raise ValueError(
                 f"{what} needs the same parameters on all its ranks, got others on rank {rank} than on "
-                f"rank {ranks.rank}: {unlike}; {otherwise}"
+                f"rank 0: {unlike}; {otherwise}"
             )
 
 

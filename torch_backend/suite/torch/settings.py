@@ -91,7 +91,7 @@ def ranks_of(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float)
     data, tensor, split = groups_of(own, asked=group is None)
     if not split:
         if group is None:
-            group = _group_of_ddp(model) or data
+            group = _group_of_ddp(model, covered) or data
         return Ranks(group, bucket_mb), Ranks(alone=True)
     others = Ranks(tensor)
     if group is not None:
@@ -107,13 +107,28 @@ def ranks_of(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float)
     return Ranks(data if group is None else group, bucket_mb), others
 
 
-def _group_of_ddp(model: nn.Module) -> Any:
-    """The process group of what DDP wraps of a model; None: nothing."""
+def _group_of_ddp(model: nn.Module, covered: set[int]) -> Any:
+    """The process group of the DDP that has all covered parameters; None: none has, or not all.
+
+    Args:
+        covered: their ids.
+
+    Raises:
+        ValueError: some are of one group, some of another.
+    """
     kind = nn.parallel.DistributedDataParallel
-    groups = {id(m.process_group): m.process_group for m in model.modules() if isinstance(m, kind)}
+    inner: dict[int, Any] = {}  # by parameter, of the innermost
+    for module in model.modules():  # from the outside in
+        if isinstance(module, kind):
+            inner |= {id(p): module.process_group for p in module.parameters() if id(p) in covered}
+    ranks_of_group = torch.distributed.get_process_group_ranks
+    groups = {frozenset(ranks_of_group(group)): group for group in inner.values()}
     if len(groups) > 1:
-        raise ValueError("process_group must be given where parts of the model have others, got several")
-    return next(iter(groups.values()), None)
+        raise ValueError(
+            "process_group must be given where layers are in several DistributedDataParallel of other "
+            f"ranks, got {' and '.join(str(sorted(ranks)) for ranks in groups)}"
+        )
+    return next(iter(groups.values()), None) if inner.keys() == covered else None
 
 
 def workers_of(fraction: Any, alias: Any, world: int) -> int:
