@@ -1,7 +1,7 @@
 """The bare products and factorizations as PyTorch has them, and nothing else.
 
-Second moments are whole products, those of convolutions of patches: what does half of a symmetric product,
-or correlations in place of patches, can take less.
+Second moments are whole products, those of convolutions of patches: what does half of a symmetric
+product, or correlations in place of patches, can take less.
 """
 
 from __future__ import annotations

@@ -74,17 +74,23 @@ def test_tuning_finds_the_point_with_the_fewest_steps(rates, best, edges):
     assert len(record) == 3 * len(rates)
 
 
-def test_a_run_is_behind_when_it_is_more_than_twice_as_slow():
-    lead, same, late = (
-        race.Run(SQUARE, descent(), {"lr": rate, "times": 1.0}, seed=0) for rate in (0.5, 0.3, 0.1)
-    )
-    for _ in range(4):
-        lead.turn()
-    for turns in range(1, 5):
-        same.turn()
-        late.turn()
-        assert not same.behind(lead)  # 0.7 > 0.5, 0.7² < 0.5
-        assert late.behind(lead) == (turns > 1)  # 0.9² > 0.5
+def test_a_point_that_is_behind_at_first_may_be_the_best():
+    """One halves its loss in every step, one waits for a while and is there."""
+
+    def begin(seed: int, waits: float) -> Training:
+        steps = [0]
+
+        def take(count: int) -> None:
+            steps[0] += count
+
+        def loss() -> float:
+            return 2.0 ** -steps[0] if not waits else float(steps[0] < waits)
+
+        return Training(take, loss)
+
+    point, record, _ = race.tune(SQUARE, Contender(begin, {"waits": (15.0, 0.0, 30.0)}), seeds=1)
+    assert point == {"waits": 15.0}
+    assert {one["waits"]: one["steps"] for one in record} == {0.0: [20], 15.0: [15], 30.0: [None]}
 
 
 def test_what_does_not_arrive_is_said_to_be_so():

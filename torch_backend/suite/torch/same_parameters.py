@@ -43,7 +43,7 @@ def _sums(x: torch.Tensor) -> tuple[float, float]:
     """Σ x and |x|."""
     x = torch.view_as_real(x) if x.is_complex() else x
     wide = torch.float32 if x.device.type == "mps" else torch.float64  # which that does not have
-    total, squares = x.sum(dtype=wide), torch.linalg.vector_norm(x, dtype=wide)
+    total, squares = x.sum(dtype=wide), x.norm(dtype=wide)
     return total.item(), squares.item()
 
 
