@@ -121,8 +121,8 @@ def _group_of_ddp(model: nn.Module, covered: set[int]) -> Any:
     for module in model.modules():  # from the outside in
         if isinstance(module, kind):
             inner |= {id(p): module.process_group for p in module.parameters() if id(p) in covered}
-    ranks_of_group = torch.distributed.get_process_group_ranks
-    groups = {frozenset(ranks_of_group(group)): group for group in inner.values()}
+    own = ((torch.distributed.get_process_group_ranks(group), group) for group in inner.values())
+    groups = {frozenset(ranks): group for ranks, group in own}
     if len(groups) > 1:
         raise ValueError(
             "process_group must be given where layers are in several DistributedDataParallel of other "
