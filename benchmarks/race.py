@@ -61,9 +61,6 @@ class Run:
     def on(self) -> bool:
         return not self.reached and math.isfinite(self.losses[-1]) and self.steps < self.problem.budget
 
-    def lowest(self) -> float:
-        return min(self.losses)
-
     def turn(self) -> None:
         start = time.process_time()
         self.training.take(self.problem.every)
@@ -80,8 +77,7 @@ def tune(
     A run ends early when it can no longer be the best. Also returned: what was tried, and the longest
     compilation.
     """
-    best, fewest = contender.points()[0], math.inf
-    lead: list[Run] = []
+    best, fewest, lowest = contender.points()[0], math.inf, math.inf
     record, compiling = [], 0.0
     for point in contender.points():
         runs: list[Run] = []
@@ -95,8 +91,9 @@ def tune(
                 break
         record.append({**point, "steps": [run.steps if run.reached else None for run in runs]})
         arrived = len(runs) == seeds and runs[-1].reached
-        if arrived or (fewest == math.inf and (not lead or runs[0].lowest() < lead[0].lowest())):
-            best, lead = point, runs
+        loss = min(runs[0].losses)
+        if arrived or (fewest == math.inf and loss < lowest):
+            best, lowest = point, loss
             fewest = max(run.steps for run in runs) if arrived else fewest
     return best, record, compiling
 

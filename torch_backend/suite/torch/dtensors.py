@@ -182,7 +182,7 @@ def split_dim(parameter: Any, axes: int) -> int | None:
     return dims.pop() if dims else None
 
 
-def groups_of(parameters: Iterable[tuple[Any, int, bool]], asked: bool) -> tuple[Any, Any, bool]:
+def groups_of(parameters: Iterable[tuple[Any, int, bool]], asked: bool) -> tuple[Any, Any]:
     """The ranks with the same blocks of parameters and other data, and those with other blocks.
 
     Args:
@@ -190,44 +190,44 @@ def groups_of(parameters: Iterable[tuple[Any, int, bool]], asked: bool) -> tuple
         asked: whether the first are.
 
     Returns:
-        (group of data-parallel ranks, of tensor-parallel ranks, whether there are such). The first is
-        None where no mesh has a data-parallel axis.
+        (group of data-parallel ranks, of tensor-parallel ranks), None where no mesh has such an axis.
 
     Raises:
         ValueError: covered parameters are sharded, or split, over other ranks than others, or split on
             several axes.
     """
-    sharded = [x for x in parameters if is_sharded(x[0])]
-    data: Any = None
-    for is_covered in (True, False) if asked else ():
-        meshes = [(p.device_mesh, axes) for p, axes, covered in sharded if covered is is_covered]
-        found = {frozenset(_data_ranks(*x)): x for x in reversed(meshes) if x[0].ndim > x[1]}
-        if is_covered and len(found) > 1:
-            raise ValueError(
-                "layers must be sharded over the same ranks, got some over ranks "
-                f"{' and some over '.join(str(sorted(ranks)) for ranks in found)}: leave some out by "
-                "skip_layers=, as experts that are spread over ranks, or give process_group="
-            )
-        if found and data is None:
-            mesh, axes = next(iter(found.values()))
-            data = _group(mesh, mesh.ndim - axes)
-    tensor: Any = None
+    meshes = [(p.device_mesh, axes, covered) for p, axes, covered in parameters if is_sharded(p)]
+    several = [mesh for mesh, axes, covered in meshes if covered and axes > 1]
+    if several:
+        raise ValueError(f"K-FAC knows one tensor-parallel axis, got mesh {several[0]}")
+    shards = [(_data_ranks(m, axes), (m, m.ndim - axes), c) for m, axes, c in meshes if m.ndim > axes]
+    without = "leave some out by skip_layers="
+    experts = f"{without}, as experts that are spread over ranks, or give process_group="
+    data = _told(shards, "sharded", experts) if asked else None
+    groups = [(mesh.get_group(mesh.ndim - 1), covered) for mesh, axes, covered in meshes if axes == 1]
+    splits = [(torch.distributed.get_process_group_ranks(g), g, covered) for g, covered in groups]
+    return None if data is None else _group(*data), _told(splits, "split", without)
+
+
+def _told(found: Sequence[tuple[Sequence[int], Any, bool]], how: str, otherwise: str) -> Any:
+    """Of ranks, what goes with them, and whether covered: what goes with the covered ones', or others'.
+
+    Raises:
+        ValueError: covered ones have several.
+    """
     for is_covered in (True, False):
-        meshes = [(p.device_mesh, axes) for p, axes, covered in sharded if covered is is_covered]
-        several = [mesh for mesh, axes in meshes if axes > 1]
-        if is_covered and several:
-            raise ValueError(f"K-FAC knows one tensor-parallel axis, got mesh {several[0]}")
-        groups = [mesh.get_group(mesh.ndim - 1) for mesh, axes in reversed(meshes) if axes == 1]
-        split = {frozenset(torch.distributed.get_process_group_ranks(group)): group for group in groups}
-        if is_covered and len(split) > 1:
+        own: dict[frozenset[int], Any] = {}
+        for ranks, it, covered in found:
+            if covered is is_covered:
+                own.setdefault(frozenset(ranks), it)
+        if is_covered and len(own) > 1:
             raise ValueError(
-                "layers must be split over the same ranks, got some over ranks "
-                f"{' and some over '.join(str(sorted(ranks)) for ranks in split)}: leave some out by "
-                "skip_layers="
+                f"layers must be {how} over the same ranks, got some over ranks "
+                f"{' and some over '.join(str(sorted(ranks)) for ranks in own)}: {otherwise}"
             )
-        if split and tensor is None:
-            tensor = next(iter(split.values()))
-    return data, tensor, tensor is not None
+        if own:
+            return next(iter(own.values()))
+    return None
 
 
 def require_same_blocks(parameters: Iterable[tuple[Any, int]], ranks: Iterable[int]) -> None:
@@ -251,9 +251,11 @@ def _data_ranks(mesh: Any, axes: int) -> tuple[int, ...]:
     """The ranks of a mesh with this rank's tensor-parallel block.
 
     Args:
-        axes: how many of its last axes are of tensor parallelism, 0 or 1.
+        axes: how many of its last axes are of tensor parallelism.
     """
-    ranks = mesh.mesh if not axes else mesh.mesh.select(-1, mesh.get_local_rank(mesh.ndim - 1))
+    ranks = mesh.mesh
+    for axis in range(mesh.ndim - 1, mesh.ndim - 1 - axes, -1):
+        ranks = ranks.select(axis, mesh.get_local_rank(axis))
     return tuple(ranks.flatten().tolist())
 
 

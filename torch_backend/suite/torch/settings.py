@@ -88,8 +88,8 @@ def ranks_of(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float)
     """The ranks that have the same layers and other data, and those that have other blocks of layers."""
     covered = {id(p) for layer in found.layers for p in layer.parameters()}
     own = [(p, found.tensor_axes[id(p)], id(p) in covered) for p in model.parameters()]
-    data, tensor, split = groups_of(own, asked=group is None)
-    if not split:
+    data, tensor = groups_of(own, asked=group is None)
+    if tensor is None:
         if group is None:
             group = _group_of_ddp(model, covered) or data
         return Ranks(group, bucket_mb), Ranks(alone=True)
