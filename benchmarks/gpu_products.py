@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ import torch
 
 from suite.core import linalg
 from suite.core.kfac import KFAC
+from versions import versions
 from workloads import WORKLOADS
 
 DEVICE = torch.device("cuda")
@@ -180,7 +180,7 @@ def main() -> None:
     print("inverses and passes, ms", {k: round(v, 1) for k, v in tables["inverses and passes"].items()})
     record = {
         "command": " ".join(sys.argv),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions("torch"),
         "device": torch.cuda.get_device_name(),
         "seed": arguments.seed,
         "tables": tables,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ import optax
 
 from suite.core.statistics import second_moment_sum
 from suite.jax import kfac, value_and_grad
+from versions import versions
 
 SIDES = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
 BATCH = 256
@@ -254,7 +254,7 @@ def main() -> None:
     if options.json:
         record = {
             "command": " ".join(["python", *sys.argv]),
-            "versions": {"python": platform.python_version(), "jax": jax.__version__},
+            "versions": versions("jax"),
             "device": jax.devices()[0].device_kind,
             "seed": 0,
             "seconds": times,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ import torch
 
 from suite.core.kron import Geometry, Kron
 from suite.core.schedules import precond_lr_schedule
+from versions import versions
 
 GEOMETRIES = get_args(Geometry)
 DRIFT_UPDATES = 3000
@@ -188,8 +188,7 @@ def main(argv: list[str] | None = None, report: Callable[[str], None] = print) -
             numbers = "".join(f"{error:9.3g}" for error in found["errors"])
             report(f"{case.label:34}{geometry:12}{numbers}  {found['ms']:9.2f}")
     arguments.output.mkdir(parents=True, exist_ok=True)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    record = {"seed": arguments.seed, "versions": versions, "results": results}
+    record = {"seed": arguments.seed, "versions": versions("torch", "numpy"), "results": results}
     (arguments.output / "fit.json").write_text(json.dumps(record, indent=1) + "\n")
     (arguments.output / "fit.md").write_text(table(results))
     plot(results, arguments.output / "fit.png")

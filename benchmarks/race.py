@@ -9,7 +9,8 @@ Every contender has a grid of the same size, five step lengths a factor of about
 values of one more hyperparameter, and keeps its rate constant. The point that needs the fewest steps, in
 the worse of the tuning seeds, is run again with other seeds: their medians are the result. There the
 contenders take turns of ten steps each, in one process; seconds are process CPU seconds of forward,
-backward and optimizer, without evaluations, in PyTorch of one thread, in JAX of all that XLA has.
+backward and optimizer, without drawing minibatches and evaluating, in PyTorch of one thread, in JAX of
+all that XLA has.
 What compiles does so before, in steps of a throwaway, and has a column of its own: wall-clock seconds,
 once a problem. '(edge)' marks a best value at the edge of its grid. A K-FAC step is as long as the root
 of `kl_clip`, at lr 0.1, or lr where `kl_clip` does not bind: the problem says which one the grid has. A
@@ -62,8 +63,9 @@ class Run:
         return not self.reached and math.isfinite(self.losses[-1]) and self.steps < self.problem.budget
 
     def turn(self) -> None:
+        minibatches = self.training.draw(self.problem.every)
         start = time.process_time()
-        self.training.take(self.problem.every)
+        self.training.take(minibatches)
         self.seconds += time.process_time() - start
         self.steps += self.problem.every
         self.losses.append(self.training.evaluate())

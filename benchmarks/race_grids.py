@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import itertools
-import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from race_problems import Problem
@@ -18,7 +15,8 @@ Grid = dict[str, tuple[float, ...]]  # five step lengths, three of something els
 class Training(NamedTuple):
     """A run, before its first step."""
 
-    take: Callable[[int], None]  # so many steps, and be done with them
+    draw: Callable[[int], Sequence[Any]]  # so many minibatches
+    take: Callable[[Sequence[Any]], None]  # a step with each of these, and be done with them
     evaluate: Callable[[], float]  # what has to reach the target
     compile_seconds: float = 0.0  # wall clock; what compiled before the clock of steps starts
 
@@ -85,12 +83,3 @@ def kfac_grid(problem: Problem) -> Grid:
     name, centre = problem.kfac_step
     steps = around(centre, 10 if name == "kl_clip" else 3, 5)
     return {name: steps, "damping": around(problem.damping, 10, 3)}
-
-
-def versions(*packages: str) -> dict[str, str]:
-    """Python's, and those of packages that are installed."""
-    found = {"python": platform.python_version()}
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found

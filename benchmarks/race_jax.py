@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,10 +22,10 @@ from race_grids import (
     kron_grid,
     muon_grid,
     sgd_grid,
-    versions,
 )
 from race_problems import Problem, randoms
 from suite.jax import adaptive_kfac, kfac, kron, value_and_grad
+from versions import versions
 
 Tree = Any
 
@@ -150,12 +150,18 @@ def contender(name: str, build: Callable[[Start], Built], grid: Grid) -> Contend
         start = STARTS[name](seed)
         now = [_copy(start.params), init(start.params, **point)]
 
-        def take(count: int) -> None:
-            for _ in range(count):
-                now[:] = step(now[0], now[1], start.draw(), tuned)
+        def draw(count: int) -> list[Tree]:
+            return jax.block_until_ready([start.draw() for _ in range(count)])
+
+        def take(minibatches: Sequence[Tree]) -> None:
+            for minibatch in minibatches:
+                now[:] = step(now[0], now[1], minibatch, tuned)
             jax.block_until_ready(now)
 
-        return Training(take, lambda: float(loss(now[0], start.fixed)[0]) - start.least, compiling)
+        def evaluate() -> float:
+            return float(loss(now[0], start.fixed)[0]) - start.least
+
+        return Training(draw, take, evaluate, compiling)
 
     return Contender(begin, grid)
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,13 +34,13 @@ from race_grids import (
     kron_grid,
     muon_grid,
     sgd_grid,
-    versions,
 )
 from race_problems import Problem, randoms
 from step_contenders import kron_torch_class
 from suite.torch import KFAC, AdaptiveKFAC, Kron
 from train_language_model import GPT
 from train_pinn import Network, solution
+from versions import versions
 
 Tensor = torch.Tensor
 Closure = Callable[[], tuple[Tensor, Tensor]]  # a loss, and the outputs or residuals that it is made of
@@ -152,16 +152,18 @@ def characters(seed: int, context: int = 32, batch: int = 16) -> Start:
     model = GPT(int(data.max()) + 1, context, width=64, heads=4, depth=2)
     fixed = torch.linspace(0, len(data) - context - 2, 128).long()
 
-    def nats(starts: Tensor) -> tuple[Tensor, Tensor]:
-        rows = data[starts[:, None] + torch.arange(context + 1)]
+    def rows(starts: Tensor) -> Tensor:
+        return data[starts[:, None] + torch.arange(context + 1)]
+
+    def nats(rows: Tensor) -> tuple[Tensor, Tensor]:
         logits = model(rows[:, :-1]).flatten(0, 1)
         return F.cross_entropy(logits, rows[:, 1:].flatten()), logits
 
     def draw() -> Closure:
         starts = torch.randint(len(data) - context - 1, (batch,), generator=draws)
-        return functools.partial(nats, starts)
+        return functools.partial(nats, rows(starts))
 
-    return Start(model, draw, lambda: nats(fixed)[0])
+    return Start(model, draw, lambda: nats(rows(fixed))[0])
 
 
 def convolutions(widths: Sequence[int]) -> nn.Module:
@@ -189,17 +191,17 @@ def student(seed: int, batch: int) -> Start:
     (x, y), draws = taught(), torch.Generator().manual_seed(seed)
     model = convolutions((16, 16, 16))
 
-    def nats(rows: Tensor) -> tuple[Tensor, Tensor]:
-        logits = model(x[rows])
-        return F.cross_entropy(logits, y[rows]), logits
+    def nats(images: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model(images)
+        return F.cross_entropy(logits, probabilities), logits
 
-    sample = torch.arange(512)
-    entropy = -torch.xlogy(y[sample], y[sample]).sum() / len(sample)
-    return Start(
-        model,
-        lambda: functools.partial(nats, torch.randint(len(x), (batch,), generator=draws)),
-        lambda: nats(sample)[0] - entropy,
-    )
+    def draw() -> Closure:
+        rows = torch.randint(len(x), (batch,), generator=draws)
+        return functools.partial(nats, x[rows], y[rows])
+
+    sample = x[:512], y[:512]
+    entropy = -torch.xlogy(sample[1], sample[1]).sum() / 512
+    return Start(model, draw, lambda: nats(*sample)[0] - entropy)
 
 
 @torch.no_grad()
@@ -225,37 +227,36 @@ def begin(
 ) -> Training:
     """`warm` steps of a throwaway come first: what they compile is compiled when the clock starts."""
 
-    def steps() -> Iterator[Start]:
+    def fresh() -> Training:
         torch.manual_seed(seed)
         run = start(seed)
         optimizer = make(run.model, **point)
-        yield run
-        while True:
-            closure = run.draw()
-            if isinstance(optimizer, AdaptiveKFAC):
-                optimizer.step(closure)
-            else:
-                closure()[0].backward()
-                optimizer.step()
-            optimizer.zero_grad()
-            yield run
 
+        def draw(count: int) -> list[Closure]:
+            return [run.draw() for _ in range(count)]
+
+        def take(minibatches: Sequence[Closure]) -> None:
+            for closure in minibatches:
+                if isinstance(optimizer, AdaptiveKFAC):
+                    optimizer.step(closure)
+                else:
+                    closure()[0].backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        @torch.no_grad()
+        def evaluate() -> float:
+            return run.evaluate().item()
+
+        return Training(draw, take, evaluate)
+
+    if not warm:
+        return fresh()
     began = time.perf_counter()
-    for _ in itertools.islice(steps(), warm + 1 if warm else 0):
-        pass
+    throwaway = fresh()
+    throwaway.take(throwaway.draw(warm))
     compiling = time.perf_counter() - began
-    steady = steps()
-    run = next(steady)
-
-    def take(count: int) -> None:
-        for _ in range(count):
-            next(steady)
-
-    @torch.no_grad()
-    def evaluate() -> float:
-        return run.evaluate().item()
-
-    return Training(take, evaluate, compiling if warm else 0.0)
+    return fresh()._replace(compile_seconds=compiling)
 
 
 def contenders(name: str, problem: Problem, *, variants: bool = False) -> dict[str, Contender]:

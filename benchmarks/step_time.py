@@ -37,6 +37,7 @@ from floors import FLOORS, IN_BLOCKS, Floor
 from step_contenders import CONTENDERS, EVERY, PEERS, PERIOD, Contender, OurKFAC
 from suite.core.blocks import Structure
 from table import floors_of_steps
+from versions import versions
 from workloads import WORKLOADS, Workload
 
 EXACT, SUBSET = "K-FAC, inverse", "K-FAC, inverse, of 1/8 of the examples"
@@ -324,7 +325,7 @@ def main() -> None:
         gc.collect()
     record = {
         "command": shlex.join(["step_time.py", *sys.argv[1:]]),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions("torch", "kron_torch", "heavyball"),
         "device": _device_name(arguments.device),
         "seed": arguments.seed,
         "workloads": reports,

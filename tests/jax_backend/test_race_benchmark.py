@@ -62,7 +62,7 @@ def test_hyperparameters_are_arguments_and_the_loss_falls(name):
         assert (training.compile_seconds > 0) == (number == 0)  # nothing compiles for another point
         losses = [training.evaluate()]
         for _ in range(4):
-            training.take(3)
+            training.take(training.draw(3))
             losses.append(training.evaluate())
         assert np.isfinite(losses).all()
         lost.append(losses)

@@ -53,7 +53,7 @@ def test_ten_steps_lose_the_same(name, contender):
         training = framework.contenders(name, problem)[contender].begin(5, **POINTS[contender])
         losses.append([training.evaluate()])
         for _ in range(5):
-            training.take(2)
+            training.take(training.draw(2))
             losses[-1].append(training.evaluate())
     rel = 1e-7 if name == "poisson" else 2e-3  # in float64; in float32
     assert losses[1] == pytest.approx(losses[0], rel=rel)

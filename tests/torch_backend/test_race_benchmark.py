@@ -39,10 +39,10 @@ def descent(*rates: float) -> Contender:
     def begin(seed: int, lr: float, times: float) -> Training:
         x = [1.0]
 
-        def take(count: int) -> None:
-            x[0] *= (1 - lr * times) ** count
+        def take(minibatches: range) -> None:
+            x[0] *= (1 - lr * times) ** len(minibatches)
 
-        return Training(take, lambda: x[0] * x[0] / 2)
+        return Training(range, take, lambda: x[0] * x[0] / 2)
 
     return Contender(begin, {"lr": rates, "times": (0.5, 1.0, 2.0)})
 
@@ -80,13 +80,13 @@ def test_a_point_that_is_behind_at_first_may_be_the_best():
     def begin(seed: int, waits: float) -> Training:
         steps = [0]
 
-        def take(count: int) -> None:
-            steps[0] += count
+        def take(minibatches: range) -> None:
+            steps[0] += len(minibatches)
 
         def loss() -> float:
             return 2.0 ** -steps[0] if not waits else float(steps[0] < waits)
 
-        return Training(take, loss)
+        return Training(range, take, loss)
 
     point, record, _ = race.tune(SQUARE, Contender(begin, {"waits": (15.0, 0.0, 30.0)}), seeds=1)
     assert point == {"waits": 15.0}
@@ -123,12 +123,12 @@ def test_a_peer_that_fails_is_reported_with_its_exception_and_the_others_go_on()
         taken = [0]
 
         def begin(seed: int, **point: float) -> Training:
-            def take(count: int) -> None:
-                taken[0] += count
+            def take(minibatches: range) -> None:
+                taken[0] += len(minibatches)
                 if taken[0] > steps:
                     raise FloatingPointError(f"step {taken[0]}")
 
-            return Training(take, lambda: 1.0, compile_seconds=3.0)
+            return Training(range, take, lambda: 1.0, compile_seconds=3.0)
 
         return Contender(begin, {"lr": (1.0,)})
 
@@ -155,7 +155,7 @@ def test_what_compiles_does_so_in_a_throwaway_before_the_clock():
     assert [model.weight.item() for model in seen] == [0.125, 1.0]
     assert begun.compile_seconds > 0
     assert begun.evaluate() == 0.5
-    begun.take(2)
+    begun.take(begun.draw(2))
     assert begun.evaluate() == 0.5 * 0.25**2
     assert race_torch.begin(half_square, make, 0, seed=0, lr=0.5).compile_seconds == 0
 
@@ -173,7 +173,8 @@ def test_heavyball_gets_what_is_tuned(monkeypatch):
     peers = race_torch.peers("digits", PROBLEMS["digits"])
     for name in names:
         contender = peers[f"heavyball {name}"]
-        contender.begin(0, **contender.points()[0]).take(1)
+        begun = contender.begin(0, **contender.points()[0])
+        begun.take(begun.draw(1))
     assert made[::2] == made[1::2]  # a throwaway, and the run
     assert made[::2] == [
         {"beta": 0.9},
