@@ -13,6 +13,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 
 class Draws:
@@ -96,6 +97,34 @@ def _put(values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         parameter.copy_(value)
 
 
+_aten = torch.ops.aten
+_BY_NUMBER: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.mul: _aten.mul.Scalar,
+    torch.Tensor.mul: _aten.mul.Scalar,
+    torch.div: _aten.div.Scalar,
+    torch.Tensor.div: _aten.div.Scalar,
+    torch.add: _aten.add.Scalar,
+    torch.Tensor.add: _aten.add.Scalar,
+    torch.sub: _aten.sub.Scalar,
+    torch.Tensor.sub: _aten.sub.Scalar,
+}
+
+
+class _ByNumbers(TorchFunctionMode):
+    """Arithmetic of a tensor and a number, by the operations that are for that.
+
+    Others make a tensor of the number first, whose derivative is zero, and torch takes as long for what
+    follows of that as for twenty small operations.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not kwargs and len(args) == 2 and type(args[1]) in (int, float):
+            func = _BY_NUMBER.get(func, func)
+        return func(*args, **(kwargs or {}))
+
+
 def derivatives_along(
     closure: Callable[[], Sequence[torch.Tensor]],
     model: nn.Module,
@@ -116,7 +145,7 @@ def derivatives_along(
     places = [
         (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
     ]
-    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), _uncompiled(), _attention_written_out():
+    with forward_ad.dual_level(), _attention_written_out(), _uncompiled(), _ByNumbers():
         moving: dict[int, Any] = {
             id(p): forward_ad.make_dual(p.detach(), direction[id(p)])
             for _, _, p in places
@@ -147,11 +176,12 @@ def derivatives_along(
 
 @contextlib.contextmanager
 def _attention_written_out() -> Iterator[None]:
-    """Without nn.MultiheadAttention's fast path, which evaluation takes."""
+    """Without fused kernels, and nn.MultiheadAttention's fast path, which evaluation takes."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
 
