@@ -17,12 +17,12 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import race_torch
+from options import whole, writable
 from race_grids import KRON_VARIANTS
 from race_problems import PROBLEMS, Problem
 from suite.torch import Kron
@@ -103,9 +103,9 @@ def main(argv: list[str] | None = None) -> None:
         "--problems", nargs="+", choices=race_torch.STARTS, default=list(race_torch.STARTS)
     )
     parser.add_argument("--contenders", nargs="+", choices=contenders(), default=list(contenders()))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--budget", type=int, help="steps, instead of each problem's own number")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seeds", type=whole, default=3)
+    parser.add_argument("--budget", type=whole, help="steps, instead of each problem's own number")
+    parser.add_argument("--json", type=writable)
     arguments = parser.parse_args(argv)
     record: dict[str, Any] = {
         "command": shlex.join(["annealed.py", *(sys.argv[1:] if argv is None else argv)]),

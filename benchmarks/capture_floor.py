@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from options import whole
 from suite.torch import KFAC
 from workloads import WORKLOADS, Workload
 
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workloads", nargs="+", default=LINEAR, choices=LINEAR)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=whole, default=25)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from options import writable
 from torch_backend.crew import Crew
 from torch_backend.distributed_jobs import Settings, distance, train
 
@@ -81,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=writable)
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)

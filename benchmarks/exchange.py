@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -25,8 +24,10 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
+from options import whole, writable
 from resnets import cifar_resnet
 from suite.torch import KFAC
+from versions import versions
 
 
 def job(rank: int, world: int, store: str, repeats: int, out: str) -> None:
@@ -71,8 +72,7 @@ def job(rank: int, world: int, store: str, repeats: int, out: str) -> None:
             "ratio": medians["one by one"] / medians["bucketed"],
             "world": world,
             "repeats": repeats,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
+            "versions": versions("torch"),
             "seed": 0,
         }
         Path(out).write_text(json.dumps(result, indent=1))
@@ -99,9 +99,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--world", type=whole, default=2)
+    parser.add_argument("--repeats", type=whole, default=15)
+    parser.add_argument("--json", type=writable)
     given = parser.parse_args()
     folder = tempfile.mkdtemp()
     out = os.path.join(folder, "result.json")

@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from options import writable
 from suite.core import linalg
 from suite.core.kfac import KFAC
 from versions import versions
@@ -161,7 +161,7 @@ def _measured(function: Callable[[], torch.Tensor], exact: torch.Tensor) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=writable)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     tables: dict[str, Any] = {}

@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 import jax_library_models
+from options import writable
 from suite.jax import kfac, value_and_grad, verify
 
 PACKAGES = {"linen": "flax", "nnx": "flax", "equinox": "equinox", "haiku": "dm-haiku"}
@@ -206,7 +207,7 @@ def main() -> None:
     parser.add_argument("--library", nargs="*", default=known, choices=known)
     parser.add_argument("--model", nargs="*")
     parser.add_argument("--no-time", action="store_true")
-    parser.add_argument("--output", type=Path, help="write the table to this file")
+    parser.add_argument("--output", type=writable, help="write the table to this file")
     options = parser.parse_args()
     rows, left_out = [], []
     for library in options.library:

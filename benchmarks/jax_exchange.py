@@ -25,6 +25,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from options import whole
 from suite.jax import kfac, value_and_grad
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -134,8 +135,8 @@ def measured(large: int, layers: int, method: str, fraction: float | None) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--large", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--large", type=whole, default=1024)
+    parser.add_argument("--layers", type=whole, default=24)
     parser.add_argument("--method", default="inverse")
     options = parser.parse_args()
     print(

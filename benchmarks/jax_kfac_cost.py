@@ -16,13 +16,13 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from options import whole, writable
 from suite.core.statistics import second_moment_sum
 from suite.jax import kfac, value_and_grad
 from versions import versions
@@ -199,10 +199,10 @@ def step_costs(params, x, cycles: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--compilations", type=int, default=3)
-    parser.add_argument("--cycles", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=whole, default=20)
+    parser.add_argument("--compilations", type=whole, default=3)
+    parser.add_argument("--cycles", type=whole, default=5)
+    parser.add_argument("--json", type=writable)
     options = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.default_backend()}, seed 0, {options.repeats} repeats")
     params = make_params(jax.random.key(0))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kron_fit import CENTRE, DEFAULT_RATE, Covariance
+from options import whole
 from suite.core.kron import Kron
 
 RULES = ("default", "excess", "agreement")
@@ -66,7 +67,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--updates", type=int, default=3000)
+    parser.add_argument("--updates", type=whole, default=3000)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     marks = tuple(min(mark, arguments.updates) for mark in (300, 1000, 3000))

@@ -25,6 +25,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from options import whole
 from suite.core.kron import Geometry, Kron
 from suite.core.schedules import precond_lr_schedule
 from versions import versions
@@ -172,7 +173,7 @@ def main(argv: list[str] | None = None, report: Callable[[str], None] = print) -
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=Path("kron-fit"))
-    parser.add_argument("--updates", type=int, default=3000, help="of the longest fits")
+    parser.add_argument("--updates", type=whole, default=3000, help="of the longest fits")
     parser.add_argument("--geometries", default=",".join(GEOMETRIES))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)

@@ -13,13 +13,15 @@ import os
 import re
 from functools import partial
 
+from options import whole
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--devices", type=whole, default=8)
+    parser.add_argument("--layers", type=whole, default=8)
     arguments = parser.parse_args(argv)
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={arguments.devices}"
     import jax
@@ -45,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
             shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
             placed = jax.tree.map(with_sharding, state, shardings)
             everywhere = NamedSharding(mesh, P())
-            whole = {name: with_sharding(x, everywhere) for name, x in shapes.items()}
-            compiled = jax.jit(tx.update).lower(whole, placed).compile()
+            replicated = {name: with_sharding(x, everywhere) for name, x in shapes.items()}
+            compiled = jax.jit(tx.update).lower(replicated, placed).compile()
         found = re.findall(
             r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(",
             compiled.as_text(),

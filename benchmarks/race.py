@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from compare import workloads_of
+from options import whole, writable
 from race_grids import Contender
 from race_problems import PROBLEMS, Problem
 from table import race_table
@@ -192,11 +193,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, help="default: all it has")
     parser.add_argument("--contenders", nargs="+", help="default: all; AdamW is always there")
     parser.add_argument("--peers", action="store_true", help="those that can be imported, too")
-    parser.add_argument("--tuning-seeds", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=5, help="of the runs that are reported")
-    parser.add_argument("--budget", type=int, help="steps, instead of each problem's own number")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--tuning-seeds", type=whole, default=2)
+    parser.add_argument("--seeds", type=whole, default=5, help="of the runs that are reported")
+    parser.add_argument("--budget", type=whole, help="steps, instead of each problem's own number")
+    parser.add_argument("--json", type=writable)
+    parser.add_argument("--plot", type=writable)
     arguments = parser.parse_args(argv)
     framework = importlib.import_module(FRAMEWORKS[arguments.framework])
     missing = set(arguments.problems or ()) - framework.STARTS.keys()

@@ -34,6 +34,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from floors import FLOORS, IN_BLOCKS, Floor
+from options import whole, writable
 from step_contenders import CONTENDERS, EVERY, PEERS, PERIOD, Contender, OurKFAC
 from suite.core.blocks import Structure
 from table import floors_of_steps
@@ -291,7 +292,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["W1", "W3", "W4", "W5"], choices=WORKLOADS)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=EVERY)
     parser.add_argument("--peers", action="store_true", help="those that can be imported, too")
-    parser.add_argument("--cycles", type=int, default=5)
+    parser.add_argument("--cycles", type=whole, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tf32", action="store_true", help="for products of float32 on a GPU")
     parser.add_argument(
@@ -302,9 +303,13 @@ def main() -> None:
         help="by torch.compile, models or each of their blocks",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=writable)
+    parser.add_argument("--plot", type=writable)
     arguments = parser.parse_args()
+    try:
+        torch.zeros(1, device=arguments.device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device must be one that is here, got {arguments.device}: {error}")
     arguments.chosen = {
         name: make
         for name, make in EVERY.items()
