@@ -254,7 +254,7 @@ def main() -> None:
     if options.json:
         record = {
             "command": " ".join(["python", *sys.argv]),
-            "versions": versions("jax"),
+            "versions": versions("jax", "jaxlib", "optax", "kfac-jax"),
             "device": jax.devices()[0].device_kind,
             "seed": 0,
             "seconds": times,

@@ -372,3 +372,20 @@ def test_kfac_says_that_a_model_is_moved_first():
     ):
         model(torch.randn(4, 1, 8, 8, dtype=torch.float64, device=DEVICE))
     kfac.detach()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_grad_scaler_that_kfac_was_not_given_is_warned_of(used, recwarn):
+    """In the first step; one that has scaled nothing yet is nobody's."""
+    scaler = torch.amp.GradScaler("cpu")
+    if used:
+        scaler.scale(torch.ones(()))
+    for given in (scaler, None):
+        model = nn.Linear(3, 2).to(DEVICE)
+        kfac = KFAC(model, grad_scaler=given and (lambda: 1.0))
+        for _ in range(2):
+            model(torch.ones(4, 3, device=DEVICE)).square().sum().backward()
+            kfac.step()
+        said = [str(w.message) for w in recwarn if "a GradScaler is in use" in str(w.message)]
+        assert len(said) == (used and given is None)
+        kfac.detach()

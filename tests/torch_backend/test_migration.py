@@ -213,8 +213,88 @@ def test_a_class_name_in_skip_layers_takes_a_container_only_whole():
 
 
 def test_its_checkpoints_are_refused_by_name():
-    with pytest.raises(ValueError, match="kfac-pytorch's factors do not fit these"):
+    with pytest.raises(ValueError, match="are those of factor_scaling='kfac_pytorch' alone"):
         KFACPreconditioner(network()).load_state_dict({"steps": 3, "layers": {}})
+
+
+def after(kfac, model, optimizer, batches):
+    """Parameters after steps on these batches."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        kfac.step()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_its_checkpoints_are_continued_under_its_scaling(method, prefix):
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (
+            torch.randn(6, 2, 6, 6, generator=generator, dtype=T64),
+            torch.randint(0, 3, (6,), generator=generator),
+        )
+        for _ in range(8)
+    ]
+    model = network()
+    theirs = Reference(model, method)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    after(theirs, model, optimizer, batches[:4])
+    names = {module: f"{prefix}{name}" for name, module in model.named_modules()}
+    saved = {"steps": 4, "damping": 0.001, "factor_decay": 0.95, "kl_clip": 0.001, "lr": 0.1}
+    saved |= {"factor_update_steps": 1, "inv_update_steps": 1}
+    factors = {names[m]: {"A": theirs.A[m], "G": theirs.G[m]} for m in theirs.layers}
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    expected = after(theirs, model, optimizer, batches[4:])
+
+    model = network()
+    model.load_state_dict(weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours = KFACPreconditioner(model, compute_method=method, factor_scaling="kfac_pytorch", damping=1.0)
+    ours.load_state_dict({**saved, "layers": factors})
+    assert (ours.steps, ours.damping) == (4, 0.001)
+    for a, b in zip(after(ours, model, optimizer, batches[4:]), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_a_checkpoint_of_its_for_another_model_is_refused_by_layer():
+    ours = KFACPreconditioner(network(), factor_scaling="kfac_pytorch")
+    layers = {name: {"A": torch.eye(2), "G": torch.eye(3)} for name in ("0", "3", "6")}
+    with pytest.raises(ValueError, match=r"layers missing \['8'\]"):
+        ours.load_state_dict({"steps": 3, "layers": layers})
+    with pytest.raises(ValueError, match=r"state of layer '0' must have shape \(1, 19, 19\) for A"):
+        ours.load_state_dict({"steps": 3, "layers": {**layers, "8": layers["6"]}})
+    with pytest.warns(RuntimeWarning, match="of step 3, has no factors"):
+        ours.load_state_dict({"steps": 3})
+    assert ours.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("saved", "loads"),
+    [
+        ({"factor_scaling": "kfac_pytorch"}, {}),
+        ({}, {"factor_scaling": "kfac_pytorch"}),
+        ({"loss_reduction": "sum"}, {}),
+    ],
+)
+def test_factors_of_another_scale_are_refused(saved, loads):
+    def stepped(**settings):
+        model = network()
+        kfac = KFACPreconditioner(model, skip_layers=["BatchNorm2d"], **settings)
+        x, y = torch.ones(4, 2, 6, 6, dtype=T64), torch.arange(4) % 3
+        after(kfac, model, torch.optim.SGD(model.parameters(), lr=0.1), [(x, y)])
+        return kfac
+
+    record, other = stepped(**saved).state_dict(), stepped(**loads)
+    (name,) = {**saved, **loads}
+    default = {"factor_scaling": "fisher", "loss_reduction": "mean"}[name]
+    wanted, got = loads.get(name, default), saved.get(name, default)
+    with pytest.raises(ValueError, match=f"{name} of the state_dict must be '{wanted}', got '{got}'"):
+        other.load_state_dict(record)
+    del record["kfac"]["scales"]  # as in older ones
+    other.load_state_dict(record)
 
 
 def test_a_state_without_factors_says_that_averages_begin_anew():
@@ -256,3 +336,43 @@ def test_factors_alone_give_inverses_back():
         ready = [bool(s["G_ready"].all()) for s in again.state_dict()["kfac"]["layers"].values()]
         assert set(ready) == {compute}
         again.detach()
+
+
+@pytest.mark.parametrize(("saved", "loads"), [("eigen", "inverse"), ("inverse", "eigen")])
+def test_averages_without_inverses_serve_another_method(saved, loads):
+    """As if the method had been that from the beginning: here nothing has moved before."""
+
+    def made(method):
+        model = network()
+        kfac = KFACPreconditioner(model, compute_method=method, damping=0.1)
+        return model, kfac, torch.optim.SGD(model.parameters(), lr=0.0)
+
+    x, y = torch.ones(4, 2, 6, 6, dtype=T64), torch.arange(4) % 3
+    model, first, optimizer = made(saved)
+    after(first, model, optimizer, [(x, y)])
+    record = first.state_dict(include_inverses=False)
+    ends = []
+    for kind in (record, None):
+        model, kfac, optimizer = made(loads)
+        if kind is None:
+            after(kfac, model, optimizer, [(x, y)])
+        else:
+            kfac.load_state_dict(kind)
+        after(kfac, model, optimizer, [(x, y)])
+        ends.append([p.grad for p in model.parameters()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    with pytest.raises(ValueError, match=f"compute_method of the state_dict must be '{loads}'"):
+        kfac.load_state_dict(first.state_dict())
+
+
+def test_numbers_that_change_are_attributes_to_set():
+    kfac = KFACPreconditioner(network(), lr=lambda step: 0.1)
+    kfac.damping = 0.5
+    kfac.inv_update_steps = 7
+    assert (kfac.damping, kfac.inv_update_steps) == (0.5, 7)
+    with pytest.raises(ValueError, match="damping must be >= 0, got -1"):
+        kfac.damping = -1
+    with pytest.raises(ValueError, match="lr was given as a function of the step count"):
+        kfac.lr = 0.2
+    assert (kfac.damping, kfac.lr) == (0.5, 0.1)

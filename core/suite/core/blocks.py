@@ -29,8 +29,10 @@ class Structure:
     """Which factors a parameter gets. Names and meanings are distributed_kron's.
 
     Args:
-        max_size_triangular: an axis longer than this gets a diagonal factor.
-        min_ndim_triangular: a parameter with fewer axes (of size > 1) gets diagonal factors only.
+        max_size_triangular: an axis longer than this gets a diagonal factor; what axes merge to only
+            where it is not cut.
+        min_ndim_triangular: a parameter with fewer axes (of size > 1, before they merge) gets diagonal
+            factors only.
         memory_save_mode: None; 'one_diag', the longest axis is diagonal; 'smart_one_diag', it is if it
             is longer than all the others; 'all_diag', all are.
         merge_small_dims: merge neighbouring axes (a kernel's input channels and offsets, say) while
@@ -136,8 +138,9 @@ def plan_blocks(shape: Sequence[int], structure: Structure, *, scanned: bool = F
     if scanned and not shape:
         raise ValueError("a scanned parameter must have at least one axis, got shape ()")
     own = shape[int(scanned) :]
-    merged = merge_sides(own, structure.target_merged_dim_size if structure.merge_small_dims else 0)
-    diagonal = _diagonal_axes(merged, structure)
+    groups = _merged(own, structure.target_merged_dim_size if structure.merge_small_dims else 0)
+    merged = tuple(map(math.prod, groups))
+    diagonal = _diagonal_axes(groups, structure)
     chunks = []
     for side, is_diagonal in zip(merged, diagonal, strict=True):
         cut = structure.partition_grads_into_blocks and not is_diagonal
@@ -159,9 +162,14 @@ def merge_sides(shape: tuple[int, ...], target: int) -> tuple[int, ...]:
     Axes of size 1 vanish. A tensor with two or more longer axes keeps at least two: merging a matrix
     into one axis would square the size of its factor.
     """
+    return tuple(map(math.prod, _merged(shape, target)))
+
+
+def _merged(shape: tuple[int, ...], target: int) -> tuple[tuple[int, ...], ...]:
+    """The sides that become one, for each that `merge_sides` returns."""
     sides = tuple(side for side in shape if side != 1) or (1,)
     if len(sides) <= 2:
-        return sides
+        return tuple((side,) for side in sides)
     candidates = []
     for cuts in itertools.product((False, True), repeat=len(sides) - 1):
         groups = [[sides[0]]]
@@ -173,15 +181,21 @@ def merge_sides(shape: tuple[int, ...], target: int) -> tuple[int, ...]:
         merged = tuple(math.prod(group) for group in groups)
         allowed = all(len(g) == 1 or p <= target for g, p in zip(groups, merged, strict=True))
         if allowed and len(merged) >= 2:
-            candidates.append((len(merged), sum(n * n for n in merged), merged))
-    return min(candidates)[2]
+            cost = sum(n * n for n in merged)
+            candidates.append((len(merged), cost, merged, tuple(map(tuple, groups))))
+    return min(candidates)[3]
 
 
-def _diagonal_axes(merged: tuple[int, ...], structure: Structure) -> tuple[bool, ...]:
-    own_ndim = len([side for side in merged if side > 1])
+def _diagonal_axes(groups: tuple[tuple[int, ...], ...], structure: Structure) -> tuple[bool, ...]:
+    merged = tuple(map(math.prod, groups))
+    own_ndim = sum(side > 1 for group in groups for side in group)
     if structure.memory_save_mode == "all_diag" or own_ndim < structure.min_ndim_triangular:
         return (True,) * len(merged)
-    diagonal = [side <= 1 or side > structure.max_size_triangular for side in merged]
+    cut = structure.partition_grads_into_blocks  # then no factor is that long
+    diagonal = [
+        side <= 1 or (side > structure.max_size_triangular and (len(group) == 1 or not cut))
+        for side, group in zip(merged, groups, strict=True)
+    ]
     if structure.max_skew is not None:
         limit = structure.max_skew * math.prod(merged)
         diagonal = [d or side**2 > limit for d, side in zip(diagonal, merged, strict=True)]

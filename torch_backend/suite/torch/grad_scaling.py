@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import torch
+
+from suite.torch.checks import warn_user
+from suite.torch.inplace import HOST_DEVICES
 
 GradScaling: TypeAlias = torch.amp.GradScaler | Callable[[], float] | None
 
@@ -55,3 +59,26 @@ def refuse_unknown_scaler() -> None:
             "grad_scaler must be given to KFAC where a GradScaler scales the loss: statistics are "
             "of scaled gradients"
         )
+
+
+def warn_of_unknown_scaler(parameters: Iterable[torch.Tensor]) -> None:
+    """Warn if a GradScaler has scaled a loss, perhaps this one.
+
+    Nothing refers to it that a preconditioner sees: it is looked for among all objects, which takes a
+    while, and so not where nobody needs one.
+    """
+    if all(p.device.type in HOST_DEVICES for p in parameters):
+        return
+    if any(map(_scales, gc.get_objects())):
+        warn_user(
+            "a GradScaler is in use that K-FAC was not given: if it scales this model's loss, statistics "
+            "are too large by the square of its scale, and K-FAC does next to nothing: give "
+            "grad_scaler=scaler"
+        )
+
+
+def _scales(thing: object) -> bool:
+    if not issubclass(type(thing), torch.amp.GradScaler):  # a proxy's own class may be anything
+        return False
+    assert isinstance(thing, torch.amp.GradScaler)
+    return thing.is_enabled() and getattr(thing, "_scale", None) is not None

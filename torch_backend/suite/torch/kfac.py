@@ -23,7 +23,13 @@ from suite.torch.checks import is_at_hand, plain, warn_user
 from suite.torch.collectives import SameGroup
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
-from suite.torch.grad_scaling import GradScaling, refuse_unknown_scaler, require_unscaled, scale_of
+from suite.torch.grad_scaling import (
+    GradScaling,
+    refuse_unknown_scaler,
+    require_unscaled,
+    scale_of,
+    warn_of_unknown_scaler,
+)
 from suite.torch.kfac_engine import RANK_STRIDE, KFACEngine
 from suite.torch.overdue import Overdue
 from suite.torch.settings import (
@@ -128,8 +134,10 @@ class KFAC(torch.optim.Optimizer):
             `counted_terms` is what was found.
         grad_scaler: the GradScaler of mixed-precision training, or a function that returns the scale of
             the loss: statistics are taken of scaled gradients and have to be unscaled. Gradients must be
-            unscaled before `step()`: `scaler.unscale_(optimizer)`, or `scaler.step(kfac)`. With a
-            GradScaler that is not given here, or gradients that it has not unscaled, `step` raises.
+            unscaled before `step()`: `scaler.unscale_(optimizer)`, or `scaler.step(kfac)`; else `step`
+            raises. With a GradScaler that is not given here statistics are too large by its square:
+            `scaler.step(kfac)` raises, and where another optimizer's is called, which K-FAC does not
+            see, the first step of a model on an accelerator warns.
         gradient_worker_fraction: the share of ranks that hold a layer's inverses and compute its
             direction, which the others receive: a number in [1/world, 1], or 'COMM_OPT' (1),
             'HYBRID_OPT' (1/2) or 'MEM_OPT' (1/world). See `suite.core.placement`.
@@ -352,7 +360,10 @@ class KFAC(torch.optim.Optimizer):
         def get(self: KFAC) -> Any:
             return self.hyperparameter(name)
 
-        return property(get, doc=f"The value of `{name}` at this step, as given.")
+        def put(self: KFAC, value: Any) -> None:
+            self.set_hyperparameter(name, value)
+
+        return property(get, put, doc=f"The value of `{name}` at this step, as given or set.")
 
     factor_update_steps = _current("factor_update_steps")
     inv_update_steps = _current("inv_update_steps")
@@ -550,6 +561,8 @@ class KFAC(torch.optim.Optimizer):
         agreed = self._engine.agree(parameters, taken, moves)
         if not self._compared and agreed.present:
             self._engine.require_the_same_parameters(agreed)
+            if self._grad_scaler is None and self._sampler is None:
+                warn_of_unknown_scaler(parameters)
             self._compared = True
         by_device = not due and self._engine.is_alone
         by_device = by_device and self._skipped.can_be_left_to_device(self._base, parameters)
@@ -746,6 +759,7 @@ class KFAC(torch.optim.Optimizer):
             "gathered": gather,
             "factors": include_factors and self._engine.factors.allocated,
             "inverses": include_inverses,
+            "scales": kfac_records.scales_of(self._settings),
             **self._overdue.state(),
         }
         if self._base is None and "initial_lr" in self.param_groups[0]:  # of a scheduler
@@ -768,7 +782,7 @@ class KFAC(torch.optim.Optimizer):
 
         Raises:
             ValueError: layers that do not fit, by name; nothing has changed then, on any rank. A
-                checkpoint of kfac-pytorch does not fit.
+                checkpoint of kfac-pytorch fits with `factor_scaling='kfac_pytorch'`.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -778,6 +792,9 @@ class KFAC(torch.optim.Optimizer):
             of_group = [group.pop("kfac", None) for group in groups]
             record = {} if of_group[0] is None else {"kfac": of_group[0]}
             state_dict = {**record, **state_dict, "param_groups": groups}
+        if self._engine.factor_scaling == "kfac_pytorch" and kfac_records.is_kfac_pytorchs(state_dict):
+            names = [layer.name for layer in self._engine.layers]
+            state_dict = kfac_records.from_kfac_pytorch(state_dict, names, self._settings)
         problem, ranks = self._misfit(state_dict), self._engine.ranks
         if any(ranks.gather(problem is not None, "K-FAC's agreement on a checkpoint")):
             raise ValueError(problem or "the state_dict of another rank does not fit, as its error says")
@@ -803,8 +820,8 @@ class KFAC(torch.optim.Optimizer):
 
     def _misfit(self, state_dict: Mapping[str, Any]) -> str | None:
         """Why it is no state of this object; None: it is one."""
-        own, known = self._engine.rule.compute_method, self._hyperparameters
-        problem = kfac_records.misfit(state_dict, own, known, self._base is not None)
+        known, has_base = self._hyperparameters, self._base is not None
+        problem = kfac_records.misfit(state_dict, self._settings, known, has_base)
         if problem is not None:
             return problem
         return self._engine.factors.misfit(self._engine.own_blocks(state_dict["kfac"]["layers"]))

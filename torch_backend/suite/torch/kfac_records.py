@@ -21,6 +21,61 @@ _SAVED = {  # in a checkpoint, under 'kfac'
 }
 
 
+_SCALES = ("factor_scaling", "loss_reduction")  # settings that factors are numbers of
+
+
+def scales_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """A checkpoint's 'scales', from what a KFAC is made with."""
+    return {name: settings[name] for name in _SCALES}
+
+
+def is_kfac_pytorchs(state_dict: Mapping[str, Any]) -> bool:
+    return "kfac" not in state_dict and "steps" in state_dict
+
+
+def from_kfac_pytorch(
+    state_dict: Mapping[str, Any], names: Iterable[str], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A checkpoint of kfac-pytorch's as one of a KFAC of that `factor_scaling`, which computes inverses.
+
+    Args:
+        names: of the layers here. Those of a model inside of DistributedDataParallel begin with
+            'module.', there or here.
+        settings: what that KFAC is made with.
+    """
+    found = dict(state_dict.get("layers") or {})
+    for name in names:
+        for other in (f"module.{name}", name.removeprefix("module.")):
+            if name not in found and other in found:
+                found[name] = found.pop(other)
+    layers = {
+        name: {
+            key: tensor
+            for side in ("A", "G")
+            if (x := record.get(side)) is not None
+            for key, tensor in ((side, x[None]), (f"{side}_weight", torch.ones_like(x[0, :1])))
+        }
+        for name, record in found.items()
+    }
+    kfac = {
+        "version": VERSION,
+        "compute_method": settings["compute_method"],
+        "steps": state_dict["steps"],
+        "skipped_steps": 0,
+        "refreshed_at": None,
+        "draws": 0,
+        "hyperparameters": {k: v for k, v in state_dict.items() if k not in ("steps", "layers")},
+        "layers": layers or {name: {} for name in names},
+        "inputs": inputs_of({}),
+        "discovered": False,
+        "gathered": False,
+        "factors": bool(layers),
+        "inverses": False,
+        "scales": scales_of(settings),
+    }
+    return {"kfac": kfac}
+
+
 def inputs_of(sharing: Mapping[str, str]) -> str:
     """A checkpoint's 'inputs': which layer has whose A.
 
@@ -36,19 +91,23 @@ def sharing_of(kfac: Mapping[str, Any]) -> dict[str, str]:
 
 
 def misfit(
-    state_dict: Mapping[str, Any], compute_method: str, hyperparameters: Iterable[str], has_base: bool
+    state_dict: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    hyperparameters: Iterable[str],
+    has_base: bool,
 ) -> str | None:
     """Why it is no `state_dict` of such a KFAC, whatever its layers; None: it is one.
 
     Args:
+        settings: what that KFAC is made with.
         hyperparameters: the names of those that it has.
         has_base: whether it has a base optimizer.
     """
     kfac, known = state_dict.get("kfac"), sorted(hyperparameters)
     if not isinstance(kfac, Mapping):
         said = f"state_dict must have a 'kfac' entry, got keys {sorted(state_dict)}"
-        if "steps" in state_dict:
-            said += ": kfac-pytorch's factors do not fit these, which begin anew"
+        if is_kfac_pytorchs(state_dict):
+            said += ": kfac-pytorch's factors are those of factor_scaling='kfac_pytorch' alone"
         return said
     if kfac.get("version") != VERSION:
         return f"state_dict version must be {VERSION}, got {kfac.get('version')!r}"
@@ -63,9 +122,12 @@ def misfit(
             check_hyperparameter(name, value)
     except (TypeError, ValueError) as error:
         return str(error)
-    if kfac["compute_method"] != compute_method:
-        saved = kfac["compute_method"]
-        return f"compute_method of the state_dict must be {compute_method!r}, got {saved!r}"
+    for name, saved in {"compute_method": kfac["compute_method"], **kfac.get("scales", {})}.items():
+        own = settings[name]
+        if name == "compute_method" and not kfac["inverses"] and "ekfac" not in (saved, own):
+            continue  # averages are the same
+        if saved != own:
+            return f"{name} of the state_dict must be {own!r}, got {saved!r}"
     of_base = len(state_dict) > 1 if has_base else "param_groups" in state_dict
     if kfac["gathered"] and has_base != of_base:
         kinds = ("with", "without") if has_base else ("without", "with")
