@@ -16,6 +16,7 @@ from suite.core import kfac as core_kfac
 from suite.core import statistics as core_statistics
 from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.linalg import inner_product
+from suite.core.renamed import OF_KFAC, says_new_names
 from suite.core.step_size import kl_clip_coefficient
 from suite.jax.at_once import compiled_unless_traced
 from suite.jax.dtypes import at_least_float32, check_dtype
@@ -36,6 +37,7 @@ Schedule = Any  # a number, a 0-d array, or a function of the step count
 _MISSING: Any = object()
 
 
+@says_new_names(OF_KFAC)
 def scale_by_kfac(
     plan: Plan,
     *,
@@ -230,6 +232,7 @@ def scale_by_kfac(
     return across_explicit_axes(tx, spread.explicit_mesh, specs)
 
 
+@says_new_names(OF_KFAC)
 def kfac(
     plan: Plan,
     learning_rate: Schedule,

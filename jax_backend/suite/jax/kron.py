@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from suite.core import blocks
 from suite.core import kron as core_kron
 from suite.core.checks import check_choice, check_flag, check_integer, check_number, check_wide
+from suite.core.renamed import OF_KRON, says_new_names
 from suite.core.routing import Route, Routing
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip
@@ -45,6 +46,7 @@ class KronOptState(NamedTuple):
         return self.preconditioner.skipped_steps
 
 
+@says_new_names(OF_KRON)
 def scale_by_kron(
     b1: float = 0.9,
     preconditioner_update_probability: Schedule | None = None,
@@ -228,6 +230,7 @@ def scale_by_kron(
     return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))
 
 
+@says_new_names(OF_KRON)
 def kron(
     learning_rate: Schedule = 0.0003,
     b1: float = 0.9,

@@ -15,6 +15,7 @@ from suite.core import dense as core_dense
 from suite.core import lra as core_lra
 from suite.core import moments, noise
 from suite.core.checks import check_choice, check_integer, check_number
+from suite.core.renamed import OF_KRON, says_new_names
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip, clipped
 from suite.jax.at_once import compiled_unless_traced
@@ -41,6 +42,7 @@ class ScaleByVectorState(NamedTuple):
     skipped_steps: jax.Array  # (): steps that changed nothing because a gradient was not finite
 
 
+@says_new_names(OF_KRON)
 def scale_by_lra(
     rank: Integer = np.int64(10),
     b1: float = 0.9,
@@ -95,6 +97,7 @@ def scale_by_lra(
     )
 
 
+@says_new_names(OF_KRON)
 def scale_by_dense(
     geometry: core_dense.DenseGeometry = "Q0.5EQ1.5",
     b1: float = 0.0,
@@ -290,6 +293,7 @@ def _scale(
     return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))
 
 
+@says_new_names(OF_KRON)
 def lra(
     learning_rate: Schedule = 0.001,
     rank: Integer = np.int64(10),
@@ -330,6 +334,7 @@ def lra(
     return with_learning_rate(preconditioner, learning_rate, weight_decay, weight_decay_mask)
 
 
+@says_new_names(OF_KRON)
 def dense_newton(
     learning_rate: Schedule = 0.01,
     geometry: core_dense.DenseGeometry = "Q0.5EQ1.5",

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from suite.torch.checks import warn_user
 
+GATHERING = "gathering of its state, for which every rank calls state_dict()"
+
 
 class Parcel(NamedTuple):
     """A tensor that travels. The same list of parcels, in the same order, is known to every rank."""

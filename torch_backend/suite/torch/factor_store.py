@@ -15,7 +15,7 @@ import torch
 from suite.core import buckets, statistics
 from suite.core import kfac as core_kfac
 from suite.core.placement import LayerShape, Placement
-from suite.torch.collectives import Parcel, Ranks
+from suite.torch.collectives import GATHERING, Parcel, Ranks
 from suite.torch.factor_storage import FactorStorage
 from suite.torch.layers import Layer
 
@@ -323,7 +323,12 @@ class FactorStore:
         def device_of(number: int) -> torch.device:
             return self.layers[names[number][0]].device
 
-        found = self.ranks.send(parcels, content, device_of, "K-FAC's gathering of its state")
+        found = self.ranks.send(
+            parcels,
+            content,
+            device_of,
+            f"K-FAC's {GATHERING}",
+        )
         for number, (i, name) in enumerate(names):
             record = here[self.layers[i].name]
             if number in found:

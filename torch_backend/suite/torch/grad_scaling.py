@@ -71,9 +71,9 @@ def warn_of_unknown_scaler(parameters: Iterable[torch.Tensor]) -> None:
         return
     if any(map(_scales, gc.get_objects())):
         warn_user(
-            "a GradScaler is in use that K-FAC was not given: if it scales this model's loss, statistics "
-            "are too large by the square of its scale, and K-FAC does next to nothing: give "
-            "grad_scaler=scaler"
+            "a GradScaler is in use that K-FAC was not given: if it scales this model's loss, "
+            "statistics are too large by the square of its scale, and K-FAC does next to nothing: "
+            "give grad_scaler=scaler"
         )
 
 

@@ -29,7 +29,11 @@ def exact(
     with torch.enable_grad():
         loss = closure()
         if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
-            raise RuntimeError("with hvp='exact' the closure must return the loss, not yet backward()")
+            kind = "a detached tensor" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise RuntimeError(
+                "with hvp='exact' the closure must return the loss, a tensor of which backward() has "
+                f"not been called, got {kind}"
+            )
         inputs = [p for p in parameters if p.requires_grad]
         found = torch.autograd.grad(loss, inputs, create_graph=bool(chosen), allow_unused=True)
         gradient = dict(zip(map(id, inputs), found, strict=True))

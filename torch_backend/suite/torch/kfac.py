@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from suite.core import kfac as core_kfac
 from suite.core.checks import check_choice
+from suite.core.renamed import OF_KFAC, says_new_names
 from suite.core.routing import Route, Routing
 from suite.torch import attached, kfac_records
 from suite.torch.agreement import Terms
@@ -183,6 +184,7 @@ class KFAC(torch.optim.Optimizer):
     arXiv:2107.01739).
     """
 
+    @says_new_names(OF_KFAC)
     def __init__(
         self,
         model: nn.Module,

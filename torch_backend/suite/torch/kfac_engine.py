@@ -14,7 +14,7 @@ from suite.core.placement import AssignmentStrategy, LayerShape, Placement, plan
 from suite.core.routing import Routing
 from suite.core.step_size import kl_clip_coefficient
 from suite.torch.agreement import Agreement, Agreements, Terms
-from suite.torch.collectives import Ranks
+from suite.torch.collectives import GATHERING, Ranks
 from suite.torch.directions import Directions, squared_rates_times
 from suite.torch.factor_refresh import Turn
 from suite.torch.factors import LayerFactors
@@ -400,7 +400,7 @@ class KFACEngine:
             return whole | blocks
         # On the host: a tensor would arrive on the device that it comes from, and others' are many.
         sent = {name: {key: x.cpu() for key, x in own.items()} for name, own in blocks.items()}
-        everyone = self.tensor_ranks.gather(sent, "K-FAC's gathering of its state")
+        everyone = self.tensor_ranks.gather(sent, f"K-FAC's {GATHERING}")
         others = {name: x for own in everyone for name, x in own.items()}
         return whole | others | blocks
 

@@ -13,6 +13,7 @@ import torch
 from suite.core import blocks
 from suite.core import kron as core_kron
 from suite.core.checks import check_choice
+from suite.core.renamed import OF_KRON, says_new_names
 from suite.core.routing import Route, Routing
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip
@@ -28,7 +29,6 @@ from suite.torch.kron_settings import (
     BEGINNING,
     COUNTS,
     FIXED,
-    RENAMED,
     STRUCTURE,
     Schedule,
     Whiten,
@@ -114,6 +114,7 @@ class Kron(torch.optim.Optimizer):
     _agreed_on = 0  # how many parameters ranks know that they all have
     _compared = False  # whether they have the same ones, where they work for each other
 
+    @says_new_names(OF_KRON)
     def __init__(
         self,
         params: Iterable[Any],
@@ -222,7 +223,7 @@ class Kron(torch.optim.Optimizer):
         others = settings.keys() - self.defaults.keys()
         unknown = sorted(key for key in others if is_misplaced(key, ours))
         if unknown:
-            here = [f"{key} is {RENAMED[key]} here" for key in unknown if key in RENAMED]
+            here = [f"{key} is {OF_KRON[key]} here" for key in unknown if key in OF_KRON]
             raise TypeError("; ".join([f"unknown settings in a parameter group: {unknown}", *here]))
         super().add_param_group(param_group)
         group = self.param_groups[-1]

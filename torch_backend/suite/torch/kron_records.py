@@ -103,6 +103,10 @@ def require_fit(index: int, engine: KronEngine, number: int, record: dict[str, A
     expected = {name: shape for name, (shape, _) in engine.expected(number).items()}
     expected["skipped_steps"] = ()
     found = {name: tuple(getattr(x, "shape", ())) for name, x in record.items() if is_ours(name)}
+    if record and not found:
+        raise ValueError(
+            f"state of parameter {index} must be Kron's, got another optimizer's: {sorted(record)}"
+        )
     rows = {name: shape[1:] for name, shape in expected.items() if name != "skipped_steps"}
     by_block = [name for name in found if name.rpartition(".")[0] in rows]
     if by_block:

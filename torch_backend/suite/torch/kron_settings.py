@@ -11,6 +11,7 @@ import torch
 from suite.core import blocks
 from suite.core import kron as core_kron
 from suite.core.checks import check_choice, check_flag, check_integer, check_wide
+from suite.core.renamed import OF_KRON
 from suite.core.schedules import advance_clock
 from suite.torch.checks import check_clip, check_dtype, check_number, is_at_hand, require_known
 from suite.torch.kron_engine import StepSettings
@@ -33,23 +34,6 @@ STRUCTURE = (
 
 # What torch, and schedulers of torch and timm, keep in groups.
 _NOT_OURS = {"params", "param_names", "name", "initial_lr", "lr_scale"}
-# What settings of psgd_torch, kron_torch and heavyball are called here.
-RENAMED = {
-    "precond_lr": "preconditioner_lr",
-    "lr_preconditioner": "preconditioner_lr",
-    "precond_init_scale": "preconditioner_init_scale",
-    "precond_update_prob": "preconditioner_update_probability",
-    "momentum_into_precond_update": "whiten",
-    "whiten_grad": "whiten",
-    "merge_dims": "merge_small_dims",
-    "update_preconditioner_first": "update_first",
-    "preconditioner_max_size": "max_size_triangular",
-    "preconditioner_max_skew": "max_skew",
-    "q_dtype": "precond_dtype",
-    "lower_bound_beta": "betaL",
-    "dQ": "geometry",
-    "beta": "b1",
-}
 # Settings of other optimizers, which would be ignored in silence. What else is in a group is the user's.
 _OTHERS = {"betas", "b2", "eps", "momentum", "nesterov", "dampening", "amsgrad", "capturable", "fused",
            "foreach", "rho", "precondition_frequency"}  # fmt: skip
@@ -206,7 +190,7 @@ def is_misplaced(key: str, ours: Sequence[str]) -> bool:
         return False
     return (
         key in _OTHERS
-        or key in RENAMED
+        or key in OF_KRON
         or key in ours
         or bool(difflib.get_close_matches(key, ours, cutoff=0.8))
     )

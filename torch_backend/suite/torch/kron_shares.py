@@ -15,7 +15,7 @@ import torch
 
 from suite.core import blocks
 from suite.core.placement import plan_owners
-from suite.torch.collectives import Parcel, Ranks
+from suite.torch.collectives import GATHERING, Parcel, Ranks
 from suite.torch.dtensors import Box, box_of, deliveries, is_sharded, local, shape_of, size_of, slices
 
 
@@ -282,7 +282,12 @@ class ShareExchange:
         def device_of(n: int) -> torch.device:
             return self.parameters[self.shares[which[n][0]].parameter].device
 
-        found = self.ranks.send(parcels, content, device_of, "Kron's gathering of its state")
+        found = self.ranks.send(
+            parcels,
+            content,
+            device_of,
+            f"Kron's {GATHERING}",
+        )
         parts: list[dict[str, list[torch.Tensor]]] = [{} for _ in self.parameters]
         for n, (number, key) in enumerate(which):
             tensor = found[n] if n in found else content(n)

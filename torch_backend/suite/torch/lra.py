@@ -13,6 +13,7 @@ from suite.core import dense as core_dense
 from suite.core import lra as core_lra
 from suite.core import moments, noise
 from suite.core.checks import check_choice, check_flag, check_integer
+from suite.core.renamed import OF_KRON, says_new_names
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, clipped
 from suite.torch.autocast import without_autocast
@@ -319,6 +320,7 @@ class LRA(_WholeVector):
 
     _kind = core_lra.LRA
 
+    @says_new_names(OF_KRON)
     def __init__(
         self,
         params: Iterable[Any],
@@ -400,6 +402,7 @@ class DenseNewton(_WholeVector):
 
     _kind = core_dense.Dense
 
+    @says_new_names(OF_KRON)
     def __init__(
         self,
         params: Iterable[Any],

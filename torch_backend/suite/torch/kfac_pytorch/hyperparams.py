@@ -17,7 +17,7 @@ def exp_decay_factor_averaging(min_value: float = 0.95) -> Callable[[int], float
     Sources: Martens & Grosse 2015 (arXiv:1503.05671), section 5; kfac-pytorch's function of this name.
 
     Args:
-        min_value: the decay from then on, in (0, 1).
+        min_value: the decay from then on, in (0, 1]; 1: the average of all steps, for ever.
     """
-    check_number("min_value", min_value, above=0, below=1)
+    check_number("min_value", min_value, above=0, at_most=1)
     return lambda step: min(1 - 1 / max(step, 1), min_value)
