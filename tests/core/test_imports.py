@@ -12,7 +12,7 @@ import suite.core
 
 SUBMODULES = sorted(module.name for module in pkgutil.iter_modules(suite.core.__path__))
 # Front doors and engines import the checks by name; simulate is a command.
-NOT_OFFERED = {"checks", "simulate"}
+NOT_OFFERED = {"checks", "renamed", "simulate"}
 OF_TORCH = ("_torch", "_torch_inverses", "_torch_known", "_torch_precision")
 LIBRARY_SPECIFIC = {"_jax": "jax", **dict.fromkeys(OF_TORCH, "torch")}
 

@@ -781,5 +781,5 @@ def test_another_krons_state_is_an_error_that_says_what_fits():
     parameter = nn.Parameter(torch.ones(2, 2))
     saved = Kron([parameter]).state_dict()
     saved["state"][0] = {"step": 3, "momentum_buffer": torch.ones(2, 2), "Q": [torch.ones(2)]}
-    with pytest.raises(ValueError, match="state of parameter 0 must have"):
+    with pytest.raises(ValueError, match="state of parameter 0 must be Kron's, got another optimizer's"):
         Kron([parameter]).load_state_dict(saved)
