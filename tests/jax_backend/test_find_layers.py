@@ -1502,3 +1502,18 @@ def test_keys_by_their_numbers_are_no_examples(key):
     kept = x * jax.random.bernoulli(key if key.ndim == 1 else key[1], 0.5, x.shape)
     np.testing.assert_allclose(statistics["['w']"].main.A[0], kept.T @ kept, rtol=1e-12)
     assert statistics.terms == 5
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_ensemble_on_one_input_is_told_what_it_shares(shared):
+    """G of what all members make of one input is joint; with inputs of their own each has its own."""
+    params = {"w": jnp.ones((4, 2, 6)), "v": jnp.ones((4, 6, 1))}
+
+    def loss(params, x):
+        x = x if shared else jnp.broadcast_to(x, (4, *x.shape))
+        member = lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"]  # noqa: E731
+        return jnp.mean(jax.vmap(member, (0, None if shared else 0))(params, x) ** 2)
+
+    route = value_and_grad(loss).plan(params, jnp.ones((8, 2))).routing["['w']"]
+    assert ("one G for all 4 that have this input, 24 x 24" in route.reason) == shared
+    assert route.factors == ("2x2, 24x24" if shared else "4 x (2x2, 6x6)")

@@ -604,3 +604,22 @@ def test_a_compiled_model_takes_the_same_steps():
         optimizers[0].step(closure_of(models[0], x, y))
         optimizers[1].step(closure_of(compiled, x, y))
     assert_close(flat(models[1]), flat(models[0]), rtol=1e-9)
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_outputs_that_leave_out_part_of_the_loss_are_warned_of_once(left_out, recwarn):
+    """A second term of the loss, of the same size, whose residuals are not returned."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    x, y = torch.randn(64, 3).double(), torch.randn(64, 2).double()
+    optimizer = AdaptiveKFAC(KFAC(model, damping=0.1, compute_method="inverse"))
+
+    def closure():
+        first, second = model(x) - y, model(x + 1) + y
+        loss = first.square().mean() + 3 * second.square().mean()
+        return loss, first if left_out else (first, second)
+
+    for _ in range(3):
+        optimizer.step(closure)
+    said = [w for w in recwarn if "outputs leave out part of the loss" in str(w.message)]
+    assert len(said) == left_out

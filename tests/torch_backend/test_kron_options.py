@@ -296,7 +296,9 @@ def test_a_compiled_step_follows_what_is_done_to_state_and_groups(what):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("other", [torch.optim.AdamW, lambda params: torch.optim.SGD(params, momentum=0.9)])
+@pytest.mark.parametrize(
+    "other", [torch.optim.AdamW, lambda params: torch.optim.SGD(params, momentum=0.9)]
+)
 def test_another_optimizers_state_is_refused_as_that(other):
     def stepped(make):
         parameter = torch.nn.Parameter(torch.ones(3, 2))
@@ -308,7 +310,9 @@ def test_another_optimizers_state_is_refused_as_that(other):
     kron, state = stepped(Kron), stepped(other).state_dict()
     before = copy.deepcopy(kron.state_dict())
     settings = kron.state_dict()["param_groups"]
-    with pytest.raises(ValueError, match=r"state of parameter 0 must be Kron's, got another optimizer's: \["):
+    with pytest.raises(
+        ValueError, match=r"state of parameter 0 must be Kron's, got another optimizer's: \["
+    ):
         kron.load_state_dict({"state": state["state"], "param_groups": settings})
     for name, value in kron.state_dict()["state"][0].items():
         assert torch.equal(value, before["state"][0][name])

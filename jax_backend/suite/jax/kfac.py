@@ -82,7 +82,8 @@ def scale_by_kfac(
             orthogonal iteration.
         factor_dtype, inv_dtype: dtypes of running averages and of inverses; default: the parameter's,
             at least float32.
-        loss_reduction: 'mean' or 'sum': what the loss does over its terms.
+        loss_reduction: 'mean' or 'sum': what the loss does over its terms. The steps of a mean are those
+            of a sum with `damping` and `kl_clip` times the number of terms.
         mesh: under `jit` with arrays sharded over it, share out the factorizations over its devices.
         axis_name: inside your own `shard_map`, share them out over this axis; average gradients and
             statistics over it first, those of `lax.pcast(params, axis_name, to="varying")` where

@@ -477,12 +477,23 @@ def _route(
             words.append("computed once for all examples, of whose summed gradient G is")
         if layer.input_of:
             words.append(f"shares A with {layer.input_of}")
+        if (members := _members(layer, shapes[leaf])) in {other.groups for other in layers} - {1}:
+            words.append(
+                f"one G for all {members} that have this input, {layer.sizes[1]} x {layer.sizes[1]}: "
+                "repeat the input where they are an ensemble"
+            )
         return Route(names[leaf], shapes[leaf], "kfac", "; ".join(factors), ", ".join(words))
     for layer in layers:
         if leaf == layer.bias:
             what = "shift" if layer.kind == "elementwise" else "bias"
             return Route(names[leaf], shapes[leaf], "kfac", "", f"{what} of {layer.name}")
     return Route(names[leaf], shapes[leaf], "plain", "", reason)
+
+
+def _members(layer: Layer, shape: tuple[int, ...]) -> int:
+    """How many matrices a leaf stacks that one input is multiplied with; 1 if it does not."""
+    stacked = len(shape) == 3 and layer.kind == "dense" and layer.groups == 1
+    return shape[0] if stacked and layer.sizes[1] in (shape[0] * side for side in shape[1:]) else 1
 
 
 def _require(require: Require, routing: Routing) -> None:

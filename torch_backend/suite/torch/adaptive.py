@@ -104,6 +104,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         self._last: _LastStep | None = None
         self._skipped_steps = self._rejected_steps = 0
         self._differentiates = False  # whether the closure takes derivatives itself
+        self._warned_of_outputs = False
         self._found = {"learning_rate": 0.0, "momentum": 0.0, "reduction_ratio": math.nan}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -244,12 +245,16 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         curvature = _gauss_newton(slopes, outputs, tangents)
         repeated, derivative = found[0][0]
         terms = _sizes(slopes, tangents[0])
-        mean = self._mean_over_ranks([loss, repeated, derivative, *curvature, terms])
+        mean = self._mean_over_ranks(
+            [loss, repeated, derivative, *curvature, terms, _through(slopes, tangents[0])]
+        )
         ours = _numbers(
             [_inner(u, v) for i, u in enumerate(vectors[:count]) for v in (gradients, *vectors[i:count])]
         )
         eps = max(torch.finfo(x.dtype).eps for x in (*covered, *outputs))
-        self._check_closure(mean[0], mean[1], mean[2], ours[0], max(0.01, 8 * eps) * mean[-1])
+        rounding = max(0.01, 8 * eps) * mean[-2]
+        self._check_closure(mean[0], mean[1], mean[2], ours[0], rounding)
+        self._check_outputs(mean[2], mean[-1], rounding)
         dtype = torch.promote_types(loss.dtype, torch.float32)  # how well M and b are known
         M, b = torch.zeros(2, 2, dtype=dtype), torch.zeros(2, dtype=dtype)
         M[0, 0], b[0] = mean[3] + self.damping * ours[1], ours[0]
@@ -294,6 +299,17 @@ class AdaptiveKFAC(torch.optim.Optimizer):
                 "is about another model or has derivatives taken without create_graph (detach() them), "
                 "or an operation in it has a wrong forward-mode derivative"
             )
+
+    def _check_outputs(self, derivative: float, through: float, rounding: float) -> None:
+        """Warn, once, if the outputs do not have all that the loss is a function of."""
+        if self._warned_of_outputs or abs(through - derivative) <= 0.1 * abs(derivative) + rounding:
+            return
+        self._warned_of_outputs = True
+        warn_user(
+            f"the outputs leave out part of the loss: its derivative along the direction is "
+            f"{derivative:.6g}, through them {through:.6g}. Curvature of the rest is unknown, and steps "
+            "may be far too long: return all tensors that the loss is computed from"
+        )
 
     def _skip(self, why: str) -> None:
         self._skipped_steps += 1
@@ -489,6 +505,12 @@ def _sizes(slopes: Sequence[torch.Tensor | None], tangents: Tensors) -> torch.Te
     pairs = [(s.detach(), t) for s, t in zip(slopes, tangents, strict=True) if s is not None]
     s, t = zip(*pairs, strict=True)
     return (_inner(s, s).sqrt() * _inner(t, t).sqrt()).detach()
+
+
+def _through(slopes: Sequence[torch.Tensor | None], tangents: Tensors) -> torch.Tensor:
+    """The loss's derivative along a direction, from the outputs'."""
+    pairs = [(s.detach(), t) for s, t in zip(slopes, tangents, strict=True) if s is not None]
+    return _inner(*zip(*pairs, strict=True))
 
 
 def _zero(like: torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,8 @@ class KFAC(torch.optim.Optimizer):
             memory; of 'eigen' and 'ekfac' the averages only. A bucket of layers at a time is unpacked.
             Checkpoints are the same, with and without.
         max_factor_size: a side above this gets a diagonal factor.
-        loss_reduction: 'mean' or 'sum': what the loss does over its terms. Over ranks, whose gradients
+        loss_reduction: 'mean' or 'sum': what the loss does over its terms. The steps of a mean are those
+            of a sum with `damping` and `kl_clip` times the number of terms. Over ranks, whose gradients
             are averaged, a sum of all terms is each rank's sum times the number of ranks. Where ranks
             have different numbers of terms: with 'mean' each rank's loss is the mean of its own terms,
             and ranks weigh by their counts; with 'global_mean' each rank's loss is scaled so that the
