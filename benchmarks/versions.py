@@ -8,6 +8,20 @@ import platform
 import subprocess
 from pathlib import Path
 
+import suite.core
+
+
+def _commit() -> dict[str, str]:
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    where = Path(suite.core.__file__).parent
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        found = subprocess.run(describe, cwd=where, check=True, capture_output=True, text=True)
+        return {"suite": found.stdout.strip()}
+    return {}
+
+
+_COMMIT = _commit()  # as it is when a measurement begins, whatever happens meanwhile
+
 
 def versions(*packages: str) -> dict[str, str]:
     """Python's, those of packages that are installed, and the commit, '-dirty' with changes to it."""
@@ -15,10 +29,4 @@ def versions(*packages: str) -> dict[str, str]:
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        commit = subprocess.run(
-            describe, cwd=Path(__file__).parent, check=True, capture_output=True, text=True
-        )
-        found["suite"] = commit.stdout.strip()
-    return found
+    return found | _COMMIT

@@ -251,13 +251,16 @@ def test_known_merges(shape, target, merged):
         ((4, 6), {"max_size_triangular": 6}, (False, False)),
         ((4, 6), {"max_size_triangular": 0}, (True, True)),
         ((4, 6), {"min_ndim_triangular": 3}, (True, True)),
-        # Axes count as they are before they merge, here to (64, 288), but where no factor is cut.
+        # Axes count as they are before they merge, here to (64, 288), but where chunks would be longer.
         ((64, 32, 3, 3), {"max_size_triangular": 200}, (False, False)),
         (
             (64, 32, 3, 3),
             {"max_size_triangular": 200, "partition_grads_into_blocks": False},
             (False, True),
         ),
+        ((64, 32, 3, 3), {"max_size_triangular": 200, "block_size": 256}, (False, True)),
+        ((64, 32, 3, 3), {"max_size_triangular": 0}, (True, True)),
+        ((64, 32, 32), {"max_size_triangular": 20, "block_size": 16}, (True, True)),
         ((300, 4, 4), {"max_size_triangular": 200}, (True, False)),
         ((64, 32, 3, 3), {"min_ndim_triangular": 4}, (False, False)),
         ((64, 32, 3, 3), {"min_ndim_triangular": 5}, (True, True)),

@@ -30,8 +30,14 @@ def test_front_doors_have_the_names_that_are_told():
     torch, jax = pytest.importorskip("suite.torch"), pytest.importorskip("suite.jax")
     kron = (torch.Kron, torch.LRA, torch.DenseNewton, jax.kron, jax.scale_by_kron, jax.lra)
     for names, doors in ((OF_KRON, kron), (OF_KFAC, (torch.KFAC, jax.kfac))):
-        known = {name for door in doors for name in inspect.signature(door).parameters}
-        assert set(names.values()) <= known
+        known = {door: set(inspect.signature(door).parameters) for door in doors}
+        assert set(names.values()) <= set.union(*known.values())
+        for door, own in known.items():
+            for theirs, ours in names.items():
+                if theirs not in own:
+                    told = f"{theirs} is {ours} here" if ours in own else "unexpected keyword argument"
+                    with pytest.raises(TypeError, match=told):
+                        door(None, **{theirs: 1})
     for door, given, told in (
         (torch.Kron, {"precond_lr": 0.1}, "precond_lr is preconditioner_lr here"),
         (torch.LRA, {"rank_of_approximation": 3, "lr": 0.1}, "rank_of_approximation is rank here"),

@@ -88,7 +88,7 @@ def held(kfac):
     state = kfac.state_dict()["kfac"]
     found = {}
     for name, record in state["layers"].items():
-        source = state["layers"][dict(json.loads(state["inputs"])).get(name, name)]
+        source = state["layers"][dict(json.loads(state["inputs"])["inputs"]).get(name, name)]
         pairs = (source["A"], source["A_weight"]), (record["G"], record["G_weight"])
         found[name] = [x / w.reshape(-1, *(1,) * (x.ndim - 1)) for x, w in pairs]
     return found

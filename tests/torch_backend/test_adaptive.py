@@ -606,9 +606,17 @@ def test_a_compiled_model_takes_the_same_steps():
     assert_close(flat(models[1]), flat(models[0]), rtol=1e-9)
 
 
-@pytest.mark.parametrize("left_out", [False, True])
-def test_outputs_that_leave_out_part_of_the_loss_are_warned_of_once(left_out, recwarn):
-    """A second term of the loss, of the same size, whose residuals are not returned."""
+RETURNED = {  # of the residuals of both terms, and whether they make up the loss
+    "both": (lambda first, second: (first, second), True),
+    "one": (lambda first, second: first, False),
+    "one and what it is made into": (lambda first, second: (first, second, 2 * first), True),
+}
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-3])
+@pytest.mark.parametrize("returned", RETURNED)
+def test_outputs_that_do_not_make_up_the_loss_are_warned_of_once(returned, penalty, recwarn):
+    """Nor does a penalty on weights, which is less, change that."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     x, y = torch.randn(64, 3).double(), torch.randn(64, 2).double()
@@ -617,9 +625,25 @@ def test_outputs_that_leave_out_part_of_the_loss_are_warned_of_once(left_out, re
     def closure():
         first, second = model(x) - y, model(x + 1) + y
         loss = first.square().mean() + 3 * second.square().mean()
-        return loss, first if left_out else (first, second)
+        loss = loss + penalty * sum(p.square().sum() for p in model.parameters())
+        return loss, RETURNED[returned][0](first, second)
 
-    for _ in range(3):
+    for _ in range(40):
         optimizer.step(closure)
-    said = [w for w in recwarn if "outputs leave out part of the loss" in str(w.message)]
-    assert len(said) == left_out
+    said = [w for w in recwarn if "the outputs do not make up the loss" in str(w.message)]
+    assert len(said) == (not RETURNED[returned][1])
+
+
+def test_an_output_that_is_made_of_another_counts_twice_which_is_told(recwarn):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    x, y = torch.randn(64, 3).double(), torch.randn(64, 2).double()
+    optimizer = AdaptiveKFAC(KFAC(model, damping=0.1, compute_method="inverse"))
+
+    def closure():
+        outputs = model(x)
+        residuals = outputs - y
+        return residuals.square().mean(), (outputs, residuals)
+
+    optimizer.step(closure)
+    assert any("the outputs do not make up the loss" in str(w.message) for w in recwarn)

@@ -150,7 +150,7 @@ def test_attention_computes_what_it_did_and_its_products_are_sums_over_rows(name
         assert_sums(factors[f"attention.{key}"], with_one(a) if bias else a, g, rows)
     names = {x: f"attention.in_proj.{x}" for x in "qkv"}
     shared = {names["k"]: names["q"], names["v"]: names["q"]} if name.startswith("self") else {}
-    assert dict(json.loads(kfac.state_dict()["kfac"]["inputs"])) == shared
+    assert dict(json.loads(kfac.state_dict()["kfac"]["inputs"])["inputs"]) == shared
 
 
 def test_attention_biases_of_keys_and_values_are_diagonal_sums_over_examples():

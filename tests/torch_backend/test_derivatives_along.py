@@ -43,3 +43,22 @@ def test_whole_numbers_stay_what_they_are():
     for value, expected in zip(found[1:], (steps * 2, steps * 0.5, steps / 2), strict=True):
         assert value[0].dtype == expected.dtype
         assert torch.equal(value[0], expected)
+
+
+def test_a_subclass_that_tells_functions_apart_gets_those_of_the_user():
+    class Counted(torch.Tensor):
+        seen: list[object] = []  # noqa: RUF012
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            Counted.seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    model = torch.nn.ParameterList([torch.ones(3)])
+    constant = torch.ones(3).as_subclass(Counted)
+    with torch.no_grad():
+        derivatives_along(
+            lambda: [model[0] + 0 * (constant * 2.0)], model, {id(model[0]): torch.ones(3)}
+        )
+    assert torch.Tensor.mul in Counted.seen
+    assert not any(isinstance(func, torch._ops.OpOverload) for func in Counted.seen)

@@ -1138,7 +1138,7 @@ def test_a_head_of_one_output_is_damped_also_where_it_shares_its_input(value_fir
         (policy.square().sum(1) + 1e-8 * value[:, 0] ** 2).mean().backward()
         gradient = model.value.weight.grad.clone()
         kfac.step()
-    assert len(json.loads(kfac.state_dict()["kfac"]["inputs"])) == 1
+    assert len(json.loads(kfac.state_dict()["kfac"]["inputs"])["inputs"]) == 1
     A = x.mT @ x / 16
     G = torch.stack([(2e-8 * value).square().mean(), (2 * policy).square().mean()]).detach()
     pi = (A.trace() / 4 / G.mean()).sqrt()

@@ -61,7 +61,7 @@ def average(kfac: KFAC, name: str, side: str) -> torch.Tensor:
 
 def sharing(kfac: KFAC) -> dict[str, str]:
     """Layer -> the one whose A it shares."""
-    return dict(json.loads(kfac.state_dict()["kfac"]["inputs"]))
+    return dict(json.loads(kfac.state_dict()["kfac"]["inputs"])["inputs"])
 
 
 def gram(rows: torch.Tensor) -> torch.Tensor:

@@ -176,8 +176,9 @@ def test_exp_decay_factor_averaging_is_the_mean_of_what_was_seen_until_it_decays
         averages = decay(step) * averages + (1 - decay(step)) * x
     assert averages == pytest.approx(sum(seen) / len(seen))
     assert (decay(0), decay(5), decay(6), decay(1000)) == (0.0, 0.8, 0.8, 0.8)
-    with pytest.raises(ValueError, match=r"min_value must be > 0 and < 1, got 1\.0"):
-        kfac.hyperparams.exp_decay_factor_averaging(1.0)
+    assert kfac.hyperparams.exp_decay_factor_averaging(1.0)(100) == 0.99
+    with pytest.raises(ValueError, match=r"min_value must be > 0 and <= 1, got 1\.1"):
+        kfac.hyperparams.exp_decay_factor_averaging(1.1)
 
 
 def test_its_learning_rate_is_a_number_by_default():
@@ -293,8 +294,24 @@ def test_factors_of_another_scale_are_refused(saved, loads):
     wanted, got = loads.get(name, default), saved.get(name, default)
     with pytest.raises(ValueError, match=f"{name} of the state_dict must be '{wanted}', got '{got}'"):
         other.load_state_dict(record)
-    del record["kfac"]["scales"]  # as in older ones
+    record["kfac"]["inputs"] = "[]"  # as in older ones, which do not tell
     other.load_state_dict(record)
+
+
+def test_factors_of_the_same_scale_are_taken_and_a_state_without_any_has_none():
+    """A mean over all ranks' terms is a mean."""
+    model = network()
+    kfac = KFACPreconditioner(model, loss_reduction="mean")
+    F.cross_entropy(model(torch.ones(4, 2, 6, 6, dtype=T64)), torch.arange(4) % 3).backward()
+    kfac.step()
+    whole, empty = kfac.state_dict(), kfac.state_dict(include_factors=False)
+    kfac.detach()
+    kfac = KFACPreconditioner(model, loss_reduction="global_mean")
+    kfac.load_state_dict(whole)
+    kfac.detach()
+    kfac = KFACPreconditioner(model, loss_reduction="sum", compute_method="inverse")
+    with pytest.warns(RuntimeWarning, match="of step 1, has no factors"):
+        kfac.load_state_dict(empty)
 
 
 def test_a_state_without_factors_says_that_averages_begin_anew():

@@ -174,7 +174,6 @@ class OnceForAll(nn.Module):
 ONCE_FOR_ALL = {  # the layers that are named, and what is computed
     "a layer": (["small"], lambda m, h, grid, i: h + m.small(grid)),
     "of one row": ([], lambda m, h, grid, i: h * m.small(grid[:, 0])[:, None]),
-    "of one vector": (["small"], lambda m, h, grid, i: h * m.small(grid[0, 0])),
     "normalized": (["table"], lambda m, h, grid, i: h + m.norm(m.table(i))),
     "normalized, with an axis": (["table", "norm"], lambda m, h, grid, i: h + m.norm(m.table(i[None]))),
     "concatenated": (["table"], lambda m, h, grid, i: m.wide(beside(h, m.table(i)))),

@@ -29,8 +29,8 @@ class Structure:
     """Which factors a parameter gets. Names and meanings are distributed_kron's.
 
     Args:
-        max_size_triangular: an axis longer than this gets a diagonal factor; what axes merge to only
-            where it is not cut.
+        max_size_triangular: an axis longer than this gets a diagonal factor; what axes merge to if all
+            of them are, or if it would be left in chunks that are.
         min_ndim_triangular: a parameter with fewer axes (of size > 1, before they merge) gets diagonal
             factors only.
         memory_save_mode: None; 'one_diag', the longest axis is diagonal; 'smart_one_diag', it is if it
@@ -191,9 +191,10 @@ def _diagonal_axes(groups: tuple[tuple[int, ...], ...], structure: Structure) ->
     own_ndim = sum(side > 1 for group in groups for side in group)
     if structure.memory_save_mode == "all_diag" or own_ndim < structure.min_ndim_triangular:
         return (True,) * len(merged)
-    cut = structure.partition_grads_into_blocks  # then no factor is that long
+    longest_dense = structure.max_size_triangular
+    is_cut = structure.partition_grads_into_blocks and structure.block_size <= longest_dense
     diagonal = [
-        side <= 1 or (side > structure.max_size_triangular and (len(group) == 1 or not cut))
+        side <= 1 or min(group) > longest_dense or (side > longest_dense and not is_cut)
         for side, group in zip(merged, groups, strict=True)
     ]
     if structure.max_skew is not None:

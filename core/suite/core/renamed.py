@@ -68,7 +68,9 @@ def says_new_names(names: Mapping[str, str]) -> Callable[[F], F]:
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
             if kwargs.keys() - known.keys():
-                new = [f"{k} is {names[k]} here" for k in kwargs if k in names and k not in known]
+                new = [
+                    f"{k} is {names[k]} here" for k in kwargs if k not in known and names.get(k) in known
+                ]
                 if new:
                     raise TypeError(f"unknown arguments of {_name(function)}: {'; '.join(new)}")
             return function(*args, **kwargs)

@@ -492,8 +492,13 @@ def _route(
 
 def _members(layer: Layer, shape: tuple[int, ...]) -> int:
     """How many matrices a leaf stacks that one input is multiplied with; 1 if it does not."""
-    stacked = len(shape) == 3 and layer.kind == "dense" and layer.groups == 1
-    return shape[0] if stacked and layer.sizes[1] in (shape[0] * side for side in shape[1:]) else 1
+    if len(shape) != 3 or layer.kind != "dense" or layer.groups > 1:
+        return 1
+    members, first, last = shape
+    sides = layer.sizes[0] - (layer.bias is not None), layer.sizes[1]
+    # A head's output has these sides, too, where its heads together are as wide as the model.
+    turned = sides == (last, members * first) and last != members * first
+    return members if turned or sides == (first, members * last) else 1
 
 
 def _require(require: Require, routing: Routing) -> None:

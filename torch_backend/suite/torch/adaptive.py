@@ -104,7 +104,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         self._last: _LastStep | None = None
         self._skipped_steps = self._rejected_steps = 0
         self._differentiates = False  # whether the closure takes derivatives itself
-        self._warned_of_outputs = False
+        self._looks_at_outputs = 4  # so many steps less one
         self._found = {"learning_rate": 0.0, "momentum": 0.0, "reduction_ratio": math.nan}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -244,17 +244,14 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         tangents = [[t for _, t in pairs[1:]] for pairs in found]
         curvature = _gauss_newton(slopes, outputs, tangents)
         repeated, derivative = found[0][0]
-        terms = _sizes(slopes, tangents[0])
-        mean = self._mean_over_ranks(
-            [loss, repeated, derivative, *curvature, terms, _through(slopes, tangents[0])]
-        )
+        through, terms = _through(slopes, tangents[0])
+        mean = self._mean_over_ranks([loss, repeated, derivative, *curvature, through, terms])
         ours = _numbers(
             [_inner(u, v) for i, u in enumerate(vectors[:count]) for v in (gradients, *vectors[i:count])]
         )
         eps = max(torch.finfo(x.dtype).eps for x in (*covered, *outputs))
-        rounding = max(0.01, 8 * eps) * mean[-2]
-        self._check_closure(mean[0], mean[1], mean[2], ours[0], rounding)
-        self._check_outputs(mean[2], mean[-1], rounding)
+        self._check_closure(mean[0], mean[1], mean[2], ours[0], max(0.01, 8 * eps) * mean[-1])
+        self._check_outputs(mean[2], mean[-2], mean[-1])
         dtype = torch.promote_types(loss.dtype, torch.float32)  # how well M and b are known
         M, b = torch.zeros(2, 2, dtype=dtype), torch.zeros(2, dtype=dtype)
         M[0, 0], b[0] = mean[3] + self.damping * ours[1], ours[0]
@@ -300,15 +297,23 @@ class AdaptiveKFAC(torch.optim.Optimizer):
                 "or an operation in it has a wrong forward-mode derivative"
             )
 
-    def _check_outputs(self, derivative: float, through: float, rounding: float) -> None:
-        """Warn, once, if the outputs do not have all that the loss is a function of."""
-        if self._warned_of_outputs or abs(through - derivative) <= 0.1 * abs(derivative) + rounding:
+    def _check_outputs(self, derivative: float, through: float, size: float) -> None:
+        """Warn, once, if the outputs do not have all that the loss is a function of, or some twice.
+
+        In the first steps: later penalties on weights, which may stay out, balance the rest.
+
+        Args:
+            size: of the terms that `through` is a sum of.
+        """
+        self._looks_at_outputs -= self._looks_at_outputs > 0
+        if not self._looks_at_outputs or not abs(through - derivative) > 0.1 * size:
             return
-        self._warned_of_outputs = True
+        self._looks_at_outputs = 0
         warn_user(
-            f"the outputs leave out part of the loss: its derivative along the direction is "
-            f"{derivative:.6g}, through them {through:.6g}. Curvature of the rest is unknown, and steps "
-            "may be far too long: return all tensors that the loss is computed from"
+            "the outputs do not make up the loss: its derivative along the direction is "
+            f"{derivative:.6g}, through them {through:.6g}. Of what they leave out the curvature is "
+            "unknown, and steps may be far too long: return all tensors that the loss is computed from, "
+            "none of them computed from another"
         )
 
     def _skip(self, why: str) -> None:
@@ -500,17 +505,16 @@ def _gauss_newton(
     return found
 
 
-def _sizes(slopes: Sequence[torch.Tensor | None], tangents: Tensors) -> torch.Tensor:
-    """‖slopes‖ ‖tangents‖, of which their product is what does not cancel."""
+def _through(
+    slopes: Sequence[torch.Tensor | None], tangents: Tensors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss's derivative along a direction from the outputs', and ‖slopes‖ ‖tangents‖.
+
+    The first is what does not cancel of the second.
+    """
     pairs = [(s.detach(), t) for s, t in zip(slopes, tangents, strict=True) if s is not None]
     s, t = zip(*pairs, strict=True)
-    return (_inner(s, s).sqrt() * _inner(t, t).sqrt()).detach()
-
-
-def _through(slopes: Sequence[torch.Tensor | None], tangents: Tensors) -> torch.Tensor:
-    """The loss's derivative along a direction, from the outputs'."""
-    pairs = [(s.detach(), t) for s, t in zip(slopes, tangents, strict=True) if s is not None]
-    return _inner(*zip(*pairs, strict=True))
+    return _inner(s, t), (_inner(s, s).sqrt() * _inner(t, t).sqrt()).detach()
 
 
 def _zero(like: torch.Tensor) -> torch.Tensor:

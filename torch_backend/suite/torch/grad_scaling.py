@@ -69,12 +69,19 @@ def warn_of_unknown_scaler(parameters: Iterable[torch.Tensor]) -> None:
     """
     if all(p.device.type in HOST_DEVICES for p in parameters):
         return
-    if any(map(_scales, gc.get_objects())):
+    if not _is_in_use():
+        return
+    gc.collect()  # one of an earlier training may only be waiting for that
+    if _is_in_use():
         warn_user(
             "a GradScaler is in use that K-FAC was not given: if it scales this model's loss, "
             "statistics are too large by the square of its scale, and K-FAC does next to nothing: "
             "give grad_scaler=scaler"
         )
+
+
+def _is_in_use() -> bool:
+    return any(map(_scales, gc.get_objects()))
 
 
 def _scales(thing: object) -> bool:

@@ -642,7 +642,7 @@ class KFAC(torch.optim.Optimizer):
         state["layers"] = {name: x for name, x in state["layers"].items() if name not in saved}
         shared = kfac_records.sharing_of(state)
         kept = {name: leader for name, leader in shared.items() if gone.isdisjoint((name, leader))}
-        state["inputs"] = kfac_records.inputs_of(kept)
+        state["inputs"] = kfac_records.inputs_of(kept, self._settings)
         known = [
             frozenset(n for n, p in names.items() if now.get(n) is p and id(p) not in without)
             for names in (self._trained, self._given)
@@ -757,12 +757,11 @@ class KFAC(torch.optim.Optimizer):
             "layers": self._engine.state_dict(
                 gather=gather, include_factors=include_factors, include_inverses=include_inverses
             ),
-            "inputs": kfac_records.inputs_of(self._engine.factors.sharing()),
+            "inputs": kfac_records.inputs_of(self._engine.factors.sharing(), self._settings),
             "discovered": not self._engine.capture.clock.discovering,
             "gathered": gather,
             "factors": include_factors and self._engine.factors.allocated,
             "inverses": include_inverses,
-            "scales": kfac_records.scales_of(self._settings),
             **self._overdue.state(),
         }
         if self._base is None and "initial_lr" in self.param_groups[0]:  # of a scheduler

@@ -21,12 +21,14 @@ _SAVED = {  # in a checkpoint, under 'kfac'
 }
 
 
-_SCALES = ("factor_scaling", "loss_reduction")  # settings that factors are numbers of
-
-
-def scales_of(settings: Mapping[str, Any]) -> dict[str, str]:
-    """A checkpoint's 'scales', from what a KFAC is made with."""
-    return {name: settings[name] for name in _SCALES}
+def _scales_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The settings, of a KFAC's, that factors are numbers of."""
+    kinds = {"global_mean": "mean"}
+    reduction = settings["loss_reduction"]
+    return {
+        "factor_scaling": settings["factor_scaling"],
+        "loss_reduction": kinds.get(reduction, reduction),
+    }
 
 
 def is_kfac_pytorchs(state_dict: Mapping[str, Any]) -> bool:
@@ -52,7 +54,7 @@ def from_kfac_pytorch(
         name: {
             key: tensor
             for side in ("A", "G")
-            if (x := record.get(side)) is not None
+            if isinstance(x := record.get(side), torch.Tensor) and x.ndim == 2
             for key, tensor in ((side, x[None]), (f"{side}_weight", torch.ones_like(x[0, :1])))
         }
         for name, record in found.items()
@@ -66,28 +68,34 @@ def from_kfac_pytorch(
         "draws": 0,
         "hyperparameters": {k: v for k, v in state_dict.items() if k not in ("steps", "layers")},
         "layers": layers or {name: {} for name in names},
-        "inputs": inputs_of({}),
+        "inputs": inputs_of({}, settings),
         "discovered": False,
         "gathered": False,
-        "factors": bool(layers),
+        "factors": any(layers.values()),
         "inverses": False,
-        "scales": scales_of(settings),
     }
     return {"kfac": kfac}
 
 
-def inputs_of(sharing: Mapping[str, str]) -> str:
-    """A checkpoint's 'inputs': which layer has whose A.
+def inputs_of(sharing: Mapping[str, str], settings: Mapping[str, Any]) -> str:
+    """A checkpoint's 'inputs': which layer has whose A, and what its factors are numbers of.
 
-    A string: what stores nested dicts and lists flat loses which there are, and those that are empty.
+    A string: what stores nested dicts and lists flat loses which there are, and those that are empty,
+    and wants all that there are in every file, older ones, too.
     """
-    return json.dumps([*sharing.items()])
+    return json.dumps({"inputs": [*sharing.items()], "scales": _scales_of(settings)})
 
 
 def sharing_of(kfac: Mapping[str, Any]) -> dict[str, str]:
-    """Layer -> the one whose A it has, from a checkpoint's 'kfac'; older ones have a list."""
+    """Layer -> the one whose A it has, from a checkpoint's 'kfac'."""
+    return dict(_record_of(kfac)["inputs"])
+
+
+def _record_of(kfac: Mapping[str, Any]) -> dict[str, Any]:
+    """What `inputs_of` made; older checkpoints have a list of the first alone, perhaps as a string."""
     inputs = kfac["inputs"]
-    return dict(json.loads(inputs) if isinstance(inputs, str) else inputs)
+    found = json.loads(inputs) if isinstance(inputs, str) else inputs
+    return found if isinstance(found, dict) else {"inputs": found, "scales": {}}
 
 
 def misfit(
@@ -122,12 +130,13 @@ def misfit(
             check_hyperparameter(name, value)
     except (TypeError, ValueError) as error:
         return str(error)
-    for name, saved in {"compute_method": kfac["compute_method"], **kfac.get("scales", {})}.items():
-        own = settings[name]
-        if name == "compute_method" and not kfac["inverses"] and "ekfac" not in (saved, own):
-            continue  # averages are the same
-        if saved != own:
-            return f"{name} of the state_dict must be {own!r}, got {saved!r}"
+    saved, own = _record_of(kfac)["scales"], _scales_of(settings)
+    methods = kfac["compute_method"], settings["compute_method"]
+    if kfac["inverses"] or "ekfac" in methods:  # else averages are the same
+        saved, own = saved | {"compute_method": methods[0]}, own | {"compute_method": methods[1]}
+    for name, value in saved.items() if kfac["factors"] else ():
+        if value != own[name]:
+            return f"{name} of the state_dict must be {own[name]!r}, got {value!r}"
     of_base = len(state_dict) > 1 if has_base else "param_groups" in state_dict
     if kfac["gathered"] and has_base != of_base:
         kinds = ("with", "without") if has_base else ("without", "with")

@@ -223,7 +223,7 @@ class Kron(torch.optim.Optimizer):
         others = settings.keys() - self.defaults.keys()
         unknown = sorted(key for key in others if is_misplaced(key, ours))
         if unknown:
-            here = [f"{key} is {OF_KRON[key]} here" for key in unknown if key in OF_KRON]
+            here = [f"{key} is {OF_KRON[key]} here" for key in unknown if OF_KRON.get(key) in ours]
             raise TypeError("; ".join([f"unknown settings in a parameter group: {unknown}", *here]))
         super().add_param_group(param_group)
         group = self.param_groups[-1]

@@ -120,7 +120,8 @@ class _ByNumbers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not kwargs and len(args) == 2 and type(args[1]) in (int, float):
+        known = not kwargs and len(args) == 2 and type(args[0]) in (torch.Tensor, nn.Parameter)
+        if known and type(args[1]) in (int, float) and not args[0].is_nested:
             func = _BY_NUMBER.get(func, func)
         return func(*args, **(kwargs or {}))
 

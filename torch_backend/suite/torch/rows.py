@@ -180,8 +180,7 @@ def _dense_sums(spec: LayerSpec, x: Any, gradient: torch.Tensor, want_A: bool) -
 def has_no_examples(spec: LayerSpec, x: torch.Tensor) -> bool:
     """Whether a call's input, it seems, is one for all examples: what is in front has length 1.
 
-    Or it is one vector, positions that are looked up, or one number. One row may be one that an expert
-    was given.
+    Or it is positions that are looked up, or one number. One row may be one that an expert was given.
     """
     if spec.kind == "embedding" and x.ndim < 2:
         if x.numel() == 1 or not can_be_read(x):
@@ -189,9 +188,7 @@ def has_no_examples(spec: LayerSpec, x: torch.Tensor) -> bool:
         return torch.equal(x, torch.arange(len(x), dtype=x.dtype, device=x.device))
     if spec.kind not in ("dense", "convolution", "transposed", "embedding", "norm"):
         return False
-    if x.ndim == 1:
-        return spec.kind == "dense"
-    return len(x) == 1 and (x.ndim > 2 or spec.kind == "embedding")
+    return len(x) == 1 and (x.ndim > 2 or (x.ndim == 2 and spec.kind == "embedding"))
 
 
 def keeps_half(spec: LayerSpec, gradient: torch.Tensor) -> bool:
