@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/pieces.py [--only ...] [--rounds 21] [--json FILE]
 
 'geometries': one update of Kron's factors, P included, by geometry. 'inverses': inverses of symmetric
-matrices, ours and LAPACK's by Cholesky factors. 'grams': Gram matrices, ours and whole products.
+matrices, damped, ours and LAPACK's by Cholesky factors. 'grams': Gram matrices, ours and whole products.
 'compiled': steps of Kron as it is and by torch.compile, which takes inductor a minute or more.
 Processor milliseconds, medians and the least of all rounds; float32, one thread.
 """
@@ -54,11 +54,12 @@ def inverses() -> dict[str, dict[str, Act]]:
     def of(side: int) -> dict[str, Act]:
         rows = torch.randn(2 * side, side)
         matrix = rows.mT @ rows / len(rows)
-        damped = matrix + 0.01 * torch.eye(side)
-        return {
-            "ours": lambda: linalg.damped_inverse(matrix, 0.01),
-            "LAPACK": lambda: torch.cholesky_inverse(torch.linalg.cholesky(damped)),
-        }
+
+        def by_lapack() -> torch.Tensor:
+            damped = linalg.add_diagonal(matrix, 0.01)
+            return torch.cholesky_inverse(torch.linalg.cholesky(damped))
+
+        return {"ours": lambda: linalg.damped_inverse(matrix, 0.01), "LAPACK": by_lapack}
 
     return {f"inverse of side {side}": of(side) for side in (512, 1024, 2048)}
 

@@ -399,5 +399,7 @@ def test_a_checkpoints_entries_are_those_of_its_version():
     """What stores nested dicts flat wants all of them in every file: another one is another version."""
     own = KFACPreconditioner(network()).state_dict()["kfac"]
     assert own["version"] == 3
-    entries = "version compute_method steps skipped_steps refreshed_at draws hyperparameters layers inputs"
+    entries = (
+        "version compute_method steps skipped_steps refreshed_at draws hyperparameters layers inputs"
+    )
     assert own.keys() == {*entries.split(), "discovered", "gathered", "factors", "inverses"}
