@@ -323,12 +323,7 @@ class FactorStore:
         def device_of(number: int) -> torch.device:
             return self.layers[names[number][0]].device
 
-        found = self.ranks.send(
-            parcels,
-            content,
-            device_of,
-            f"K-FAC's {GATHERING}",
-        )
+        found = self.ranks.send(parcels, content, device_of, f"K-FAC's {GATHERING}")
         for number, (i, name) in enumerate(names):
             record = here[self.layers[i].name]
             if number in found:

@@ -282,12 +282,7 @@ class ShareExchange:
         def device_of(n: int) -> torch.device:
             return self.parameters[self.shares[which[n][0]].parameter].device
 
-        found = self.ranks.send(
-            parcels,
-            content,
-            device_of,
-            f"Kron's {GATHERING}",
-        )
+        found = self.ranks.send(parcels, content, device_of, f"Kron's {GATHERING}")
         parts: list[dict[str, list[torch.Tensor]]] = [{} for _ in self.parameters]
         for n, (number, key) in enumerate(which):
             tensor = found[n] if n in found else content(n)
