@@ -336,7 +336,9 @@ def torch_muon(model: nn.Module, lr: float, momentum: float) -> Together:
 
 
 def peers(name: str, problem: Problem) -> dict[str, Contender]:
-    """Each in its own way: heavyball compiles its steps."""
+    """Each in its own way: kron_torch and heavyball compile their steps."""
+    if "torch._dynamo" in sys.modules:  # whose limit of recompilations problems before may have reached
+        torch._dynamo.reset()
 
     def kron_torch(model: nn.Module, **tuned: float) -> Any:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints how large its factors are
