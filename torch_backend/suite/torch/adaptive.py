@@ -104,7 +104,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         self._last: _LastStep | None = None
         self._skipped_steps = self._rejected_steps = 0
         self._differentiates = False  # whether the closure takes derivatives itself
-        self._looks_at_outputs = 4  # so many steps less one
+        self._looks_at_outputs = 3  # more times
         self._found = {"learning_rate": 0.0, "momentum": 0.0, "reduction_ratio": math.nan}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -305,16 +305,17 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         Args:
             size: of the terms that `through` is a sum of.
         """
-        self._looks_at_outputs -= self._looks_at_outputs > 0
-        if not self._looks_at_outputs or not abs(through - derivative) > 0.1 * size:
+        if not self._looks_at_outputs:
             return
-        self._looks_at_outputs = 0
-        warn_user(
-            "the outputs do not make up the loss: its derivative along the direction is "
-            f"{derivative:.6g}, through them {through:.6g}. Of what they leave out the curvature is "
-            "unknown, and steps may be far too long: return all tensors that the loss is computed from, "
-            "none of them computed from another"
-        )
+        self._looks_at_outputs -= 1
+        if abs(through - derivative) > 0.1 * size:
+            self._looks_at_outputs = 0
+            warn_user(
+                "the outputs do not make up the loss: its derivative along the direction is "
+                f"{derivative:.6g}, through them {through:.6g}. Of what they leave out the curvature is "
+                "unknown, and steps may be far too long: return all tensors that the loss is computed "
+                "from, none of them computed from another"
+            )
 
     def _skip(self, why: str) -> None:
         self._skipped_steps += 1

@@ -22,13 +22,9 @@ _SAVED = {  # in a checkpoint, under 'kfac'
 
 
 def _scales_of(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The settings, of a KFAC's, that factors are numbers of."""
-    kinds = {"global_mean": "mean"}
-    reduction = settings["loss_reduction"]
-    return {
-        "factor_scaling": settings["factor_scaling"],
-        "loss_reduction": kinds.get(reduction, reduction),
-    }
+    """What of a KFAC's settings says what its factors are numbers of."""
+    reduction = "sum" if settings["loss_reduction"] == "sum" else "mean"  # over all ranks or each
+    return {"factor_scaling": settings["factor_scaling"], "loss_reduction": reduction}
 
 
 def is_kfac_pytorchs(state_dict: Mapping[str, Any]) -> bool:
