@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -138,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
             "rounds": arguments.rounds,
             "pieces": pieces,
         }
-        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -67,18 +67,13 @@ def says_new_names(names: Mapping[str, str]) -> Callable[[F], F]:
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if kwargs.keys() - known.keys():
-                new = [
-                    f"{k} is {names[k]} here" for k in kwargs if k not in known and names.get(k) in known
-                ]
-                if new:
-                    raise TypeError(f"unknown arguments of {_name(function)}: {'; '.join(new)}")
+            theirs = [k for k in kwargs if k not in known and names.get(k) in known]
+            if theirs:
+                told = "; ".join(f"{k} is {names[k]} here" for k in theirs)
+                called = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"unknown arguments of {called}: {told}")
             return function(*args, **kwargs)
 
         return cast(F, checked)
 
     return decorate
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return function.__qualname__.removesuffix(".__init__")
