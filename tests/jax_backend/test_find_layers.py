@@ -831,7 +831,7 @@ def test_functions_with_derivatives_of_their_own():
         )
 
     plan, _ = check(quantized, params, x, uncovered=["['w']"])
-    assert plan.routing["['w']"].reason == "used by `custom_vjp_call`"
+    assert plan.routing["['w']"].reason.startswith("used by `custom_vjp_call`, whose derivative")
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -63,6 +63,13 @@ class _Scaling:
     is_met: bool = False  # is a scale of the activation
 
 
+def _is_zeros_and_ones(x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return False
+    numbers = np.asarray(x)
+    return bool(((numbers == 0) | (numbers == 1)).all())
+
+
 def find_uses(program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> Uses:
     """All uses of the first `leaves` inputs of a program on which its `roots` depend."""
     return _Finder(program, leaves, roots).run()
@@ -107,6 +114,7 @@ class _Finder:
         self.readers = Counter(v for n in self.nodes for v in n.inputs if v is not None)
         self.readers.update(self.roots)
         self.activations = Activations(program, self.readers)
+        self.makers = {out: node for node in program.nodes for out in node.outputs}
 
     def is_of_one(self, arguments: Sequence[int]) -> bool:
         """Whether they are one example: its arrays have a batch axis of length 1.
@@ -222,6 +230,9 @@ class _Finder:
             self.uses.rule_out(changed[0].origin, f"`{name}` with another leaf")
             met = [one for one in met if one is not changed[0]]
         if len(met) == 1 or isinstance(op, operations.ByHand):
+            if self.leaves_out(node, met[0]):
+                self.origins[node.outputs[0]] = met[0].origin._replace(masked=True)
+                return
             if isinstance(op, (operations.Add, operations.Multiply)):
                 if isinstance(op, operations.Multiply) and self.scale(node, met[0]):
                     return
@@ -334,6 +345,38 @@ class _Finder:
         other, out = node.inputs[1 - met.place], node.outputs[0]
         same = met.shape == self.shape(out) and node.operation.signs[met.place] > 0
         return same and other not in self.differentiable and self.stays_real(node)
+
+    def leaves_out(self, node: jaxprs.Node, met: _Meeting) -> bool:
+        """Whether some entries of a matrix become constants, as in w * mask and where(mask, w, 0)."""
+        op, shape = node.operation, self.shape(node.outputs[0])
+        whole = met.shape == shape and len(shape) > 1 and not met.origin.widened
+        if not whole or node.custom is not None or not self.stays_real(node):
+            return False
+        beside = [v for i, v in enumerate(node.inputs) if i != met.place]
+        if isinstance(op, operations.Multiply):
+            return self.is_mask(beside[0])
+        if not isinstance(op, operations.Select) or met.place == 0 or beside[0] is None:
+            return False
+        alike = self.shape(beside[0]) == shape
+        return alike and not any(v in self.differentiable for v in beside[1:])
+
+    def is_mask(self, value: int | None) -> bool:
+        """Whether all its numbers are known to be 0 or 1."""
+        if value is None:
+            return False
+        if self.kind(value) == np.bool_:
+            return True
+        if value in self.program.known:
+            return _is_zeros_and_ones(self.program.known[value])
+        node = self.makers.get(value)
+        if node is None or node.custom is not None:
+            return False
+        op, chosen = node.operation, isinstance(node.operation, operations.Select)
+        if isinstance(op, operations.Reindex) and node.inputs[0] is None:
+            return self.program.numbers[node.path, 0] in (0, 1)
+        if chosen or isinstance(op, (operations.Reindex, operations.Multiply)):
+            return all(map(self.is_mask, node.inputs[chosen:]))
+        return False
 
     def concatenated(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
         """Leaves side by side, or one that is broadcast (a class token) beside activations."""
@@ -517,6 +560,7 @@ class _Finder:
             examples=min(counted, rows),
             multipliers=origin.multipliers,
             once=self.is_once(x),
+            masked=origin.masked,
         )
         hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
@@ -684,7 +728,7 @@ class _Finder:
         # axis of length 1 is no batch's, and what has it is still to meet the rows.
         of_one = self.one_example and shape[:1] == (1,) and (beside or other is not None)
         shared = math.prod(shape) > origin.size or of_one
-        if added_to is None and not shared:
+        if (added_to is None and not shared) or origin.masked:
             return False
         where = self.where(node, 1 - p if multiplies else None)
         if where is None:

@@ -62,6 +62,8 @@ class Program:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int | None, ...] = ()
     constants: set[int] = field(default_factory=set)  # arrays that were closed over
+    known: dict[int, Any] = field(default_factory=dict)  # those of them that are at hand
+    numbers: dict[tuple[Path, int], Any] = field(default_factory=dict)  # by equation and operand
     mapped: set[Path] = field(default_factory=set)  # calls of shard_map
     back: list[tuple[int, int]] = field(default_factory=list)  # (loop's carry in, carry out)
     # For each operand of an equation, the equation beside it that makes it; -1: known from the start.
@@ -73,25 +75,36 @@ REMAT = {"remat", "remat2", "checkpoint"}
 _CUSTOM = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
-def flatten(jaxpr: Any) -> Program:
-    """The program of a jaxpr, one value for each of its inputs first."""
-    return _Flattener().run(jaxpr)
+def flatten(closed: Any) -> Program:
+    """The program of a jaxpr with its constants, one value for each of its inputs first."""
+    return _Flattener().run(closed.jaxpr, closed.consts)
 
 
 class _Flattener:
     def __init__(self) -> None:
         self.program = Program()
         self.same: dict[Any, tuple[int, ...]] = {}  # equal re-indexings are one value
+        self.written: dict[int, int] = {}  # arrays that are part of the program, by id
 
-    def run(self, jaxpr: Any) -> Program:
+    def run(self, jaxpr: Any, consts: Sequence[Any]) -> Program:
         inputs = tuple(self.new(v.aval) for v in jaxpr.invars)
         self.program.inputs = inputs
-        self.program.outputs = tuple(self.body(jaxpr, inputs, (), (), None))
+        self.program.outputs = tuple(self.body(jaxpr, inputs, (), (), None, consts))
         return self.program
 
     def new(self, aval: Any) -> int:
         self.program.avals.append(Aval(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)))
         return len(self.program.avals) - 1
+
+    def literal(self, v: Any) -> int | None:
+        """An array that was closed over, as jax may write it; None: a number."""
+        if not np.ndim(v.val):
+            return None
+        if id(v.val) not in self.written:
+            value = self.written[id(v.val)] = self.new(v.aval)
+            self.program.constants.add(value)
+            self.program.known[value] = v.val
+        return self.written[id(v.val)]
 
     def add(self, node: Node) -> None:
         self.program.nodes.append(node)
@@ -103,19 +116,23 @@ class _Flattener:
         prefix: Path,
         loops: Loops,
         custom: Custom | None,
+        consts: Sequence[Any] = (),
     ) -> list[int | None]:
         env: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         constants = {v: self.new(v.aval) for v in jaxpr.constvars}
         self.program.constants.update(constants.values())
+        self.program.known.update(zip(constants.values(), consts, strict=False))
         env.update(constants)
 
         def read(v: Any) -> int | None:
-            return None if isinstance(v, jex.Literal) else env[v]
+            return self.literal(v) if isinstance(v, jex.Literal) else env[v]
 
         makers: dict[Any, int] = {}
         for number, eqn in enumerate(jaxpr.eqns):
             path = (*prefix, number)
             values = [read(v) for v in eqn.invars]
+            numbers = ((i, v.val) for i, v in enumerate(eqn.invars) if isinstance(v, jex.Literal))
+            self.program.numbers.update({(path, i): x for i, x in numbers if not np.ndim(x)})
             self.program.makers[path] = tuple(
                 -1 if isinstance(v, jex.Literal) else makers.get(v, -1) for v in eqn.invars
             )
@@ -134,12 +151,12 @@ class _Flattener:
         if name in CALLS and eqn.params.get("name") == PROBE:
             return [node(ByHand(), values, eqn.outvars[0].aval)]
         if name in CALLS or name in REMAT:
-            inner, _ = called(eqn)
-            return self.body(inner, values, path, loops, custom)
+            inner, consts = called(eqn)
+            return self.body(inner, values, path, loops, custom, consts)
         if name in _CUSTOM:
-            inner, _ = called(eqn)
+            inner, consts = called(eqn)
             own = custom or Custom(path, name, tuple(values))
-            returned = self.body(inner, values, path, loops, own)
+            returned = self.body(inner, values, path, loops, own, consts)
             if custom is None:
                 own.outputs.extend(returned)
             return [

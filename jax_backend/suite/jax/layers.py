@@ -109,6 +109,7 @@ class Use(NamedTuple):
     half: Half = "both"
     shared_by: int = 1  # examples, of a lookup's inputs
     features: int | None = None  # the axis of what a lookup found, of its outputs; None: numbers
+    masked: bool = False  # whether it leaves entries of the leaf out
 
     @property
     def place(self) -> tuple[Any, ...]:

@@ -90,6 +90,10 @@ class Equal(NamedTuple):
     pass
 
 
+class Select(NamedTuple):
+    """Entry by entry one of the operands after the first, which says of which."""
+
+
 class ByHand(NamedTuple):
     """A user's probe(x, w, y)."""
 
@@ -127,6 +131,8 @@ def operation_of(eqn: Any) -> Any:
         return Iota(params["dimension"])
     if name == "eq":
         return Equal()
+    if name == "select_n":
+        return Select()
     if not eqn.invars or not hasattr(eqn.invars[0].aval, "shape"):
         return None
     old, new = tuple(eqn.invars[0].aval.shape), tuple(getattr(aval, "shape", ()))

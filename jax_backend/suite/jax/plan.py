@@ -183,7 +183,8 @@ class _Assembly:
         if leaf in self.uses.others and leaf not in self.uses.by_hand:
             kinds = ", ".join(dict.fromkeys(self.uses.others[leaf]))
             if not sites:
-                return f"used by {kinds}"
+                own = ", whose derivative is a rule of its own" if "`custom_" in kinds else ""
+                return f"used by {kinds}{own}"
             how = "a layer's weight" if products else "added or multiplied elementwise"
             return f"{how}, but also used by {kinds}"
         if products and leaf in self.uses.biases:

@@ -29,11 +29,12 @@ class Origin(NamedTuple):
     inner: tuple[Step, ...]
     multipliers: tuple[Multiplier, ...] = ()
     shifted: bool = False  # something without a derivative was added
+    masked: bool = False  # some of its entries are left out
 
     @property
     def is_changed(self) -> bool:
         """Whether it may as well be an activation that a leaf has a part in, as latent codes are."""
-        return self.shifted or bool(self.multipliers)
+        return self.shifted or self.masked or bool(self.multipliers)
 
     @property
     def widened(self) -> bool:

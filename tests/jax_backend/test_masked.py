@@ -1,0 +1,160 @@
+"""Weights of which a mask leaves entries out, against sums over rows and jax's own gradients."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jax_fishers import check, normal
+from suite.jax import kfac, value_and_grad, verify
+
+KEPT = np.tril(np.ones((4, 3)), 1)
+ARRAY = jnp.asarray(KEPT)
+
+MASKS = {
+    "numpy": lambda w: w * KEPT,
+    "array": lambda w: ARRAY * w,
+    "booleans": lambda w: w * (KEPT > 0),
+    "integers": lambda w: w * KEPT.astype(np.int32),
+    "turned": lambda w: (w.T * KEPT.T).T,
+    "where": lambda w: jnp.where(KEPT > 0, w, 0.0),
+    "where not": lambda w: jnp.where(KEPT == 0, 0.0, w),
+    "tril": lambda w: jnp.tril(w, 1),
+    "times tril": lambda w: w * jnp.tril(jnp.ones((4, 3)), 1),
+    "two": lambda w: w * (KEPT * np.ones((4, 1))) * jnp.tril(jnp.ones((4, 3)), 1),
+    "jit": jax.jit(lambda w: w * ARRAY),
+    "remat": jax.checkpoint(lambda w: w * ARRAY),
+}
+
+
+@pytest.mark.parametrize("simplified", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_and_outputs_of_a_masked_weight(name, simplified, constants_in_programs):
+    constants_in_programs(simplified)
+    masked, x = MASKS[name], normal(5, 4)
+    params = {"w": normal(4, 3), "b": normal(3, seed=1)}
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(x @ masked(p["w"]) + p["b"]))
+
+    plan, statistics = check(loss, params, x)
+    assert [(layer.name, layer.sizes) for layer in plan.layers] == [("['w']", (5, 3))]
+    own = statistics["['w']"].main
+    rows = np.concatenate([x, np.ones((5, 1))], 1)
+    g = np.cos(x @ (KEPT * params["w"]) + params["b"])
+    np.testing.assert_allclose(own.A[0], rows.T @ rows, rtol=1e-12)
+    np.testing.assert_allclose(own.G[0], g.T @ g, rtol=1e-12)
+
+
+def test_a_number_beside_a_mask_scales_rows():
+    x, c = normal(5, 4), 0.35
+    plan, statistics = check(lambda p, x: jnp.sum(jnp.sin(x @ (c * p * KEPT))), normal(4, 3), x)
+    own = statistics[plan.layers[0].name]
+    g = c * np.cos(x @ (c * KEPT * normal(4, 3)))
+    np.testing.assert_allclose(own.main.A[0], x.T @ x, rtol=1e-12)
+    np.testing.assert_allclose(own.main.G[0], g.T @ g, rtol=1e-12)
+
+
+def test_a_kernel_that_sees_only_what_came_before():
+    before = np.ones((3, 3, 1, 1))
+    before[1, 1:], before[2] = 0, 0
+    params, x = {"w": normal(3, 3, 2, 4)}, normal(2, 5, 5, 2)
+
+    def loss(p, x):
+        kernel = p["w"] * jnp.broadcast_to(before, p["w"].shape)
+        y = lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.sum(jnp.sin(y))
+
+    plan, _ = check(loss, params, x)
+    assert plan.routing["['w']"].treatment == "kfac"
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda w, m: w * m,  # what an argument is may change
+        lambda w, m: w * (2.0 * KEPT),
+        lambda w, m: w * jnp.exp(w[0] * 0),
+        lambda w, m: jnp.where(KEPT[0, 0] > 0, w, 0.0),  # all of it or nothing
+        lambda w, m: jnp.where(KEPT > 0, w, jnp.sin(w)),
+        lambda w, m: jnp.where(KEPT > 0, w, w**2),
+    ],
+)
+def test_what_is_no_mask_is_none(of):
+    def loss(p, x, m):
+        return jnp.sum(jnp.sin(x @ p["v"])) + jnp.sum(jnp.sin(x @ of(p["w"], m)))
+
+    params = {"v": normal(4, 3, seed=1), "w": normal(4, 3)}
+    check(loss, params, normal(5, 4), ARRAY, uncovered=["['w']"])
+
+
+def test_masked_positions_are_plain():
+    """Their gradients are those of what is left, which the sum's are not."""
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin((x + p["t"] * KEPT) @ p["v"]))
+
+    params = {"t": normal(4, 3), "v": normal(3, 2)}
+    check(loss, params, normal(5, 4, 3), uncovered=["['t']"])
+
+
+def test_masked_codes_are_an_input():
+    def loss(p, x):
+        return jnp.sum(jnp.sin((p["z"] * KEPT) @ p["v"])) + jnp.sum(x**2)
+
+    params = {"z": normal(4, 3), "v": normal(3, 2)}
+    _, statistics = check(loss, params, normal(5, 4), uncovered=["['z']"])
+    z = KEPT * params["z"]
+    np.testing.assert_allclose(statistics["['v']"].main.A[0], z.T @ z, rtol=1e-12)
+
+
+def test_what_is_left_out_beside_a_mask_is_noticed():
+    """`verify` compares what the mask leaves."""
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(x @ (p["w"] * KEPT))) + jnp.sum(jnp.sin(x @ p["v"]))
+
+    params = {"w": normal(4, 3), "v": normal(4, 3, seed=1)}
+    errors = verify(loss, params, normal(5, 4))
+    assert set(errors) == {"['w']", "['v']"}
+    assert max(errors.values()) < 1e-12
+
+
+def test_a_direction_of_a_masked_weight_is_the_dense_one():
+    params, x, damping = normal(4, 3), normal(16, 4), 0.1
+
+    def loss(p, x):
+        return jnp.mean(jnp.sum(jnp.sin(x @ (p * KEPT)), 1))
+
+    vag = value_and_grad(loss)
+    tx = kfac(
+        vag.plan(params, x), 1.0, momentum=0.0, damping=damping, kl_clip=None, compute_method="eigen"
+    )
+    _, grads, statistics = vag(params, x)
+    updates, _ = tx.update(grads, tx.init(params), params, statistics=statistics)
+    g = np.cos(x @ (KEPT * params))
+    matrix = np.kron(x.T @ x / 16, g.T @ g / 16) + damping * np.eye(12)
+    expected = -np.linalg.solve(matrix, np.asarray(KEPT * (x.T @ g) / 16).ravel())
+    np.testing.assert_allclose(np.asarray(updates).ravel(), expected, rtol=1e-9)
+
+
+@pytest.fixture
+def constants_in_programs():
+    """Have jax write arrays that were closed over into programs, as it will by default."""
+    name = "jax_use_simplified_jaxpr_constants"
+    before = getattr(jax.config, name, None)
+
+    def use(simplified):
+        if simplified and before is None:
+            pytest.skip("this jax has no such programs")
+        if before is not None:
+            jax.config.update(name, simplified)
+
+    yield use
+    if before is not None:
+        jax.config.update(name, before)
