@@ -370,7 +370,7 @@ class value_and_grad:
 
         jaxpr = jax.make_jaxpr(flat)(leaves, arrays)
         if self._fisher is not None:
-            shapes = [jnp.shape(x) for x in (*arrays, *jaxpr.consts)]
+            shapes = [jnp.shape(x) for x in (*arrays, *jaxprs.flatten(jaxpr).known.values())]
             check_outputs(self._fisher.likelihood, jaxpr.out_avals[1].shape, shapes)
         return _Traced(jaxpr, arrays, static)
 
@@ -554,7 +554,8 @@ def _probe(use: Use, measure: Callable[..., Any]) -> Probe:
     def apply(x: Any, y: jax.Array, slot: Any) -> jax.Array:
         return identity(y, x, varying_alike(slot, y, *jax.tree.leaves(x)))
 
-    return Probe(use.path, use.out, use.x_operand, apply, use.scans, use.factor, use.chains)
+    given = use.factor, use.chains, use.row_scales
+    return Probe(use.path, use.out, use.x_operand, apply, use.scans, *given)
 
 
 def _by_loop(use: Use, slot: Any) -> Any:

@@ -24,6 +24,7 @@ def of_examples(
     given: set[int] = {*program.inputs[leaves:], *program.constants}
     trained = jaxprs.dependent_values(program, program.inputs[:leaves])
     trained -= jaxprs.dependent_values(program, given)
+    trained |= _times_constants(program, trained)
     if _meet(program, trained, jaxprs.dependent_values(program, arguments)):
         given = set(program.inputs[leaves:])
     weights = _weights(program, given, trained)
@@ -41,6 +42,25 @@ def of_examples(
     filled = {node.outputs[0] for node in made if node.inputs == (None,)}
     found |= {v for v in filled if _shape(program, v) in shapes}
     return jaxprs.dependent_values(program, found), weights
+
+
+def _times_constants(program: jaxprs.Program, trained: Collection[int]) -> set[int]:
+    """What becomes of values of leaves alone that are multiplied with constants, as with a mask."""
+    constant = jaxprs.dependent_values(program, program.constants)
+    constant -= jaxprs.dependent_values(program, program.inputs)
+    found: set[int] = set()
+    alike = (operations.Multiply, operations.Divide, operations.Select)
+    for node in program.nodes:
+        own = [v for v in node.inputs if v in trained or v in found]
+        others = [v for v in node.inputs if v is not None and v not in own]
+        if not own or not all(v in constant for v in others):
+            continue
+        whole = any(_shape(program, v) == _shape(program, node.outputs[0]) for v in own)
+        if (whole and isinstance(node.operation, alike)) or isinstance(
+            node.operation, operations.Reindex
+        ):
+            found.update(node.outputs)
+    return found
 
 
 def _meet(program: jaxprs.Program, some: Collection[int], others: Collection[int]) -> bool:

@@ -30,9 +30,19 @@ from suite.jax.layers import (
     example_count,
     feature_axes,
 )
-from suite.jax.probes import Multiplier
-from suite.jax.uses import BiasUse, Origin, Site, Uses
-from suite.jax.views import Shape, Step, View, apply_steps, entries, in_order, lift, same_entries
+from suite.jax.probes import Multiplier, RowScale
+from suite.jax.uses import BiasUse, Origin, Scaled, Site, Uses
+from suite.jax.views import (
+    Shape,
+    Step,
+    View,
+    apply_steps,
+    entries,
+    in_order,
+    lift,
+    matrices,
+    same_entries,
+)
 
 
 class _Meeting(NamedTuple):
@@ -115,6 +125,7 @@ class _Finder:
         self.readers.update(self.roots)
         self.activations = Activations(program, self.readers)
         self.makers = {out: node for node in program.nodes for out in node.outputs}
+        self.of_leaf: dict[int, set[int]] = {}
 
     def is_of_one(self, arguments: Sequence[int]) -> bool:
         """Whether they are one example: its arrays have a batch axis of length 1.
@@ -210,8 +221,11 @@ class _Finder:
             # a leaf and a number, as in 1 + scale, have the leaf's gradient
             self.origins[node.outputs[0]] = known[place]  # type: ignore[assignment]
             return
-        if isinstance(op, operations.LoopSlice) and known[0] is not None and not known[0].widened:
-            self.origins[node.outputs[0]] = self.taken_apart(node, known[0], op.length)
+        if self.scales_rows(node, known):
+            return
+        apart = isinstance(op, operations.LoopSlice) and known[0] is not None
+        if apart and not known[0].widened and not known[0].scaled:  # type: ignore[union-attr]
+            self.origins[node.outputs[0]] = self.taken_apart(node, known[0], op.length)  # type: ignore[arg-type]
             return
         if isinstance(op, operations.ByHand) and (known[1] is None or known[0] is not None):
             raise ValueError(
@@ -345,6 +359,66 @@ class _Finder:
         other, out = node.inputs[1 - met.place], node.outputs[0]
         same = met.shape == self.shape(out) and node.operation.signs[met.place] > 0
         return same and other not in self.differentiable and self.stays_real(node)
+
+    def scales_rows(self, node: jaxprs.Node, known: Sequence[Origin | None]) -> bool:
+        """Whether a matrix is multiplied, row by row or column by column, with what is no example's."""
+        op, shape = node.operation, self.shape(node.outputs[0])
+        divides = isinstance(op, operations.Divide)
+        if not isinstance(op, operations.Multiply) and not divides:
+            return False
+        if len(shape) < 2 or node.custom is not None or not self.stays_real(node):
+            return False
+        for place, origin in enumerate(known[:1] if divides else known):
+            value, other = node.inputs[place], node.inputs[1 - place]
+            if origin is None or origin.widened or other is None or self.shape(value) != shape:  # type: ignore[arg-type]
+                continue
+            constant = self.constant_axes(other, shape)
+            itself = other in self.made_of_leaf(origin.leaf) and other in self.differentiable
+            if not constant or other in self.of_examples or itself:
+                continue
+            mask = not divides and self.is_mask(other)
+            by = Scaled(node.path, 1 - place, divides, constant, mask, shape, len(origin.inner))
+            self.origins[node.outputs[0]] = origin._replace(scaled=(*origin.scaled, by))
+            self.uses.rule_out(known[1 - place], f"`{node.name}`, which scales rows of a weight")
+            return True
+        return False
+
+    def constant_axes(self, value: int, shape: Shape) -> Shape:
+        """Axes, longer than 1, along which a value does not change when it is broadcast to `shape`."""
+        if len(self.shape(value)) != len(shape):
+            return ()
+        steps: list[Step] = [("broadcast", (shape, tuple(range(len(shape)))))]
+        node = self.makers.get(value)
+        while node is not None and isinstance(node.operation, operations.Reindex):
+            if node.inputs[0] is None:
+                return ()
+            steps += [] if node.operation.step is None else [node.operation.step]
+            value = node.inputs[0]
+            node = self.makers.get(value)
+        index = entries(self.shape(value), (), (), steps[::-1])
+        sides = enumerate(shape)
+        return tuple(a for a, n in sides if n > 1 and (index == index.take([0], a)).all())
+
+    def made_of_leaf(self, leaf: int) -> set[int]:
+        if leaf not in self.of_leaf:
+            self.of_leaf[leaf] = jaxprs.dependent_values(self.program, {self.program.inputs[leaf]})
+        return self.of_leaf[leaf]
+
+    def row_scale(self, by: Scaled, origin: Origin, steps: Sequence[Step], axes: Any) -> RowScale | None:
+        """What a product's matrices are multiplied with; None: it is neither by row nor by column.
+
+        Args:
+            steps, axes: from what the leaf has become to matrices.
+        """
+        whole: Step = ("broadcast", (by.shape, tuple(range(len(by.shape)))))
+        view = View((whole, *origin.inner[by.before :], *steps), axes)
+        sides = [1 if axis in by.constant else n for axis, n in enumerate(by.shape)]
+        each = np.arange(math.prod(sides), dtype=np.int32).reshape(sides)
+        index = matrices(each, view)
+        of_outputs = bool((index == index[:, :, :1]).all())
+        if not of_outputs and not (index == index[:, :1]).all():
+            return None
+        return RowScale(by.path, by.operand, by.divides, view, of_outputs)
 
     def leaves_out(self, node: jaxprs.Node, met: _Meeting) -> bool:
         """Whether some entries of a matrix become constants, as in w * mask and where(mask, w, 0)."""
@@ -520,7 +594,9 @@ class _Finder:
         part = self.shape(node.outputs[0])
         path = node.loops[-1][0]
         stack, scans = (*origin.stack, length), (*origin.scans, path)
-        return Origin(origin.leaf, steps, stack, scans, part, (), origin.multipliers)
+        return Origin(
+            origin.leaf, steps, stack, scans, part, (), origin.multipliers, masked=origin.masked
+        )
 
     def product(self, node: jaxprs.Node, met: _Meeting) -> Site | None:
         w, origin, operand, piece = met
@@ -537,6 +613,12 @@ class _Finder:
             return None
         k = len(origin.stack)
         lifted = tuple(lift(step, origin.stack) for step in steps)
+        found_scales = [self.row_scale(by, origin, steps, axes) for by in origin.scaled]
+        others = [by for by, scale in zip(origin.scaled, found_scales, strict=True) if scale is None]
+        if origin.scaled and (piece is not None or isinstance(product, Lookup)):
+            return None
+        if not all(by.is_mask for by in others):
+            return None
         groups, out, into = (tuple(a + k for a in group) for group in axes)
         view = View((*origin.steps, *lifted), ((*range(k), *groups), out, into))
         shape = apply_steps(np.empty(operand, np.int8), steps).shape
@@ -560,7 +642,8 @@ class _Finder:
             examples=min(counted, rows),
             multipliers=origin.multipliers,
             once=self.is_once(x),
-            masked=origin.masked,
+            masked=origin.masked or bool(others),
+            row_scales=tuple(scale for scale in found_scales if scale is not None),
         )
         hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
@@ -728,7 +811,7 @@ class _Finder:
         # axis of length 1 is no batch's, and what has it is still to meet the rows.
         of_one = self.one_example and shape[:1] == (1,) and (beside or other is not None)
         shared = math.prod(shape) > origin.size or of_one
-        if (added_to is None and not shared) or origin.masked:
+        if (added_to is None and not shared) or origin.masked or origin.scaled:
             return False
         where = self.where(node, 1 - p if multiplies else None)
         if where is None:
@@ -774,6 +857,8 @@ class _Finder:
         ):
             return None
         site = output.site
+        if any(scale.of_outputs for scale in site.use.row_scales):  # which the bias is not times
+            return None
         if site.loops != node.loops or site.use.scans != origin.scans or node.custom is not None:
             return None
         if not all(self.known_before(each, site.use.path) for each in origin.multipliers):

@@ -68,7 +68,8 @@ def late_probe(use: Use, keep: Callable[[Any], None]) -> Probe:
         keep(x)
         return _leave_gradient(y, slot)
 
-    return Probe(use.path, use.out, use.x_operand, apply, use.scans, use.factor, use.chains)
+    given = use.factor, use.chains, use.row_scales
+    return Probe(use.path, use.out, use.x_operand, apply, use.scans, *given)
 
 
 @jax.custom_vjp

@@ -16,7 +16,7 @@ from suite.core.statistics import (
     cross_moment_sum,
     second_moment_sum,
 )
-from suite.jax.probes import Multiplier
+from suite.jax.probes import Multiplier, RowScale
 from suite.jax.varying import varying_alike
 from suite.jax.views import (
     Shape,
@@ -110,6 +110,7 @@ class Use(NamedTuple):
     shared_by: int = 1  # examples, of a lookup's inputs
     features: int | None = None  # the axis of what a lookup found, of its outputs; None: numbers
     masked: bool = False  # whether it leaves entries of the leaf out
+    row_scales: tuple[RowScale, ...] = ()  # what rows or columns of its matrices are multiplied with
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -122,15 +123,18 @@ class Use(NamedTuple):
         both = self.multipliers, self.bias_multipliers
         return both if any(both) else ()
 
-    def own(self, layer: Layer, x: Any, gradient: jax.Array) -> tuple[Any, jax.Array, jax.Array | None]:
-        """Its part of the product's input and of its output's gradient, and lengths (d_in,).
+    def own(self, layer: Layer, x: Any, gradient: jax.Array) -> _Own:
+        """Its part of the product's input and of its output's gradient, and what both are scaled with.
 
         y = (c W) a + c' b is W and b on the coordinates (c a, c'), which the lengths are: of (a, 1).
         Without a bias the gradient gets c, and A stays what other layers with this input share.
         """
-        lengths = None
+        lengths, scales = None, Scales(None, None)
+        if self.chains or self.row_scales:
+            x, factors, operands = x
+            for scale, operand in zip(self.row_scales, operands, strict=True):
+                scales = scales.times(scale.vector(operand.astype(gradient.dtype)), scale.of_outputs)
         if self.chains:
-            x, factors = x
             c, bias_c = (factor.astype(gradient.dtype) for factor in factors)
             if not self.biased:
                 gradient = gradient * c
@@ -140,7 +144,31 @@ class Use(NamedTuple):
             x = apply_steps(x, (self.x_window,))
         if self.y_window is not None:
             gradient = apply_steps(gradient, (self.y_window,))
-        return x, gradient, lengths
+        return _Own(x, gradient, lengths, scales)
+
+
+class Scales(NamedTuple):
+    """What rows of inputs and of outputs' gradients are multiplied with."""
+
+    inputs: jax.Array | None  # (groups, d_in)
+    outputs: jax.Array | None  # (groups, d_out)
+
+    def times(self, vector: jax.Array, of_outputs: bool) -> Scales:
+        before = self.outputs if of_outputs else self.inputs
+        vector = vector if before is None else before * vector
+        return self._replace(outputs=vector) if of_outputs else self._replace(inputs=vector)
+
+
+class _Own(NamedTuple):
+    x: Any
+    gradient: jax.Array
+    lengths: jax.Array | None  # (d_in,)
+    scales: Scales
+
+
+def _scaled(rows: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """(groups, rows, d)."""
+    return rows if scale is None else rows * scale[:, None, :].astype(rows.dtype)
 
 
 class Layer(NamedTuple):
@@ -224,7 +252,7 @@ def use_sums(
         reduce: one row for each example (the leading axis), not for each position.
     """
     product, dtype = use.product, like.G.dtype
-    x, gradient, lengths = use.own(layer, x, gradient.astype(dtype))
+    x, gradient, lengths, scales = use.own(layer, x, gradient.astype(dtype))
     rows = jnp.full(like.rows.shape, float(use.rows), jnp.float32)
     if isinstance(product, Elementwise) and layer.bias is not None:
         units = unit_sums(product, x, gradient, reduce)
@@ -255,12 +283,13 @@ def use_sums(
     A, inputs = None, None
     if like.A is not None or bases is not None:
         x = jnp.asarray(x, dtype)
-        if like.A is not None and not reduce and bases is None and _without_patches(product, diagonal_A):
+        rows_needed = reduce or bases is not None or scales.inputs is not None
+        if like.A is not None and not rows_needed and _without_patches(product, diagonal_A):
             A = _convolution_second_moment(product, x, use.biased)
         else:
-            inputs = input_rows(product, x, reduce)
+            inputs = _scaled(input_rows(product, x, reduce), scales.inputs)
             A = second_moment_sum(inputs, diagonal=diagonal_A, bias=use.biased)
-    outputs = gradient_rows(product, gradient, use.groups, reduce)
+    outputs = _scaled(gradient_rows(product, gradient, use.groups, reduce), scales.outputs)
     G = second_moment_sum(outputs, diagonal=diagonal_G)
     products = None
     if like.products is not None:
@@ -284,7 +313,7 @@ def use_sums(
 def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Array:
     """(groups, d_out, d_in): what one use adds to the layer's gradient, Σ g aᵀ, for `verify`."""
     product = use.product
-    x, gradient, lengths = use.own(layer, x, gradient)
+    x, gradient, lengths, scales = use.own(layer, x, gradient)
     if isinstance(product, Elementwise):
         given = gradient * x if product.multiplies else product.sign * gradient
         if layer.bias is None:
@@ -295,14 +324,14 @@ def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Arr
     if use.half == "outputs":
         matrix = jnp.zeros((1, layer.sizes[1], layer.sizes[0]), gradient.dtype)
         return matrix  # all of it is in the other half
-    outputs = gradient_rows(product, gradient, use.groups)
+    outputs = _scaled(gradient_rows(product, gradient, use.groups), scales.outputs)
     if isinstance(product, Lookup):
         indices, valid = _lookups(product, x)
         table = jnp.zeros((product.rows, outputs.shape[-1]), gradient.dtype)
         table = table.at[indices].add(outputs[0] * valid[:, None].astype(gradient.dtype))
         matrix = jnp.matrix_transpose(table)[None]
     else:
-        inputs = input_rows(product, x.astype(gradient.dtype), False)
+        inputs = _scaled(input_rows(product, x.astype(gradient.dtype), False), scales.inputs)
         matrix = cross_moment_sum(outputs, inputs, bias=use.biased)
         matrix = matrix if lengths is None else matrix * lengths[None, None, :]
     matrix = jnp.matrix_transpose(matrix) if use.transposed else matrix

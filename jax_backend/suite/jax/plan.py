@@ -325,7 +325,8 @@ class _Assembly:
             use = layer.uses[0]
             if len(layer.uses) > 1 or isinstance(use.product, (Elementwise, Lookup)):
                 continue
-            if use.chains and layer.bias is not None:  # the rows of its A are multiplied
+            by_inputs = any(not scale.of_outputs for scale in use.row_scales)
+            if by_inputs or (use.chains and layer.bias is not None):  # the rows of its A are multiplied
                 continue
             site = site_of[use.place]
             product = use.product._replace(**_without_output(use.product))

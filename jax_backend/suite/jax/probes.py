@@ -15,7 +15,7 @@ from jax.extend import core as jex
 from suite.jax.dtypes import at_least_float32
 from suite.jax.explicit_axes import explicit_mesh
 from suite.jax.jaxprs import CALLS, REMAT, Path, bind, called, scan_counts, shard_map_specs
-from suite.jax.views import Step, apply_steps
+from suite.jax.views import Step, View, apply_steps, matrices
 
 
 class Multiplier(NamedTuple):
@@ -26,14 +26,30 @@ class Multiplier(NamedTuple):
     divides: bool
 
 
-Numbers = dict[tuple[Path, int], Any]  # (): operands of equations
+class RowScale(NamedTuple):
+    """What rows or columns of a leaf are multiplied with: an operand of an equation, or its inverse."""
+
+    path: Path
+    operand: int
+    divides: bool
+    view: View  # of the operand: the product's matrices, one number in each row or column
+    of_outputs: bool  # by row, each of which is an output
+
+    def vector(self, operand: jax.Array) -> jax.Array:
+        """(groups, d_out) or (groups, d_in)."""
+        found = matrices(operand, self.view)
+        found = found[:, :, 0] if self.of_outputs else found[:, 0, :]
+        return 1 / found if self.divides else found
+
+
+Numbers = dict[tuple[Path, int], Any]  # operands of equations: (), or as they are for rows
 
 
 @dataclass(frozen=True)
 class Probe:
     """Replaces output `out` of the equation at `path` by f(x, y, slots), x an operand of it.
 
-    With `multipliers`, f gets (x, the product of each chain of them).
+    With `multipliers` or `rows` x is (x, the product of each chain of numbers, each operand for rows).
     """
 
     path: Path
@@ -43,6 +59,7 @@ class Probe:
     stack: tuple[Path, ...]  # scans along which the slots are stacked, outermost first
     factor: tuple[Path, int, tuple[Step, ...]] | None = None  # of x: an operand before, re-indexed
     multipliers: tuple[tuple[Multiplier, ...], ...] = ()
+    rows: tuple[RowScale, ...] = ()
 
 
 Slots = Mapping[int, Any]  # by number of the probe
@@ -68,11 +85,14 @@ class _Runner:
         self.probes, self.at = probes, at
         self.factors: dict[Path, list[int]] = {}
         self.numbers: dict[Path, set[int]] = {}
+        self.whole: set[tuple[Path, int]] = set()  # which of them are for rows
         self.opened = {path[:-1] for path in at}
         for probe in probes:
             if probe.factor is not None:
                 self.factors.setdefault(probe.factor[0], []).append(probe.factor[1])
-            for path, operand, _ in (m for chain in probe.multipliers for m in chain):
+            self.whole.update((scale.path, scale.operand) for scale in probe.rows)
+            needed = [(m.path, m.operand) for chain in probe.multipliers for m in chain]
+            for path, operand in (*needed, *((scale.path, scale.operand) for scale in probe.rows)):
                 self.opened.update(path[:depth] for depth in range(1, len(path)))
                 if operand is not None:
                     self.numbers.setdefault(path, set()).add(operand)
@@ -106,7 +126,7 @@ class _Runner:
             for i in self.numbers.get((*prefix, number), ()):
                 v, key = eqn.invars[i], ((*prefix, number), i)
                 if isinstance(v, jex.Literal) or v in env:
-                    numbers[key] = _one_entry(read(v))
+                    numbers[key] = self.known(key, read(v))
                 else:
                     awaited.setdefault(v, []).append(key)
 
@@ -126,15 +146,20 @@ class _Runner:
                     if probe.factor is not None:
                         source, operand, steps = probe.factor
                         x = x * apply_steps(factors[source, operand], steps)
-                    if probe.multipliers:
-                        x = x, tuple(_product(chain, numbers) for chain in probe.multipliers)
+                    if probe.multipliers or probe.rows:
+                        factors_of_x = tuple(_product(chain, numbers) for chain in probe.multipliers)
+                        x = x, factors_of_x, [numbers[scale.path, scale.operand] for scale in probe.rows]
                     outputs[probe.out] = probe.apply(x, outputs[probe.out], slots[i])
             env.update(zip(eqn.outvars, outputs, strict=True))
-            numbers.update((key, _one_entry(env[v])) for v in eqn.outvars for key in awaited.get(v, ()))
+            found = [(v, key) for v in eqn.outvars for key in awaited.get(v, ())]
+            numbers.update((key, self.known(key, env[v])) for v, key in found)
             for v in eqn.invars:  # let go of values as the program itself would
                 if not isinstance(v, jex.Literal) and last_use[v] == number and v not in kept:
                     env.pop(v, None)
         return [read(v) for v in jaxpr.outvars]
+
+    def known(self, key: tuple[Path, int], operand: Any) -> jax.Array:
+        return jnp.asarray(operand) if key in self.whole else _one_entry(operand)
 
     def call(self, eqn: Any, values: list[Any], path: Path, slots: Slots, numbers: Numbers) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params

@@ -14,6 +14,18 @@ from suite.jax.probes import Multiplier
 from suite.jax.views import Shape, Step, View, entries, lift
 
 
+class Scaled(NamedTuple):
+    """A matrix, or a stack, was multiplied or divided by something that is constant along some axes."""
+
+    path: jaxprs.Path
+    operand: int
+    divides: bool
+    constant: Shape  # those axes
+    is_mask: bool
+    shape: Shape
+    before: int  # steps inside of the scans
+
+
 class Origin(NamedTuple):
     """The fact: this value is a view of a leaf.
 
@@ -30,11 +42,12 @@ class Origin(NamedTuple):
     multipliers: tuple[Multiplier, ...] = ()
     shifted: bool = False  # something without a derivative was added
     masked: bool = False  # some of its entries are left out
+    scaled: tuple[Scaled, ...] = ()
 
     @property
     def is_changed(self) -> bool:
         """Whether it may as well be an activation that a leaf has a part in, as latent codes are."""
-        return self.shifted or self.masked or bool(self.multipliers)
+        return self.shifted or self.masked or bool(self.multipliers or self.scaled)
 
     @property
     def widened(self) -> bool:

@@ -1,0 +1,164 @@
+"""Weights whose rows or columns are multiplied with something before their product."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jax_fishers import assert_exact, check, normal
+
+GAINS = jnp.asarray([0.5, 2.0, -1.5])
+
+BY_OUTPUT = {
+    "a leaf": lambda p: p["w"] * p["g"],
+    "a leaf before": lambda p: p["g"] * p["w"],
+    "its exponential": lambda p: jnp.exp(p["g"]) * p["w"],
+    "divided": lambda p: p["w"] / (2 + p["g"] ** 2),
+    "constants": lambda p: p["w"] * GAINS,
+    "constants and a leaf": lambda p: (p["w"] * GAINS) / (2 + jnp.sin(p["g"])),
+    "turned": lambda p: (p["w"].T * p["g"][:, None]).T,
+    "reshaped": lambda p: (p["w"].reshape(2, 2, 3) * p["g"]).reshape(4, 3),
+    "a number, too": lambda p: 0.3 * (p["w"] * p["g"]) * 2.0,
+    "its norm, of which there is no derivative": lambda p: (
+        p["w"] / lax.stop_gradient(jnp.linalg.norm(p["w"], axis=0, keepdims=True))
+    ),
+    "jit": lambda p: jax.jit(jnp.multiply)(p["w"], jnp.broadcast_to(p["g"], (4, 3))),
+    "remat": lambda p: jax.checkpoint(jnp.multiply)(p["w"], jnp.broadcast_to(p["g"], (4, 3))),
+}
+
+
+def parameters(**more):
+    return {"g": normal(3, seed=1), "w": normal(4, 3), **more}
+
+
+@pytest.mark.parametrize("compute", ["plain", "jit", "remat", "einsum"])
+@pytest.mark.parametrize("name", BY_OUTPUT)
+def test_rows_of_a_weight_are_exact_for_one_example(name, compute):
+    kernel = BY_OUTPUT[name]
+    run = {"jit": jax.jit, "remat": jax.checkpoint}.get(compute, lambda f: f)
+    product = (lambda x, w: jnp.einsum("ni,io->no", x, w)) if compute == "einsum" else jnp.matmul
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(run(lambda p, x: product(x, kernel(p)))(p, x)))
+
+    plan = assert_exact(loss, parameters(), normal(1, 4, seed=2), uncovered=["['g']"])
+    assert plan.routing["['w']"].reason == "weight of a dense layer"
+
+
+def test_a_bias_beside_is_a_layer_by_itself():
+    x = normal(5, 4, seed=2)
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(x @ (p["w"] * p["g"]) + p["b"]))
+
+    params = parameters(b=normal(3, seed=3))
+    plan, statistics = check(loss, params, x, uncovered=["['g']"])
+    g = np.cos(x @ (params["w"] * params["g"]) + params["b"])
+    own = statistics["['w']"].main
+    np.testing.assert_allclose(own.A[0], x.T @ x, rtol=1e-12)
+    np.testing.assert_allclose(own.G[0], (g * params["g"]).T @ (g * params["g"]), rtol=1e-12)
+    assert plan.routing["['b']"].factors == "diag 1, diag 3"
+    assert plan.routing["['g']"].reason == "used by `mul`, which scales rows of a weight"
+
+
+def test_columns_and_both():
+    gains = jnp.asarray([0.5, 2.0, -1.5, 3.0])[:, None]
+    x = normal(5, 4, seed=2)
+    for kernel in (lambda p: p["w"] * gains, lambda p: p["w"] * gains * p["g"]):
+
+        def loss(p, x, kernel=kernel):
+            return jnp.sum(jnp.sin(x @ kernel(p)))
+
+        both = kernel({"w": 1.0, "g": 1.0}).shape != kernel(parameters()).shape
+        names = ["['g']"]
+        assert both
+        assert_exact(loss, parameters(), x[:1], uncovered=names)
+        _, statistics = check(loss, parameters(), x, uncovered=names)
+        rows = x * gains[:, 0]
+        np.testing.assert_allclose(statistics["['w']"].main.A[0], rows.T @ rows, rtol=1e-12)
+
+
+def test_uses_as_the_transpose():
+    """As in derivatives of a network by its inputs."""
+
+    def loss(p, x):
+        f = lambda x: jnp.sum(jnp.sin(jnp.sin(x @ (p["w"] * p["g"])) @ p["v"]))  # noqa: E731
+        return jnp.sum(jax.grad(f)(x) ** 2)
+
+    params = parameters(v=normal(3, 2))
+    check(loss, params, normal(5, 4, seed=2), uncovered=["['g']"])
+
+    def transposed(p, x):
+        return jnp.sum(jnp.sin(x @ (p["w"] * p["g"]).T))
+
+    assert_exact(transposed, parameters(), normal(1, 3, seed=2), uncovered=["['g']"])
+
+
+@pytest.mark.parametrize("layout", ["HWIO", "OIHW"])
+@pytest.mark.parametrize("side", ["O", "I"])
+def test_kernels_of_convolutions(layout, side):
+    sizes = {"H": 3, "W": 3, "I": 2, "O": 3}
+    shape = [sizes[axis] for axis in layout]
+    gains = normal(sizes[side], seed=4).reshape([sizes[side] if axis == side else 1 for axis in layout])
+
+    def loss(p, x):
+        numbers = ("NHWC", layout, "NHWC")
+        y = lax.conv_general_dilated(x, p["k"] * gains, (1, 1), "VALID", dimension_numbers=numbers)
+        return jnp.sum(jnp.sin(y))
+
+    assert_exact(loss, {"k": normal(*shape)}, normal(1, 3, 3, 2))
+    check(loss, {"k": normal(*shape)}, normal(4, 5, 5, 2))
+
+
+def test_stacks_that_a_scan_takes_apart():
+    params = {"w": normal(3, 4, 4), "g": normal(3, 4, seed=1)}
+
+    def loss(p, x):
+        return jnp.sum(lax.scan(lambda h, p: (jnp.sin(h @ (p["w"] * p["g"])), None), x, p)[0])
+
+    assert_exact(loss, params, normal(1, 4), uncovered=["['g']"])
+
+    def before(p, x):
+        h = lax.scan(lambda h, w: (jnp.sin(h @ w), None), x, p["w"] * p["g"][:, None])[0]
+        return jnp.sum(jnp.sin(h @ p["v"]))
+
+    check(before, params | {"v": normal(4, 2)}, normal(5, 4), uncovered=["['g']", "['w']"])
+
+
+def test_experts_with_one_number_each():
+    params = {"w": normal(2, 4, 3), "g": normal(2, seed=1)}
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(jnp.einsum("eni,eio->eno", x, p["w"] * p["g"][:, None, None])))
+
+    assert_exact(loss, params, normal(2, 1, 4), uncovered=["['g']"])
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        lambda p, x: p["w"] * jnp.outer(jnp.arange(1.0, 5.0), p["g"]),
+        lambda p, x: p["w"] / jnp.linalg.norm(p["w"], axis=0),
+        lambda p, x: p["w"] * jnp.mean(x, 0)[:, None],
+        lambda p, x: jnp.concatenate([p["w"] * p["g"], p["w"]], 1)[:, :3],
+    ],
+)
+def test_what_is_neither_by_row_nor_by_column_or_the_weights_own_is_plain(kernel):
+    def loss(p, x):
+        return jnp.sum(jnp.sin(x @ kernel(p, x))) + jnp.sum(jnp.sin(x @ p["v"])) + jnp.sum(p["g"] ** 2)
+
+    check(loss, parameters(v=normal(4, 2)), normal(5, 4), uncovered=["['g']", "['w']"])
+
+
+def test_tables_and_positions_are_plain():
+    def loss(p, x, tokens):
+        y = x + p["positions"] * p["g"] + (p["table"] * p["g"])[tokens]
+        return jnp.sum(jnp.sin(y @ p["v"]))
+
+    params = {"positions": normal(4, 3), "g": normal(3), "table": normal(7, 3), "v": normal(3, 2)}
+    tokens = jnp.asarray(np.random.default_rng(0).integers(7, size=(5, 4)))
+    names = ["['g']", "['positions']", "['table']"]
+    check(loss, params, normal(5, 4, 3), tokens, uncovered=names)
