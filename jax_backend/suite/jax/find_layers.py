@@ -221,7 +221,12 @@ class _Finder:
             # a leaf and a number, as in 1 + scale, have the leaf's gradient
             self.origins[node.outputs[0]] = known[place]  # type: ignore[assignment]
             return
-        if self.scales_rows(node, known):
+        by_row = self.scaled_rows(node, known)
+        if by_row is not None:
+            self.origins[node.outputs[0]] = by_row
+            for origin in known:
+                if origin is not None and origin.leaf != by_row.leaf:
+                    self.uses.rule_out(origin, f"`{name}`, which scales rows of a weight")
             return
         apart = isinstance(op, operations.LoopSlice) and known[0] is not None
         if apart and not known[0].widened and not known[0].scaled:  # type: ignore[union-attr]
@@ -284,8 +289,15 @@ class _Finder:
             for i, origin in enumerate(known)
             if origin is not None
         ]
+        by_row = self.scaled_rows(node, known)
         if isinstance(op, operations.Reindex) and known[0] is not None:
             self.origins[out] = known[0].moved(op.step)
+        elif by_row is not None:
+            self.origins[out] = by_row
+        elif len(met) == 1 and (multiplier := self.multiplier(node, met[0].place)) is not None:
+            self.origins[out] = met[0].origin.times(multiplier)
+        elif len(met) == 1 and self.leaves_out(node, met[0]):
+            self.origins[out] = met[0].origin._replace(masked=True)
         elif isinstance(op, operations.Add):
             self.uses.beside += [self.aside[v] for v in node.inputs if v is not None and v in self.aside]
         elif len(met) == 1 and isinstance(op, (operations.DotGeneral, operations.Convolve)):
@@ -360,14 +372,14 @@ class _Finder:
         same = met.shape == self.shape(out) and node.operation.signs[met.place] > 0
         return same and other not in self.differentiable and self.stays_real(node)
 
-    def scales_rows(self, node: jaxprs.Node, known: Sequence[Origin | None]) -> bool:
-        """Whether a matrix is multiplied, row by row or column by column, with what is no example's."""
+    def scaled_rows(self, node: jaxprs.Node, known: Sequence[Origin | None]) -> Origin | None:
+        """A matrix that is multiplied, row by row or column by column, with what is no example's."""
         op, shape = node.operation, self.shape(node.outputs[0])
         divides = isinstance(op, operations.Divide)
         if not isinstance(op, operations.Multiply) and not divides:
-            return False
+            return None
         if len(shape) < 2 or node.custom is not None or not self.stays_real(node):
-            return False
+            return None
         for place, origin in enumerate(known[:1] if divides else known):
             value, other = node.inputs[place], node.inputs[1 - place]
             if origin is None or origin.widened or other is None or self.shape(value) != shape:  # type: ignore[arg-type]
@@ -378,10 +390,8 @@ class _Finder:
                 continue
             mask = not divides and self.is_mask(other)
             by = Scaled(node.path, 1 - place, divides, constant, mask, shape, len(origin.inner))
-            self.origins[node.outputs[0]] = origin._replace(scaled=(*origin.scaled, by))
-            self.uses.rule_out(known[1 - place], f"`{node.name}`, which scales rows of a weight")
-            return True
-        return False
+            return origin._replace(scaled=(*origin.scaled, by))
+        return None
 
     def constant_axes(self, value: int, shape: Shape) -> Shape:
         """Axes, longer than 1, along which a value does not change when it is broadcast to `shape`."""
@@ -857,8 +867,6 @@ class _Finder:
         ):
             return None
         site = output.site
-        if any(scale.of_outputs for scale in site.use.row_scales):  # which the bias is not times
-            return None
         if site.loops != node.loops or site.use.scans != origin.scans or node.custom is not None:
             return None
         if not all(self.known_before(each, site.use.path) for each in origin.multipliers):

@@ -243,7 +243,9 @@ class _Assembly:
             elsewhere = any(site.leaf == bias for site in self.uses.sites)
             lookup = any(isinstance(s.use.product, Lookup) for s, _ in block[0])
             if everywhere and len(after) == 1 and not elsewhere and not lookup:
-                found[weight] = bias
+                # Beside rows that are multiplied it is no column, for it is not.
+                if not any(scale.of_outputs for u in bias_uses for scale in u.site.use.row_scales):
+                    found[weight] = bias
                 if after == {True}:
                     members = [(s, not transposed) for s, transposed in block[0]]
                     block[0] = sorted(members, key=lambda member: member[1])
