@@ -297,6 +297,39 @@ def test_what_is_not_covered_is_plain_and_says_why(loss, why):
     assert plan.covered() == [False, True]
 
 
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda y: y.reshape(2, 3, 5),
+        lambda y: y.reshape(2, 1, 3, 5),
+        lambda y: y.reshape(2, 3, 5).transpose(1, 0, 2),
+        lambda y: y.reshape(2, 3, 5).reshape(3, 2, 5),
+        lambda y: y.reshape(2, 3, 5).reshape(6, 5)[None],
+    ],
+)
+def test_a_bias_behind_a_reshape_of_rows_is_the_products(after):
+    params, x = {"w": normal(4, 5), "b": normal(5, seed=1)}, normal(6, 4, seed=2)
+    plan, statistics = check(lambda p, x: jnp.sum(jnp.sin(after(x @ p["w"]) + p["b"])), params, x)
+    (layer,) = plan.layers
+    rows = np.concatenate([x, np.ones((6, 1))], 1)
+    g = np.cos(x @ params["w"] + params["b"])
+    np.testing.assert_allclose(statistics[layer.name].main.A[0], rows.T @ rows, rtol=1e-12)
+    np.testing.assert_allclose(statistics[layer.name].main.G[0], g.T @ g, rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3), (10, 3), (3, 10), (6, 5, 1)])
+def test_a_bias_behind_a_reshape_of_features_is_apart(shape):
+    """Its entries are no longer the product's outputs, or it is each one's that is no row."""
+
+    def loss(p, x):
+        y = (x @ p["w"]).reshape(shape)
+        return jnp.sum(jnp.sin(y + p["b"]))
+
+    params, x = {"w": normal(4, 5), "b": normal(shape[-1], seed=1)}, normal(6, 4, seed=2)
+    plan, _ = check(loss, params, x)
+    assert len(plan.layers) == 2
+
+
 def test_a_bias_whose_sum_is_not_all_that_follows_is_apart():
     params = {"w": normal(4, 3), "b": normal(3, seed=1)}
     x = normal(5, 4, seed=2)

@@ -237,3 +237,94 @@ def test_a_backward_pass_that_raised_does_not_keep_what_is_thrown_away_later():
         one.square().mean().backward()
 
     assert_alike(trained(copy.deepcopy(model), interrupted), trained(model, lambda m: own_pass(m, x)))
+
+
+class TiedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.hidden = nn.Embedding(9, 6), nn.Linear(6, 6)
+
+    def forward(self, tokens):
+        return F.linear(torch.tanh(self.hidden(self.table(tokens))), self.table.weight)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "another batch"])
+def test_gradients_that_are_looked_at_take_no_terms_from_a_tied_head(when):
+    """G of the layer below is N Σ g gᵀ by hand, N = 20 tokens."""
+    torch.manual_seed(0)
+    model = TiedHead().double()
+    tokens, targets = torch.randint(0, 9, (4, 5)), torch.randint(0, 9, (20,))
+    s = model.hidden(model.table(tokens)).detach().requires_grad_()
+    logits = torch.tanh(s) @ model.table.weight.detach().T
+    (g,) = torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), targets), s)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets)
+    looked = loss if when != "another batch" else model(tokens[:2]).square().mean()
+
+    def look():
+        torch.autograd.grad(looked, list(model.parameters()), retain_graph=True)
+
+    if when != "after":
+        look()
+    loss.backward(retain_graph=True)
+    if when == "after":
+        look()
+    kfac.step()
+    record = kfac.state_dict()["kfac"]["layers"]["hidden"]
+    rows = g.flatten(0, 1)
+    torch.testing.assert_close(
+        record["G"][0] / record["G_weight"], 20 * rows.T @ rows, rtol=1e-9, atol=0
+    )
+    assert kfac.counted_terms == 20
+
+
+def test_gradients_that_are_looked_at_take_no_terms_from_derivatives():
+    """A PINN's losses are balanced by the norms of their gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.0), terms=None)
+    inside, edge = torch.rand(20, 2).double().requires_grad_(), torch.rand(8, 2).double()
+
+    def losses():
+        (slope,) = torch.autograd.grad(model(inside).sum(), inside, create_graph=True)
+        return slope.square().sum(1).mean(), model(edge).square().mean()
+
+    counts = []
+    for looks in (False, True):
+        both = losses()
+        for loss in both if looks else ():
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
+        sum(both).backward()
+        kfac.step()
+        kfac.zero_grad()
+        counts.append(kfac.counted_terms)
+    assert counts[0] == counts[1] > 8
+
+
+@pytest.mark.parametrize("looks", ["grad by inputs", "backward by inputs", "grad by parameters"])
+def test_passes_that_train_nothing_draw_no_samples(looks):
+    """Adversarial inputs in three micro-batches: A and the exact Fisher of what is trained, by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3)).double()
+    kfac = KFAC(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), fisher="type-2", likelihood="categorical"
+    )
+    rows, fishers = [], 0.0
+    for _ in range(3):
+        x, y = torch.randn(8, 6).double().requires_grad_(), torch.randint(0, 3, (8,))
+        loss = F.cross_entropy(model(x), y)
+        if looks == "backward by inputs":
+            loss.backward(inputs=[x])
+        else:
+            torch.autograd.grad(loss, x if looks == "grad by inputs" else list(model.parameters()))
+        x = (x + 0.1).detach()
+        (F.cross_entropy(model(x), y) / 3).backward()
+        p = model(x).detach().softmax(1)
+        fishers = fishers + torch.diag(p.sum(0)) - p.T @ p
+        rows.append(torch.cat([x, torch.ones(8, 1).double()], 1))
+    kfac.step()
+    record = kfac.state_dict()["kfac"]["layers"]["0"]
+    every = torch.cat(rows)
+    torch.testing.assert_close(record["A"][0] / record["A_weight"], every.T @ every / 24)
+    torch.testing.assert_close(record["G"][0] / record["G_weight"], fishers / 24)
+    assert kfac.counted_terms == 24

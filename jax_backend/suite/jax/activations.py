@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from suite.jax import jaxprs, operations
+from suite.jax.layers import Elementwise, feature_axes
 from suite.jax.views import Shape, Step
 
 
 class Output(NamedTuple):
-    """A product's output, its axes moved about: where each one was, None for a new one of size 1."""
+    """A product's output, its axes moved about: where each one was, None for a new one of size 1.
+
+    Of rows several may have been one, or one several, of which it is the first.
+    """
 
     site: Any  # find_layers.Site
     axes: tuple[int | None, ...]
@@ -98,10 +102,8 @@ class Activations:
         elif step[0] == "transpose":
             self.outputs[new] = before._replace(axes=tuple(before.axes[i] for i in step[1][0]))
         elif step[0] == "reshape":
-            from_, to = step[1]
-            if [n for n in from_ if n != 1] == [n for n in to if n != 1]:
-                kept = iter([axis for axis, n in zip(before.axes, from_, strict=True) if n != 1])
-                axes = tuple(None if n == 1 else next(kept) for n in to)
+            axes = _reshaped(before, *step[1])
+            if axes is not None:
                 self.outputs[new] = before._replace(axes=axes)
 
     def follow_lookups(self, old: int, new: int, step: Step | None) -> None:
@@ -144,6 +146,35 @@ class Activations:
             for facts in (self.counting, self.one_hot):
                 if old in facts and axes[facts[old]] >= 0:
                     facts[new] = axes[facts[old]]
+
+
+def _reshaped(output: Output, old: Shape, new: Shape) -> tuple[int | None, ...] | None:
+    """Where each axis of a reshape was, of several that became one the first.
+
+    None: features are not whole any more; of an elementwise product's output nothing may be split.
+    """
+    axes, product = output.axes, output.site.use.product
+    if 0 in old:
+        return None
+    whole = axes if isinstance(product, Elementwise) else feature_axes(product)
+    before = [(axis, n) for axis, n in zip(axes, old, strict=True) if n != 1]
+    found: list[int | None] = [None] * len(new)
+    after = [i for i, n in enumerate(new) if n != 1]
+    while before and after:
+        some, places = [before.pop(0)], [after.pop(0)]
+        size, count = some[0][1], new[places[0]]
+        while size != count:
+            if size < count:
+                some.append(before.pop(0))
+                size *= some[-1][1]
+            else:
+                places.append(after.pop(0))
+                count *= new[places[-1]]
+        if any(axis in whole for axis, _ in some) and len(some) + len(places) > 2:
+            return None
+        for i in places:
+            found[i] = some[0][0]
+    return tuple(found)
 
 
 def _same_axis(axis: int, old: Shape, new: Shape) -> int:

@@ -156,6 +156,10 @@ class LayerCapture:
             self._nodes[transposed] = torch.autograd.graph.get_gradient_edge(slot).node
         return torch._C._will_engine_execute_node(self._nodes[transposed])
 
+    def is_summed(self) -> bool:
+        """Whether the backward pass that runs wants any of its sums: one that trains nothing does not."""
+        return self.is_awaited(False) or (bool(self.transposed) and self.is_awaited(True))
+
     def slots(self) -> list[torch.Tensor]:
         """All slots, in a fixed order."""
         return [self.A, self.G, self.counts, *self.transposed, self.products, *self.of_sums]

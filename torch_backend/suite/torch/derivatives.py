@@ -136,11 +136,10 @@ class DerivativeProbe(torch.autograd.Function):
         waits = not clock.sampled or clock.sampling
         if is_recorded():
             on = source.capture.passed(source, ctx.call, gradient, given, scale, not ctx.turned)
-            waits = waits and is_awaited(ctx.slot)
-        if not wanted[2] or not waits:
+        if not wanted[2] or not waits or not is_awaited(ctx.slot):
             return on, *(None,) * 14
-        first = ctx.call.is_first()
-        counted = (ctx.call.run is None or ctx.call.run.reached()) and first
+        run, first = ctx.call.run, ctx.call.is_first()
+        counted = (run is None or run.reached()) and first
         spec, dtype = source.site.spec, ctx.slot.dtype
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             bases: Bases | None = (vectors[0], vectors[1]) if wanted[5] else None

@@ -99,8 +99,10 @@ class FisherSampler:
         _take_off(self.handles)
 
     def _sample(self, number: int) -> None:
+        if self.clock.sampling or not any(capture.is_summed() for capture in self.captures):
+            return
         f = self._waiting.pop(number, None)
-        if f is None or not self.clock.wanted or self.clock.sampling:
+        if f is None or not self.clock.wanted:
             return
         slots = [slot for capture in self.captures for slot in capture.slots()]
         columns = self.likelihood.columns(tuple(f.shape))
