@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from jax_fishers import assert_exact, check, normal
+from suite.jax import eigenbases, kfac, value_and_grad
 
 GAINS = jnp.asarray([0.5, 2.0, -1.5])
 
@@ -162,3 +163,49 @@ def test_tables_and_positions_are_plain():
     tokens = jnp.asarray(np.random.default_rng(0).integers(7, size=(5, 4)))
     names = ["['g']", "['positions']", "['table']"]
     check(loss, params, normal(5, 4, 3), tokens, uncovered=names)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_second_moments_in_eigenbases_are_of_scaled_rows(turned):
+    w, x = normal(4, 3), normal(5, 3 if turned else 4, seed=2)
+    by_row, by_column = GAINS, jnp.asarray([0.5, 2.0, -1.5, 3.0])
+
+    def loss(p, x, eps=0.0):
+        kernel = p * by_row * by_column[:, None]
+        return jnp.sum(jnp.sin(x @ (kernel.T if turned else kernel) + eps))
+
+    vag = value_and_grad(loss)
+    plan = vag.plan(w, x)
+    tx = kfac(plan, 0.1, compute_method="ekfac", inv_update_steps=5)
+    sides = plan.layers[0].sizes
+    turns = [np.linalg.qr(normal(n, n, seed=n))[0][None] for n in sides]
+    bases = {name: tuple(map(jnp.asarray, turns)) for name in eigenbases(tx.init(w), plan)}
+    (own,) = (vag(w, x, bases=bases)[2][layer.name].main for layer in plan.layers)
+    into, out = (by_row, by_column) if turned else (by_column, by_row)
+    g = out * jax.grad(lambda eps: loss(w, x, eps))(jnp.zeros((5, sides[1])))
+    expected = ((g @ turns[1][0]) ** 2).T @ ((into * x) @ turns[0][0]) ** 2
+    np.testing.assert_allclose(own.products[0], expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_step_of_scaled_rows_is_the_dense_one(traced):
+    """With the capture outside and inside of the update."""
+    params, x, damping = parameters(), normal(16, 4), 0.1
+
+    def loss(p, x):
+        return jnp.mean(jnp.sum(jnp.sin(x @ (p["w"] * lax.stop_gradient(p["g"]))), 1))
+
+    vag = value_and_grad(loss)
+    settings = {"momentum": 0.0, "damping": damping, "kl_clip": None, "compute_method": "eigen"}
+    tx = kfac(vag.plan(params, x), 1.0, **settings)
+    state = tx.init(params)
+
+    def step(params, state, due):
+        _, grads, statistics = vag(params, x, capture=due) if traced else vag(params, x)
+        return tx.update(grads, state, params, statistics=statistics)[0]
+
+    updates = jax.jit(step)(params, state, jnp.asarray(True))
+    g = np.cos(x @ (params["w"] * params["g"])) * params["g"]
+    matrix = np.kron(x.T @ x / 16, g.T @ g / 16) + damping * np.eye(12)
+    expected = -np.linalg.solve(matrix, np.asarray(x.T @ g / 16).ravel())
+    np.testing.assert_allclose(np.asarray(updates["w"]).ravel(), expected, rtol=1e-9)
