@@ -157,7 +157,7 @@ class LayerCapture:
         return torch._C._will_engine_execute_node(self._nodes[transposed])
 
     def is_summed(self) -> bool:
-        """Whether the backward pass that runs wants any of its sums: one that trains nothing does not."""
+        """Whether the backward pass that runs wants its sums, as none that trains nothing does."""
         return self.is_awaited(False) or (bool(self.transposed) and self.is_awaited(True))
 
     def slots(self) -> list[torch.Tensor]:
