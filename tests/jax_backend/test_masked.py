@@ -24,6 +24,7 @@ MASKS = {
     "where not": lambda w: jnp.where(KEPT == 0, 0.0, w),
     "tril": lambda w: jnp.tril(w, 1),
     "times tril": lambda w: w * jnp.tril(jnp.ones((4, 3)), 1),
+    "less than one": lambda w: w * (1 - jnp.triu(jnp.ones((4, 3)), 2)),
     "two": lambda w: w * (KEPT * np.ones((4, 1))) * jnp.tril(jnp.ones((4, 3)), 1),
     "jit": jax.jit(lambda w: w * ARRAY),
     "remat": jax.checkpoint(lambda w: w * ARRAY),

@@ -30,19 +30,10 @@ from suite.jax.layers import (
     example_count,
     feature_axes,
 )
-from suite.jax.probes import Multiplier, RowScale
-from suite.jax.uses import BiasUse, Origin, Scaled, Site, Uses
-from suite.jax.views import (
-    Shape,
-    Step,
-    View,
-    apply_steps,
-    entries,
-    in_order,
-    lift,
-    matrices,
-    same_entries,
-)
+from suite.jax.made_weights import MadeWeights, row_scale
+from suite.jax.probes import Multiplier
+from suite.jax.uses import BiasUse, Origin, Site, Uses
+from suite.jax.views import Shape, Step, View, apply_steps, entries, in_order, lift, same_entries
 
 
 class _Meeting(NamedTuple):
@@ -71,13 +62,6 @@ class _Scaling:
     rows: list[Site] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     is_met: bool = False  # is a scale of the activation
-
-
-def _is_zeros_and_ones(x: Any) -> bool:
-    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
-        return False
-    numbers = np.asarray(x)
-    return bool(((numbers == 0) | (numbers == 1)).all())
 
 
 def find_uses(program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> Uses:
@@ -124,8 +108,7 @@ class _Finder:
         self.readers = Counter(v for n in self.nodes for v in n.inputs if v is not None)
         self.readers.update(self.roots)
         self.activations = Activations(program, self.readers)
-        self.makers = {out: node for node in program.nodes for out in node.outputs}
-        self.of_leaf: dict[int, set[int]] = {}
+        self.made = MadeWeights(program, self.differentiable, self.of_examples)
 
     def is_of_one(self, arguments: Sequence[int]) -> bool:
         """Whether they are one example: its arrays have a batch axis of length 1.
@@ -221,7 +204,7 @@ class _Finder:
             # a leaf and a number, as in 1 + scale, have the leaf's gradient
             self.origins[node.outputs[0]] = known[place]  # type: ignore[assignment]
             return
-        by_row = self.scaled_rows(node, known)
+        by_row = self.made.by_row(node, known)
         if by_row is not None:
             self.origins[node.outputs[0]] = by_row
             for origin in known:
@@ -249,7 +232,7 @@ class _Finder:
             self.uses.rule_out(changed[0].origin, f"`{name}` with another leaf")
             met = [one for one in met if one is not changed[0]]
         if len(met) == 1 or isinstance(op, operations.ByHand):
-            if self.leaves_out(node, met[0]):
+            if self.made.leaves_out(node, met[0].place, met[0].origin):
                 self.origins[node.outputs[0]] = met[0].origin._replace(masked=True)
                 return
             if isinstance(op, (operations.Add, operations.Multiply)):
@@ -289,14 +272,14 @@ class _Finder:
             for i, origin in enumerate(known)
             if origin is not None
         ]
-        by_row = self.scaled_rows(node, known)
+        by_row = self.made.by_row(node, known)
         if isinstance(op, operations.Reindex) and known[0] is not None:
             self.origins[out] = known[0].moved(op.step)
         elif by_row is not None:
             self.origins[out] = by_row
         elif len(met) == 1 and (multiplier := self.multiplier(node, met[0].place)) is not None:
             self.origins[out] = met[0].origin.times(multiplier)
-        elif len(met) == 1 and self.leaves_out(node, met[0]):
+        elif len(met) == 1 and self.made.leaves_out(node, met[0].place, met[0].origin):
             self.origins[out] = met[0].origin._replace(masked=True)
         elif isinstance(op, operations.Add):
             self.uses.beside += [self.aside[v] for v in node.inputs if v is not None and v in self.aside]
@@ -371,96 +354,6 @@ class _Finder:
         other, out = node.inputs[1 - met.place], node.outputs[0]
         same = met.shape == self.shape(out) and node.operation.signs[met.place] > 0
         return same and other not in self.differentiable and self.stays_real(node)
-
-    def scaled_rows(self, node: jaxprs.Node, known: Sequence[Origin | None]) -> Origin | None:
-        """A matrix that is multiplied, row by row or column by column, with what is no example's."""
-        op, shape = node.operation, self.shape(node.outputs[0])
-        divides = isinstance(op, operations.Divide)
-        if not isinstance(op, operations.Multiply) and not divides:
-            return None
-        if len(shape) < 2 or node.custom is not None or not self.stays_real(node):
-            return None
-        for place, origin in enumerate(known[:1] if divides else known):
-            value, other = node.inputs[place], node.inputs[1 - place]
-            if origin is None or origin.widened or other is None or self.shape(value) != shape:  # type: ignore[arg-type]
-                continue
-            constant = self.constant_axes(other, shape)
-            itself = other in self.made_of_leaf(origin.leaf) and other in self.differentiable
-            if not constant or other in self.of_examples or itself:
-                continue
-            mask = not divides and self.is_mask(other)
-            by = Scaled(node.path, 1 - place, divides, constant, mask, shape, len(origin.inner))
-            return origin._replace(scaled=(*origin.scaled, by))
-        return None
-
-    def constant_axes(self, value: int, shape: Shape) -> Shape:
-        """Axes, longer than 1, along which a value does not change when it is broadcast to `shape`."""
-        if len(self.shape(value)) != len(shape):
-            return ()
-        steps: list[Step] = [("broadcast", (shape, tuple(range(len(shape)))))]
-        node = self.makers.get(value)
-        while node is not None and isinstance(node.operation, operations.Reindex):
-            if node.inputs[0] is None:
-                return ()
-            steps += [] if node.operation.step is None else [node.operation.step]
-            value = node.inputs[0]
-            node = self.makers.get(value)
-        index = entries(self.shape(value), (), (), steps[::-1])
-        sides = enumerate(shape)
-        return tuple(a for a, n in sides if n > 1 and (index == index.take([0], a)).all())
-
-    def made_of_leaf(self, leaf: int) -> set[int]:
-        if leaf not in self.of_leaf:
-            self.of_leaf[leaf] = jaxprs.dependent_values(self.program, {self.program.inputs[leaf]})
-        return self.of_leaf[leaf]
-
-    def row_scale(self, by: Scaled, origin: Origin, steps: Sequence[Step], axes: Any) -> RowScale | None:
-        """What a product's matrices are multiplied with; None: it is neither by row nor by column.
-
-        Args:
-            steps, axes: from what the leaf has become to matrices.
-        """
-        whole: Step = ("broadcast", (by.shape, tuple(range(len(by.shape)))))
-        view = View((whole, *origin.inner[by.before :], *steps), axes)
-        sides = [1 if axis in by.constant else n for axis, n in enumerate(by.shape)]
-        each = np.arange(math.prod(sides), dtype=np.int32).reshape(sides)
-        index = matrices(each, view)
-        of_outputs = bool((index == index[:, :, :1]).all())
-        if not of_outputs and not (index == index[:, :1]).all():
-            return None
-        return RowScale(by.path, by.operand, by.divides, view, of_outputs)
-
-    def leaves_out(self, node: jaxprs.Node, met: _Meeting) -> bool:
-        """Whether some entries of a matrix become constants, as in w * mask and where(mask, w, 0)."""
-        op, shape = node.operation, self.shape(node.outputs[0])
-        whole = met.shape == shape and len(shape) > 1 and not met.origin.widened
-        if not whole or node.custom is not None or not self.stays_real(node):
-            return False
-        beside = [v for i, v in enumerate(node.inputs) if i != met.place]
-        if isinstance(op, operations.Multiply):
-            return self.is_mask(beside[0])
-        if not isinstance(op, operations.Select) or met.place == 0 or beside[0] is None:
-            return False
-        alike = self.shape(beside[0]) == shape
-        return alike and not any(v in self.differentiable for v in beside[1:])
-
-    def is_mask(self, value: int | None) -> bool:
-        """Whether all its numbers are known to be 0 or 1."""
-        if value is None:
-            return False
-        if self.kind(value) == np.bool_:
-            return True
-        if value in self.program.known:
-            return _is_zeros_and_ones(self.program.known[value])
-        node = self.makers.get(value)
-        if node is None or node.custom is not None:
-            return False
-        op, chosen = node.operation, isinstance(node.operation, operations.Select)
-        if isinstance(op, operations.Reindex) and node.inputs[0] is None:
-            return self.program.numbers[node.path, 0] in (0, 1)
-        if chosen or isinstance(op, (operations.Reindex, operations.Multiply)):
-            return all(map(self.is_mask, node.inputs[chosen:]))
-        return False
 
     def concatenated(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
         """Leaves side by side, or one that is broadcast (a class token) beside activations."""
@@ -623,7 +516,7 @@ class _Finder:
             return None
         k = len(origin.stack)
         lifted = tuple(lift(step, origin.stack) for step in steps)
-        found_scales = [self.row_scale(by, origin, steps, axes) for by in origin.scaled]
+        found_scales = [row_scale(by, origin, steps, axes) for by in origin.scaled]
         others = [by for by, scale in zip(origin.scaled, found_scales, strict=True) if scale is None]
         if origin.scaled and (piece is not None or isinstance(product, Lookup)):
             return None
