@@ -55,7 +55,7 @@ class MadeWeights:
         return None
 
     def _is_matrix(self, node: jaxprs.Node, place: int, origin: Origin) -> bool:
-        """Whether an operand is a matrix of a leaf's numbers, or a stack, and the result is one like it."""
+        """Whether an operand is a matrix, or a stack, of a leaf's numbers, and the result is alike."""
         (operand, out), avals = (node.inputs[place], node.outputs[0]), self.program.avals
         assert operand is not None
         alike = len(avals[out].shape) > 1 and avals[operand].shape == avals[out].shape
