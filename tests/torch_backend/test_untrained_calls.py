@@ -328,3 +328,22 @@ def test_passes_that_train_nothing_draw_no_samples(looks):
     torch.testing.assert_close(record["A"][0] / record["A_weight"], every.T @ every / 24)
     torch.testing.assert_close(record["G"][0] / record["G_weight"], fishers / 24)
     assert kfac.counted_terms == 24
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_pass_through_a_frozen_model_takes_no_terms(order):
+    """A discriminator is frozen while the generator's penalty goes through it, before both step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    (model(torch.randn(5, 6)) - 1).square().mean().backward()
+    model.requires_grad_(False)
+    x = torch.randn(4, 6, requires_grad=True)
+    loss = model(x).sum()
+    if order == 2:
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = loss + slope.square().sum()
+    loss.backward()
+    model.requires_grad_(True)
+    kfac.step()
+    assert kfac.counted_terms == 5

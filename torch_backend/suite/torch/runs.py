@@ -126,15 +126,18 @@ class Ending:
             if known.reached():
                 self.count += positions
 
-        def arrived(gradient: torch.Tensor) -> Any:
-            self._comes()
+        def count_or_doubt() -> None:
             if self.is_awaited(False):
                 count()
             else:
                 self.doubted.append(count)
+
+        def arrived(gradient: torch.Tensor) -> Any:
+            self._comes()
+            count_or_doubt()
             if clock.pausing or not is_recorded():
                 return None
-            return Noted.apply(gradient, self.slot, count)
+            return Noted.apply(gradient, self.slot, count_or_doubt)
 
         output.register_hook(arrived)
 
