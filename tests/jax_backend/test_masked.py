@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jax_fishers import check, normal
-from suite.jax import kfac, value_and_grad, verify
+from suite.jax import kfac, probe, value_and_grad, verify
 
 KEPT = np.tril(np.ones((4, 3)), 1)
 ARRAY = jnp.asarray(KEPT)
@@ -24,6 +24,7 @@ MASKS = {
     "where not": lambda w: jnp.where(KEPT == 0, 0.0, w),
     "tril": lambda w: jnp.tril(w, 1),
     "times tril": lambda w: w * jnp.tril(jnp.ones((4, 3)), 1),
+    "where one": lambda w: w * jnp.where(KEPT > 0, 1.0, 0.0),
     "less than one": lambda w: w * (1 - jnp.triu(jnp.ones((4, 3)), 2)),
     "two": lambda w: w * (KEPT * np.ones((4, 1))) * jnp.tril(jnp.ones((4, 3)), 1),
     "jit": jax.jit(lambda w: w * ARRAY),
@@ -114,16 +115,45 @@ def test_masked_codes_are_an_input():
     np.testing.assert_allclose(statistics["['v']"].main.A[0], z.T @ z, rtol=1e-12)
 
 
-def test_what_is_left_out_beside_a_mask_is_noticed():
-    """`verify` compares what the mask leaves."""
+def test_verify_compares_what_masks_leave():
+    """Two uses with masks of their own are one block; and a use that is missed is noticed."""
+    params, x = {"w": normal(4, 3)}, normal(5, 4)
+
+    def both(p, x):
+        return jnp.sum(jnp.sin(x @ (p["w"] * KEPT))) + jnp.sum(jnp.sin(x @ (p["w"] * (1 - KEPT))))
+
+    plan, _ = check(both, params, x)
+    assert len(plan.layers[0].uses) == 2
+
+    def missed(p, x):
+        w = p["w"] * KEPT
+        return jnp.sum(jnp.sin(probe(x, w, x @ w))) + jnp.sum(jnp.sin(p["w"]) ** 2)
+
+    with pytest.raises(ValueError, match="the statistics miss uses"):
+        verify(missed, params, x)
+
+
+def test_a_stack_is_masked_inside_of_the_scan_that_takes_it_apart():
+    kept = np.tril(np.ones((3, 3)))
 
     def loss(p, x):
-        return jnp.sum(jnp.sin(x @ (p["w"] * KEPT))) + jnp.sum(jnp.sin(x @ p["v"]))
+        return jnp.sum(lax.scan(lambda h, w: (jnp.sin(h @ (w * kept)), None), x, p["w"])[0])
 
-    params = {"w": normal(4, 3), "v": normal(4, 3, seed=1)}
-    errors = verify(loss, params, normal(5, 4))
-    assert set(errors) == {"['w']", "['v']"}
-    assert max(errors.values()) < 1e-12
+    plan, _ = check(loss, {"w": normal(2, 3, 3)}, normal(5, 3))
+    assert plan.layers[0].groups == 2
+
+
+def test_other_uses_of_masked_scales_positions_and_codes_are_what_they_were():
+    def loss(p, x, known):
+        h = jnp.where(known[:, None], x, p["codes"])
+        h = (h * p["gain"] + p["shift"]) @ p["w"]
+        return jnp.sum(jnp.sin(h * (p["scale"][None] * KEPT[:1, :3])))
+
+    names = ("gain", "shift", "scale")
+    params = {name: normal(3, seed=i) for i, name in enumerate(names)}
+    params |= {"codes": normal(4, 3, seed=5), "w": normal(3, 3)}
+    plan, _ = check(loss, params, normal(4, 3), np.arange(4) > 1, uncovered=["['codes']"])
+    assert [layer.kind for layer in plan.layers].count("dense") == 1
 
 
 def test_a_direction_of_a_masked_weight_is_the_dense_one():

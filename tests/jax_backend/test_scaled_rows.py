@@ -11,6 +11,7 @@ from jax import lax
 from jax_fishers import assert_exact, check, normal
 from suite.jax import eigenbases, kfac, value_and_grad
 
+S = lambda y: jnp.sum(jnp.sin(y))  # noqa: E731
 GAINS = jnp.asarray([0.5, 2.0, -1.5])
 
 BY_OUTPUT = {
@@ -62,7 +63,7 @@ def test_a_bias_beside_is_a_layer_by_itself():
     np.testing.assert_allclose(own.A[0], x.T @ x, rtol=1e-12)
     np.testing.assert_allclose(own.G[0], (g * params["g"]).T @ (g * params["g"]), rtol=1e-12)
     assert plan.routing["['b']"].factors == "diag 1, diag 3"
-    assert plan.routing["['g']"].reason == "used by `mul`, which scales rows of a weight"
+    assert plan.routing["['g']"].reason == "used by `mul`, which scales a weight"
 
 
 def test_columns_and_both():
@@ -73,9 +74,7 @@ def test_columns_and_both():
         def loss(p, x, kernel=kernel):
             return jnp.sum(jnp.sin(x @ kernel(p)))
 
-        both = kernel({"w": 1.0, "g": 1.0}).shape != kernel(parameters()).shape
         names = ["['g']"]
-        assert both
         assert_exact(loss, parameters(), x[:1], uncovered=names)
         _, statistics = check(loss, parameters(), x, uncovered=names)
         rows = x * gains[:, 0]
@@ -209,3 +208,37 @@ def test_a_step_of_scaled_rows_is_the_dense_one(traced):
     matrix = np.kron(x.T @ x / 16, g.T @ g / 16) + damping * np.eye(12)
     expected = -np.linalg.solve(matrix, np.asarray(x.T @ g / 16).ravel())
     np.testing.assert_allclose(np.asarray(updates["w"]).ravel(), expected, rtol=1e-9)
+
+
+def test_an_input_scaled_layer_shares_its_input_with_none():
+    """Its A is of the input times something, and another's is not."""
+    gains, x = jnp.asarray([0.5, 2.0, -1.5, 3.0])[:, None], normal(5, 4)
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(x @ p["v"])) + jnp.sum(jnp.cos(x @ (p["w"] * gains)))
+
+    plan, statistics = check(loss, {"v": normal(4, 2), "w": normal(4, 3)}, x)
+    assert all(layer.input_of is None for layer in plan.layers)
+    rows = x * gains[:, 0]
+    np.testing.assert_allclose(statistics["['v']"].main.A[0], x.T @ x, rtol=1e-12)
+    np.testing.assert_allclose(statistics["['w']"].main.A[0], rows.T @ rows, rtol=1e-12)
+
+
+SCALES = jnp.asarray([1.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p, x: S(x * (p["s"][None] * SCALES[None]) + p["b"]),
+        lambda p, x: S(x[:, None] * (p["t"] * jnp.broadcast_to(SCALES, (2, 3)))),
+        lambda p, x: S(((p["t"] * SCALES[None, :, None][:, :, 0]) * p["s"] + p["b"]) @ p["w"] + x[0, 0]),
+        lambda p, x: S(jnp.concatenate([p["s"][None], p["t"] * SCALES[:2, None]]) @ p["w"] + x[0, 0]),
+    ],
+)
+def test_scales_of_activations_are_what_they_were(loss):
+    """A scale or a shift times constants is no weight of a product, and codes are an input of one."""
+    params = {"s": normal(3), "b": normal(3, seed=1), "t": normal(2, 3), "w": normal(3, 3)}
+    plan = value_and_grad(loss).plan(params, normal(5, 3))
+    assert "scales a weight" not in str(plan)
+    assert plan.layers

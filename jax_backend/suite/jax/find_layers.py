@@ -30,7 +30,7 @@ from suite.jax.layers import (
     example_count,
     feature_axes,
 )
-from suite.jax.made_weights import MadeWeights, row_scale
+from suite.jax.made_weights import MadeWeights, seen_through
 from suite.jax.probes import Multiplier
 from suite.jax.uses import BiasUse, Origin, Site, Uses
 from suite.jax.views import Shape, Step, View, apply_steps, entries, in_order, lift, same_entries
@@ -108,7 +108,13 @@ class _Finder:
         self.readers = Counter(v for n in self.nodes for v in n.inputs if v is not None)
         self.readers.update(self.roots)
         self.activations = Activations(program, self.readers)
-        self.made = MadeWeights(program, self.differentiable, self.of_examples)
+        self.made = MadeWeights(
+            program,
+            live=self.live,
+            differentiable=self.differentiable,
+            of_examples=self.of_examples,
+            is_number=self.activations.is_number,
+        )
 
     def is_of_one(self, arguments: Sequence[int]) -> bool:
         """Whether they are one example: its arrays have a batch axis of length 1.
@@ -204,15 +210,15 @@ class _Finder:
             # a leaf and a number, as in 1 + scale, have the leaf's gradient
             self.origins[node.outputs[0]] = known[place]  # type: ignore[assignment]
             return
-        by_row = self.made.by_row(node, known)
-        if by_row is not None:
-            self.origins[node.outputs[0]] = by_row
+        made = self.made.after(node, known)
+        if made is not None:
+            self.origins[node.outputs[0]] = made
             for origin in known:
-                if origin is not None and origin.leaf != by_row.leaf:
-                    self.uses.rule_out(origin, f"`{name}`, which scales rows of a weight")
+                if origin is not None and origin.leaf != made.leaf:
+                    self.uses.rule_out(origin, f"`{name}`, which scales a weight")
             return
         apart = isinstance(op, operations.LoopSlice) and known[0] is not None
-        if apart and not known[0].widened and not known[0].scaled:  # type: ignore[union-attr]
+        if apart and not known[0].widened and not known[0].made:  # type: ignore[union-attr]
             self.origins[node.outputs[0]] = self.taken_apart(node, known[0], op.length)  # type: ignore[arg-type]
             return
         if isinstance(op, operations.ByHand) and (known[1] is None or known[0] is not None):
@@ -232,9 +238,6 @@ class _Finder:
             self.uses.rule_out(changed[0].origin, f"`{name}` with another leaf")
             met = [one for one in met if one is not changed[0]]
         if len(met) == 1 or isinstance(op, operations.ByHand):
-            if self.made.leaves_out(node, met[0].place, met[0].origin):
-                self.origins[node.outputs[0]] = met[0].origin._replace(masked=True)
-                return
             if isinstance(op, (operations.Add, operations.Multiply)):
                 if isinstance(op, operations.Multiply) and self.scale(node, met[0]):
                     return
@@ -272,15 +275,13 @@ class _Finder:
             for i, origin in enumerate(known)
             if origin is not None
         ]
-        by_row = self.made.by_row(node, known)
+        made = self.made.after(node, known)
         if isinstance(op, operations.Reindex) and known[0] is not None:
             self.origins[out] = known[0].moved(op.step)
-        elif by_row is not None:
-            self.origins[out] = by_row
+        elif made is not None:
+            self.origins[out] = made
         elif len(met) == 1 and (multiplier := self.multiplier(node, met[0].place)) is not None:
             self.origins[out] = met[0].origin.times(multiplier)
-        elif len(met) == 1 and self.made.leaves_out(node, met[0].place, met[0].origin):
-            self.origins[out] = met[0].origin._replace(masked=True)
         elif isinstance(op, operations.Add):
             self.uses.beside += [self.aside[v] for v in node.inputs if v is not None and v in self.aside]
         elif len(met) == 1 and isinstance(op, (operations.DotGeneral, operations.Convolve)):
@@ -497,9 +498,7 @@ class _Finder:
         part = self.shape(node.outputs[0])
         path = node.loops[-1][0]
         stack, scans = (*origin.stack, length), (*origin.scans, path)
-        return Origin(
-            origin.leaf, steps, stack, scans, part, (), origin.multipliers, masked=origin.masked
-        )
+        return Origin(origin.leaf, steps, stack, scans, part, (), origin.multipliers)
 
     def product(self, node: jaxprs.Node, met: _Meeting) -> Site | None:
         w, origin, operand, piece = met
@@ -516,12 +515,10 @@ class _Finder:
             return None
         k = len(origin.stack)
         lifted = tuple(lift(step, origin.stack) for step in steps)
-        found_scales = [row_scale(by, origin, steps, axes) for by in origin.scaled]
-        others = [by for by, scale in zip(origin.scaled, found_scales, strict=True) if scale is None]
-        if origin.scaled and (piece is not None or isinstance(product, Lookup)):
+        made = seen_through(origin, steps, axes)
+        if made is None or (origin.made and (piece is not None or isinstance(product, Lookup))):
             return None
-        if not all(by.is_mask for by in others):
-            return None
+        scales, masks = made
         groups, out, into = (tuple(a + k for a in group) for group in axes)
         view = View((*origin.steps, *lifted), ((*range(k), *groups), out, into))
         shape = apply_steps(np.empty(operand, np.int8), steps).shape
@@ -545,8 +542,8 @@ class _Finder:
             examples=min(counted, rows),
             multipliers=origin.multipliers,
             once=self.is_once(x),
-            masked=origin.masked or bool(others),
-            row_scales=tuple(scale for scale in found_scales if scale is not None),
+            row_scales=scales,
+            masks=masks,
         )
         hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
@@ -714,7 +711,7 @@ class _Finder:
         # axis of length 1 is no batch's, and what has it is still to meet the rows.
         of_one = self.one_example and shape[:1] == (1,) and (beside or other is not None)
         shared = math.prod(shape) > origin.size or of_one
-        if (added_to is None and not shared) or origin.masked or origin.scaled:
+        if (added_to is None and not shared) or origin.made:
             return False
         where = self.where(node, 1 - p if multiplies else None)
         if where is None:

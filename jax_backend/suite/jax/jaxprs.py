@@ -117,7 +117,13 @@ class _Flattener:
         loops: Loops,
         custom: Custom | None,
         consts: Sequence[Any] = (),
+        literals: Sequence[Any] = (),
     ) -> list[int | None]:
+        """
+        Args:
+            consts: arrays that the jaxpr was closed over, as far as they are at hand.
+            literals: for each input the number that it is; None: it is none.
+        """
         env: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         constants = {v: self.new(v.aval) for v in jaxpr.constvars}
         self.program.constants.update(constants.values())
@@ -127,12 +133,13 @@ class _Flattener:
         def read(v: Any) -> int | None:
             return self.literal(v) if isinstance(v, jex.Literal) else env[v]
 
+        given = dict(zip(jaxpr.invars, literals, strict=False))
         makers: dict[Any, int] = {}
         for number, eqn in enumerate(jaxpr.eqns):
             path = (*prefix, number)
             values = [read(v) for v in eqn.invars]
-            numbers = ((i, v.val) for i, v in enumerate(eqn.invars) if isinstance(v, jex.Literal))
-            self.program.numbers.update({(path, i): x for i, x in numbers if not np.ndim(x)})
+            numbers = [_number(v, given) for v in eqn.invars]
+            self.program.numbers.update({(path, i): x for i, x in enumerate(numbers) if x is not None})
             self.program.makers[path] = tuple(
                 -1 if isinstance(v, jex.Literal) else makers.get(v, -1) for v in eqn.invars
             )
@@ -152,7 +159,8 @@ class _Flattener:
             return [node(ByHand(), values, eqn.outvars[0].aval)]
         if name in CALLS or name in REMAT:
             inner, consts = called(eqn)
-            return self.body(inner, values, path, loops, custom, consts)
+            literals = [self.program.numbers.get((path, i)) for i in range(len(values))]
+            return self.body(inner, values, path, loops, custom, consts, literals)
         if name in _CUSTOM:
             inner, consts = called(eqn)
             own = custom or Custom(path, name, tuple(values))
@@ -322,6 +330,13 @@ def _slice(shape: Sequence[int], begin: Sequence[int], end: Sequence[int]) -> Re
     if not any(begin) and tuple(end) == tuple(shape):
         return Reindex(None)
     return Reindex(("slice", (tuple(begin), tuple(end), (1,) * len(shape))))
+
+
+def _number(v: Any, given: Mapping[Any, Any]) -> Any:
+    """The number that an operand is written as, here or where this was called; None: it is none."""
+    if isinstance(v, jex.Literal):
+        return None if np.ndim(v.val) else v.val
+    return given.get(v)
 
 
 def called(eqn: Any) -> tuple[Any, Sequence[Any]]:

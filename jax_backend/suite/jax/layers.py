@@ -16,7 +16,7 @@ from suite.core.statistics import (
     cross_moment_sum,
     second_moment_sum,
 )
-from suite.jax.probes import Multiplier, RowScale
+from suite.jax.probes import Mask, Multiplier, RowScale
 from suite.jax.varying import varying_alike
 from suite.jax.views import (
     Shape,
@@ -109,8 +109,8 @@ class Use(NamedTuple):
     half: Half = "both"
     shared_by: int = 1  # examples, of a lookup's inputs
     features: int | None = None  # the axis of what a lookup found, of its outputs; None: numbers
-    masked: bool = False  # whether it leaves entries of the leaf out
     row_scales: tuple[RowScale, ...] = ()  # what rows or columns of its matrices are multiplied with
+    masks: tuple[Mask, ...] = ()  # and what leaves entries of them out
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -123,17 +123,30 @@ class Use(NamedTuple):
         both = self.multipliers, self.bias_multipliers
         return both if any(both) else ()
 
+    @property
+    def operands(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """Where those are, which x comes with."""
+        scales = [(scale.path, scale.operand) for scale in self.row_scales]
+        return *scales, *((mask.path, mask.operand) for mask in self.masks)
+
     def own(self, layer: Layer, x: Any, gradient: jax.Array) -> _Own:
         """Its part of the product's input and of its output's gradient, and what both are scaled with.
 
         y = (c W) a + c' b is W and b on the coordinates (c a, c'), which the lengths are: of (a, 1).
         Without a bias the gradient gets c, and A stays what other layers with this input share.
         """
-        lengths, scales = None, Scales(None, None)
-        if self.chains or self.row_scales:
+        lengths, by_input, by_output, mask = None, None, None, None
+        if self.chains or self.operands:
             x, factors, operands = x
-            for scale, operand in zip(self.row_scales, operands, strict=True):
-                scales = scales.times(scale.vector(operand.astype(gradient.dtype)), scale.of_outputs)
+            given = iter(operands)
+            for scale in self.row_scales:
+                vector = scale.vector(next(given).astype(gradient.dtype))
+                if scale.of_outputs:
+                    by_output = _both(by_output, vector)
+                else:
+                    by_input = _both(by_input, vector)
+            for one in self.masks:
+                mask = _both(mask, one.matrix(next(given)).astype(gradient.dtype))
         if self.chains:
             c, bias_c = (factor.astype(gradient.dtype) for factor in factors)
             if not self.biased:
@@ -144,31 +157,27 @@ class Use(NamedTuple):
             x = apply_steps(x, (self.x_window,))
         if self.y_window is not None:
             gradient = apply_steps(gradient, (self.y_window,))
-        return _Own(x, gradient, lengths, scales)
-
-
-class Scales(NamedTuple):
-    """What rows of inputs and of outputs' gradients are multiplied with."""
-
-    inputs: jax.Array | None  # (groups, d_in)
-    outputs: jax.Array | None  # (groups, d_out)
-
-    def times(self, vector: jax.Array, of_outputs: bool) -> Scales:
-        before = self.outputs if of_outputs else self.inputs
-        vector = vector if before is None else before * vector
-        return self._replace(outputs=vector) if of_outputs else self._replace(inputs=vector)
+        return _Own(x, gradient, lengths, by_input, by_output, mask)
 
 
 class _Own(NamedTuple):
+    """A use's part of a product, and what its matrices are times: by input and output, and by entry."""
+
     x: Any
     gradient: jax.Array
     lengths: jax.Array | None  # (d_in,)
-    scales: Scales
+    by_input: jax.Array | None  # (groups, d_in)
+    by_output: jax.Array | None  # (groups, d_out)
+    mask: jax.Array | None  # (groups, d_out, d_in)
 
 
-def _scaled(rows: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """(groups, rows, d)."""
-    return rows if scale is None else rows * scale[:, None, :].astype(rows.dtype)
+def _both(before: jax.Array | None, factor: jax.Array) -> jax.Array:
+    return factor if before is None else before * factor
+
+
+def _scaled(rows: jax.Array, by: jax.Array | None) -> jax.Array:
+    """Rows (groups, n, d), times (groups, d)."""
+    return rows if by is None else rows * by[:, None, :].astype(rows.dtype)
 
 
 class Layer(NamedTuple):
@@ -252,7 +261,7 @@ def use_sums(
         reduce: one row for each example (the leading axis), not for each position.
     """
     product, dtype = use.product, like.G.dtype
-    x, gradient, lengths, scales = use.own(layer, x, gradient.astype(dtype))
+    x, gradient, lengths, by_input, by_output, _ = use.own(layer, x, gradient.astype(dtype))
     rows = jnp.full(like.rows.shape, float(use.rows), jnp.float32)
     if isinstance(product, Elementwise) and layer.bias is not None:
         units = unit_sums(product, x, gradient, reduce)
@@ -283,13 +292,15 @@ def use_sums(
     A, inputs = None, None
     if like.A is not None or bases is not None:
         x = jnp.asarray(x, dtype)
-        rows_needed = reduce or bases is not None or scales.inputs is not None
-        if like.A is not None and not rows_needed and _without_patches(product, diagonal_A):
+        if like.A is not None and not reduce and bases is None and _without_patches(product, diagonal_A):
             A = _convolution_second_moment(product, x, use.biased)
+            if by_input is not None:
+                by = jnp.pad(by_input, ((0, 0), (0, use.biased)), constant_values=1).astype(A.dtype)
+                A = A * by[:, :, None] * by[:, None, :]
         else:
-            inputs = _scaled(input_rows(product, x, reduce), scales.inputs)
+            inputs = _scaled(input_rows(product, x, reduce), by_input)
             A = second_moment_sum(inputs, diagonal=diagonal_A, bias=use.biased)
-    outputs = _scaled(gradient_rows(product, gradient, use.groups, reduce), scales.outputs)
+    outputs = _scaled(gradient_rows(product, gradient, use.groups, reduce), by_output)
     G = second_moment_sum(outputs, diagonal=diagonal_G)
     products = None
     if like.products is not None:
@@ -313,7 +324,7 @@ def use_sums(
 def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Array:
     """(groups, d_out, d_in): what one use adds to the layer's gradient, Σ g aᵀ, for `verify`."""
     product = use.product
-    x, gradient, lengths, scales = use.own(layer, x, gradient)
+    x, gradient, lengths, by_input, by_output, mask = use.own(layer, x, gradient)
     if isinstance(product, Elementwise):
         given = gradient * x if product.multiplies else product.sign * gradient
         if layer.bias is None:
@@ -324,16 +335,19 @@ def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Arr
     if use.half == "outputs":
         matrix = jnp.zeros((1, layer.sizes[1], layer.sizes[0]), gradient.dtype)
         return matrix  # all of it is in the other half
-    outputs = _scaled(gradient_rows(product, gradient, use.groups), scales.outputs)
+    outputs = _scaled(gradient_rows(product, gradient, use.groups), by_output)
     if isinstance(product, Lookup):
         indices, valid = _lookups(product, x)
         table = jnp.zeros((product.rows, outputs.shape[-1]), gradient.dtype)
         table = table.at[indices].add(outputs[0] * valid[:, None].astype(gradient.dtype))
         matrix = jnp.matrix_transpose(table)[None]
     else:
-        inputs = _scaled(input_rows(product, x.astype(gradient.dtype), False), scales.inputs)
+        inputs = _scaled(input_rows(product, x.astype(gradient.dtype), False), by_input)
         matrix = cross_moment_sum(outputs, inputs, bias=use.biased)
         matrix = matrix if lengths is None else matrix * lengths[None, None, :]
+        if mask is not None:
+            rest = matrix.shape[-1] - mask.shape[-1]  # the bias's column
+            matrix = matrix * jnp.pad(mask, ((0, 0), (0, 0), (0, rest)), constant_values=1)
     matrix = jnp.matrix_transpose(matrix) if use.transposed else matrix
     return _as_long(matrix, (*matrix.shape[:2], layer.sizes[0]), 1)
 

@@ -7,51 +7,77 @@ may leave entries out. All else that a matrix is multiplied with entry by entry 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
 import numpy as np
 
 from suite.jax import jaxprs, operations
-from suite.jax.probes import RowScale
-from suite.jax.uses import Origin, Scaled
+from suite.jax.probes import Mask, RowScale
+from suite.jax.uses import Made, Origin
 from suite.jax.views import Shape, Step, View, entries, matrices
+
+_PRODUCTS = (operations.DotGeneral, operations.Convolve, operations.ByHand)
 
 
 class MadeWeights:
     """Asked of each operation with a view of a leaf."""
 
-    def __init__(self, program: jaxprs.Program, differentiable: Set[int], of_examples: Set[int]) -> None:
+    def __init__(
+        self,
+        program: jaxprs.Program,
+        *,
+        live: Set[int],
+        differentiable: Set[int],
+        of_examples: Set[int],
+        is_number: Callable[[int], bool],
+    ) -> None:
         """
         Args:
+            live: values that the loss depends on.
             differentiable: values through which a gradient may flow to leaves.
             of_examples: those that differ between examples.
+            is_number: whether a value is one number, broadcast.
         """
-        self.program, self.differentiable, self.of_examples = program, differentiable, of_examples
+        self.program, self.live, self.differentiable = program, live, differentiable
+        self.of_examples, self.is_number = of_examples, is_number
         self.makers = {out: node for node in program.nodes for out in node.outputs}
+        self.readers: dict[int, list[jaxprs.Node]] = {}
+        for node in program.nodes:
+            for value in {v for v in node.inputs if v is not None}:
+                self.readers.setdefault(value, []).append(node)
         self._of_leaf: dict[int, set[int]] = {}
 
     def shape(self, value: int) -> Shape:
         return self.program.avals[value].shape
 
-    def by_row(self, node: jaxprs.Node, known: Sequence[Origin | None]) -> Origin | None:
-        """A matrix that is multiplied, row by row or column by column, with what is no example's."""
-        divides = isinstance(node.operation, operations.Divide)
-        if not isinstance(node.operation, operations.Multiply) and not divides:
+    def after(self, node: jaxprs.Node, known: Sequence[Origin | None]) -> Origin | None:
+        """What an operation makes of a matrix whose products will still tell; None: it does not.
+
+        Args:
+            known: of each operand.
+        """
+        op = node.operation
+        divides, chooses = (isinstance(op, kind) for kind in (operations.Divide, operations.Select))
+        if not (divides or chooses or isinstance(op, operations.Multiply)) or node.custom is not None:
             return None
-        for place, origin in enumerate(known[:1] if divides else known):
-            other = node.inputs[1 - place]
-            if origin is None or other is None or not self._is_matrix(node, place, origin):
+        for place, origin in enumerate(known):
+            others = [i for i in range(len(node.inputs)) if i != place]
+            if origin is None or (divides and place) or (chooses and not place):
                 continue
-            shape = self.shape(node.outputs[0])
-            constant = self.constant_axes(other, shape)
-            itself = other in self.made_of_leaf(origin.leaf) and other in self.differentiable
-            if not constant or other in self.of_examples or itself:
+            # Scaled or masked codes that meet a leaf are rather an activation.
+            scaled_alone = not any(made.is_mask for made in origin.made)
+            is_changed = origin._replace(made=()).is_changed or not scaled_alone
+            if is_changed and any(known[i] is not None for i in others):
                 continue
-            mask = not divides and self.is_mask(other)
-            by = Scaled(node.path, 1 - place, divides, constant, mask, shape, len(origin.inner))
-            return origin._replace(scaled=(*origin.scaled, by))
+            if not self._is_matrix(node, place, origin) or not self._leads_to_products(node.outputs[0]):
+                continue
+            made = (
+                self._chosen(node, place) if chooses else self._times(node, place, origin.leaf, divides)
+            )
+            if made is not None:
+                return origin._replace(made=(*origin.made, made._replace(before=len(origin.inner))))
         return None
 
     def _is_matrix(self, node: jaxprs.Node, place: int, origin: Origin) -> bool:
@@ -59,13 +85,63 @@ class MadeWeights:
         (operand, out), avals = (node.inputs[place], node.outputs[0]), self.program.avals
         assert operand is not None
         alike = len(avals[out].shape) > 1 and avals[operand].shape == avals[out].shape
-        return alike and not origin.widened and node.custom is None and jaxprs.dtype_is_float(avals[out])
+        return alike and not origin.widened and jaxprs.dtype_is_float(avals[out])
 
-    def constant_axes(self, value: int, shape: Shape) -> Shape:
+    def _leads_to_products(self, value: int) -> bool:
+        """Whether products, and nothing else, read what is made of a value by such operations."""
+        makes = (operations.Multiply, operations.Divide, operations.Select, operations.Negate)
+        readers = [
+            node
+            for node in self.readers.get(value, ())
+            if (value not in self.live or any(out in self.live for out in node.outputs))
+            and not jaxprs.stops_gradients(self.program, node)
+        ]
+        for node in readers:
+            op, out = node.operation, node.outputs[0]
+            goes_on = isinstance(op, operations.Reindex) or (
+                isinstance(op, makes) and self.shape(out) == self.shape(value)
+            )
+            if not isinstance(op, _PRODUCTS) and not (goes_on and self._leads_to_products(out)):
+                return False
+        return bool(readers)
+
+    def _chosen(self, node: jaxprs.Node, place: int) -> Made | None:
+        """`where(mask, w, number)`."""
+        which, *cases = node.inputs
+        if which is None or self.shape(which) != self.shape(node.outputs[0]):
+            return None
+        others = [v for i, v in enumerate(cases, start=1) if i != place]
+        if not all(v is None or self.is_number(v) for v in others):
+            return None
+        if any(v in self.differentiable for v in others):
+            return None
+        return Made(node.path, 0, False, (), True, self.shape(which), 0, place - 1)
+
+    def _times(self, node: jaxprs.Node, place: int, leaf: int, divides: bool) -> Made | None:
+        """`w * mask`, or times what is one number in each row or column."""
+        other, shape = node.inputs[1 - place], self.shape(node.outputs[0])
+        if other is None or other in self.of_examples:
+            return None
+        if other in self.differentiable and other in self._made_of(leaf):
+            return None
+        constant = self._constant_axes(other, shape)
+        is_mask = not divides and self._is_mask(other)
+        if not constant and not is_mask:
+            return None
+        return Made(node.path, 1 - place, divides, constant, is_mask, shape)
+
+    def _made_of(self, leaf: int) -> set[int]:
+        if leaf not in self._of_leaf:
+            self._of_leaf[leaf] = jaxprs.dependent_values(self.program, {self.program.inputs[leaf]})
+        return self._of_leaf[leaf]
+
+    def _constant_axes(self, value: int, shape: Shape) -> Shape:
         """Axes, longer than 1, along which a value does not change when it is broadcast to `shape`."""
         if len(self.shape(value)) != len(shape):
             return ()
-        steps: list[Step] = [("broadcast", (shape, tuple(range(len(shape)))))]
+        steps: list[Step] = []
+        if self.shape(value) != shape:
+            steps.append(("broadcast", (shape, tuple(range(len(shape))))))
         node = self.makers.get(value)
         while node is not None and isinstance(node.operation, operations.Reindex):
             if node.inputs[0] is None:
@@ -73,29 +149,17 @@ class MadeWeights:
             steps += [] if node.operation.step is None else [node.operation.step]
             value = node.inputs[0]
             node = self.makers.get(value)
+        if not any(kind == "broadcast" for kind, _ in steps):
+            return ()
         index = entries(self.shape(value), (), (), steps[::-1])
-        sides = enumerate(shape)
-        return tuple(a for a, n in sides if n > 1 and (index == index.take([0], a)).all())
+        sides = enumerate(zip(index.shape, index.strides, strict=True))
+        return tuple(
+            axis
+            for axis, (n, stride) in sides
+            if n > 1 and (stride == 0 or (index == index.take([0], axis)).all())
+        )
 
-    def made_of_leaf(self, leaf: int) -> set[int]:
-        if leaf not in self._of_leaf:
-            self._of_leaf[leaf] = jaxprs.dependent_values(self.program, {self.program.inputs[leaf]})
-        return self._of_leaf[leaf]
-
-    def leaves_out(self, node: jaxprs.Node, place: int, origin: Origin) -> bool:
-        """Whether some entries of a matrix become constants, as in w * mask and where(mask, w, 0)."""
-        if not self._is_matrix(node, place, origin):
-            return False
-        op = node.operation
-        beside = [v for i, v in enumerate(node.inputs) if i != place]
-        if isinstance(op, operations.Multiply):
-            return self.is_mask(beside[0])
-        if not isinstance(op, operations.Select) or place == 0 or beside[0] is None:
-            return False
-        alike = self.shape(beside[0]) == self.shape(node.outputs[0])
-        return alike and not any(v in self.differentiable for v in beside[1:])
-
-    def is_mask(self, value: int | None) -> bool:
+    def _is_mask(self, value: int | None) -> bool:
         """Whether all its numbers are known to be 0 or 1."""
         if value is None:
             return False
@@ -108,29 +172,43 @@ class MadeWeights:
             return False
         op, chosen = node.operation, isinstance(node.operation, operations.Select)
         if isinstance(op, operations.Reindex) and node.inputs[0] is None:
-            return self.program.numbers[node.path, 0] in (0, 1)
+            return self.program.numbers.get((node.path, 0)) in (0, 1)
         if isinstance(op, operations.Add) and op.signs == (1, -1) and node.inputs[0] is None:
-            return self.program.numbers[node.path, 0] == 1 and self.is_mask(node.inputs[1])
+            return self.program.numbers.get((node.path, 0)) == 1 and self._is_mask(node.inputs[1])
         if chosen or isinstance(op, (operations.Reindex, operations.Multiply)):
-            return all(map(self.is_mask, node.inputs[chosen:]))
+            return all(map(self._is_mask, node.inputs[chosen:]))
         return False
 
 
-def row_scale(by: Scaled, origin: Origin, steps: Sequence[Step], axes: Any) -> RowScale | None:
-    """What a product's matrices are multiplied with; None: it is neither by row nor by column.
+def seen_through(
+    origin: Origin, steps: Sequence[Step], axes: Any
+) -> tuple[tuple[RowScale, ...], tuple[Mask, ...]] | None:
+    """What was made of a leaf, for a product's matrices; None: what they are times is neither.
 
     Args:
         steps, axes: from what the leaf has become to matrices.
     """
-    whole: Step = ("broadcast", (by.shape, tuple(range(len(by.shape)))))
-    view = View((whole, *origin.inner[by.before :], *steps), axes)
-    sides = [1 if axis in by.constant else n for axis, n in enumerate(by.shape)]
-    each = np.arange(math.prod(sides), dtype=np.int32).reshape(sides)
-    index = matrices(each, view)
-    of_outputs = bool((index == index[:, :, :1]).all())
-    if not of_outputs and not (index == index[:, :1]).all():
-        return None
-    return RowScale(by.path, by.operand, by.divides, view, of_outputs)
+    scales, masks = [], []
+    for made in origin.made:
+        whole: Step = ("broadcast", (made.shape, tuple(range(len(made.shape)))))
+        view = View((whole, *origin.inner[made.before :], *steps), axes)
+        of_outputs = _is_by_output(made, view) if made.constant else None
+        if of_outputs is not None:
+            scales.append(RowScale(made.path, made.operand, made.divides, view, of_outputs))
+        elif made.is_mask:
+            masks.append(Mask(made.path, made.operand, made.chosen, view))
+        else:
+            return None
+    return tuple(scales), tuple(masks)
+
+
+def _is_by_output(made: Made, view: View) -> bool | None:
+    """Whether there is one number for each output, or for each input; None: for neither."""
+    sides = [1 if axis in made.constant else n for axis, n in enumerate(made.shape)]
+    index = matrices(np.arange(math.prod(sides), dtype=np.int32).reshape(sides), view)
+    if (index == index[:, :, :1]).all():
+        return True
+    return False if (index == index[:, :1]).all() else None
 
 
 def _is_zeros_and_ones(x: Any) -> bool:

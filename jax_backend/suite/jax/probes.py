@@ -42,14 +42,28 @@ class RowScale(NamedTuple):
         return 1 / found if self.divides else found
 
 
-Numbers = dict[tuple[Path, int], Any]  # operands of equations: (), or as they are for rows
+class Mask(NamedTuple):
+    """What entries of a leaf are multiplied with, or where they stay: an operand of an equation."""
+
+    path: Path
+    operand: int
+    chosen: int | None  # what it is where they stay; None: it is a factor
+    view: View  # of the operand: the product's matrices
+
+    def matrix(self, operand: jax.Array) -> jax.Array:
+        """(groups, d_out, d_in)."""
+        found = matrices(operand, self.view)
+        return found if self.chosen is None else found == self.chosen
+
+
+Numbers = dict[tuple[Path, int], Any]  # operands of equations: (), or as they are
 
 
 @dataclass(frozen=True)
 class Probe:
     """Replaces output `out` of the equation at `path` by f(x, y, slots), x an operand of it.
 
-    With `multipliers` or `rows` x is (x, the product of each chain of numbers, each operand for rows).
+    With `multipliers` or `operands` x is (x, the product of each chain of numbers, those operands).
     """
 
     path: Path
@@ -59,7 +73,7 @@ class Probe:
     stack: tuple[Path, ...]  # scans along which the slots are stacked, outermost first
     factor: tuple[Path, int, tuple[Step, ...]] | None = None  # of x: an operand before, re-indexed
     multipliers: tuple[tuple[Multiplier, ...], ...] = ()
-    rows: tuple[RowScale, ...] = ()
+    operands: tuple[tuple[Path, int], ...] = ()  # of equations before
 
 
 Slots = Mapping[int, Any]  # by number of the probe
@@ -85,14 +99,14 @@ class _Runner:
         self.probes, self.at = probes, at
         self.factors: dict[Path, list[int]] = {}
         self.numbers: dict[Path, set[int]] = {}
-        self.whole: set[tuple[Path, int]] = set()  # which of them are for rows
+        self.whole: set[tuple[Path, int]] = set()  # which of them are `operands`
         self.opened = {path[:-1] for path in at}
         for probe in probes:
             if probe.factor is not None:
                 self.factors.setdefault(probe.factor[0], []).append(probe.factor[1])
-            self.whole.update((scale.path, scale.operand) for scale in probe.rows)
+            self.whole.update(probe.operands)
             needed = [(m.path, m.operand) for chain in probe.multipliers for m in chain]
-            for path, operand in (*needed, *((scale.path, scale.operand) for scale in probe.rows)):
+            for path, operand in (*needed, *probe.operands):
                 self.opened.update(path[:depth] for depth in range(1, len(path)))
                 if operand is not None:
                     self.numbers.setdefault(path, set()).add(operand)
@@ -146,9 +160,9 @@ class _Runner:
                     if probe.factor is not None:
                         source, operand, steps = probe.factor
                         x = x * apply_steps(factors[source, operand], steps)
-                    if probe.multipliers or probe.rows:
+                    if probe.multipliers or probe.operands:
                         factors_of_x = tuple(_product(chain, numbers) for chain in probe.multipliers)
-                        x = x, factors_of_x, [numbers[scale.path, scale.operand] for scale in probe.rows]
+                        x = x, factors_of_x, [numbers[key] for key in probe.operands]
                     outputs[probe.out] = probe.apply(x, outputs[probe.out], slots[i])
             env.update(zip(eqn.outvars, outputs, strict=True))
             found = [(v, key) for v in eqn.outvars for key in awaited.get(v, ())]

@@ -14,16 +14,17 @@ from suite.jax.probes import Multiplier
 from suite.jax.views import Shape, Step, View, entries, lift
 
 
-class Scaled(NamedTuple):
-    """A matrix, or a stack, was multiplied or divided by something that is constant along some axes."""
+class Made(NamedTuple):
+    """A matrix, or a stack, was multiplied or divided by an operand, or stays where that says so."""
 
     path: jaxprs.Path
     operand: int
     divides: bool
-    constant: Shape  # those axes
+    constant: Shape  # axes along which the operand does not change
     is_mask: bool
     shape: Shape
-    before: int  # steps inside of the scans
+    before: int = 0  # steps inside of the scans
+    chosen: int | None = None  # what the operand is where the matrix stays; None: it is a factor
 
 
 class Origin(NamedTuple):
@@ -41,13 +42,12 @@ class Origin(NamedTuple):
     inner: tuple[Step, ...]
     multipliers: tuple[Multiplier, ...] = ()
     shifted: bool = False  # something without a derivative was added
-    masked: bool = False  # some of its entries are left out
-    scaled: tuple[Scaled, ...] = ()
+    made: tuple[Made, ...] = ()
 
     @property
     def is_changed(self) -> bool:
         """Whether it may as well be an activation that a leaf has a part in, as latent codes are."""
-        return self.shifted or self.masked or bool(self.multipliers or self.scaled)
+        return self.shifted or bool(self.multipliers or self.made)
 
     @property
     def widened(self) -> bool:

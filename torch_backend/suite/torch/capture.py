@@ -156,9 +156,16 @@ class LayerCapture:
             self._nodes[transposed] = torch.autograd.graph.get_gradient_edge(slot).node
         return torch._C._will_engine_execute_node(self._nodes[transposed])
 
-    def is_summed(self) -> bool:
-        """Whether the backward pass that runs wants its sums, as none that trains nothing does."""
-        return self.is_awaited(False) or (bool(self.transposed) and self.is_awaited(True))
+    def is_trained_by_pass(self) -> bool:
+        """Whether the backward pass that runs adds to its sums, or to its parameters' gradients."""
+        if self.is_awaited(False) or (bool(self.transposed) and self.is_awaited(True)):
+            return True
+        leaves = [p for p in self.layer.parameters() if p.requires_grad and p.is_leaf]
+        try:
+            nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in leaves]
+            return any(map(torch._C._will_engine_execute_node, nodes))
+        except RuntimeError:  # of a leaf that `torch.autograd.grad` was asked for
+            return False
 
     def slots(self) -> list[torch.Tensor]:
         """All slots, in a fixed order."""

@@ -136,7 +136,7 @@ class DerivativeProbe(torch.autograd.Function):
         waits = not clock.sampled or clock.sampling
         if is_recorded():
             on = source.capture.passed(source, ctx.call, gradient, given, scale, not ctx.turned)
-        if not wanted[2] or not waits or not is_awaited(ctx.slot):
+        if not wanted[2] or not waits or not (clock.sampling or is_awaited(ctx.slot)):
             return on, *(None,) * 14
         run, first = ctx.call.run, ctx.call.is_first()
         counted = (run is None or run.reached()) and first

@@ -99,10 +99,13 @@ class FisherSampler:
         _take_off(self.handles)
 
     def _sample(self, number: int) -> None:
-        if self.clock.sampling or not any(capture.is_summed() for capture in self.captures):
+        if self.clock.sampling:
+            return
+        trains = any(capture.is_trained_by_pass() for capture in self.captures)
+        if not trains and _keeps_graph():  # the pass that trains is still to come
             return
         f = self._waiting.pop(number, None)
-        if f is None or not self.clock.wanted:
+        if f is None or not self.clock.wanted or not trains:
             return
         slots = [slot for capture in self.captures for slot in capture.slots()]
         columns = self.likelihood.columns(tuple(f.shape))
@@ -156,6 +159,14 @@ class FisherSampler:
                 known = capture.sampled.get(id(slot))
                 capture.sampled[id(slot)] = gradient if known is None else known + gradient
             at += len(slots)
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward pass that runs leaves the graph for another one."""
+    ask = getattr(
+        torch._C._autograd, "_get_current_graph_task_keep_graph", None
+    )  # torch 2.6 may have none
+    return ask is None or bool(ask())
 
 
 def _take_off(handles: list[Any]) -> None:
