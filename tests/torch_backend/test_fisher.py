@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -507,3 +509,60 @@ def test_the_direction_of_ekfac_divides_by_its_own_eigenvalues():
     damped = curvature + 0.1 * torch.eye(15, dtype=x.dtype)
     expected = torch.linalg.solve(damped, gradient.flatten())
     assert_close(matrices("", model)[""][0].flatten(), expected)
+
+
+class TiedByFunction(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.hidden = nn.Embedding(9, 6), nn.Linear(6, 6)
+
+    def forward(self, tokens):
+        h = torch.tanh(self.hidden(self.table(tokens)))
+        return F.linear(h, self.table.weight).flatten(0, -2)
+
+
+class Forces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("by_inputs", [False, True])
+@pytest.mark.parametrize("fisher", ["mc", "type-2"])
+@pytest.mark.parametrize("kind", ["tied", "forces"])
+def test_models_with_transposes_and_derivatives_have_a_sampled_fisher(kind, fisher, by_inputs):
+    torch.manual_seed(0)
+    if kind == "tied":
+        model, x, likelihood, terms = TiedByFunction(), torch.randint(0, 9, (4, 5)), "categorical", 20
+    else:
+        model, x, likelihood, terms = Forces(), torch.randn(7, 3), "gaussian", 7
+    kfac = KFAC(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), fisher=fisher, likelihood=likelihood
+    )
+    y = model(x)
+    loss = F.cross_entropy(y, torch.arange(20) % 9) if kind == "tied" else y.square().mean()
+    loss.backward(inputs=list(model.parameters()) if by_inputs else None)
+    kfac.step()
+    assert kfac.counted_terms == terms
+    assert kfac.metrics()["layers"]["hidden" if kind == "tied" else "energy.0"]["ready"]
+
+
+def test_forward_passes_that_train_nothing_are_let_go():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    kfac = KFAC(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), fisher="mc", likelihood="categorical"
+    )
+    outputs = []
+    for _ in range(3):
+        x = torch.randn(5, 4, requires_grad=True)
+        y = model(x)
+        outputs.append(weakref.ref(y.grad_fn))
+        torch.autograd.grad(F.cross_entropy(y, torch.arange(5) % 3), x)
+    del y
+    gc.collect()
+    assert [reference() for reference in outputs] == [None] * 3
+    assert not kfac._sampler._waiting

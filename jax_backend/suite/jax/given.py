@@ -58,7 +58,7 @@ def require_fit(plan: Plan, given: Statistics, products: bool) -> None:
         raise ValueError(
             f"statistics do not fit the plan: missing {missing}, unknown {unknown}. Make the plan with "
             "arguments of the shapes that value_and_grad is called with: of one example they may be "
-            "understood otherwise"
+            "understood otherwise, and so may masks that were arrays at hand and are arguments now"
         )
     expected = jax.eval_shape(plan.no_statistics).layers
     for name, sums in given.layers.items():
