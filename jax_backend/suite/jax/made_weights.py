@@ -48,6 +48,7 @@ class MadeWeights:
             for value in {v for v in node.inputs if v is not None}:
                 self.readers.setdefault(value, []).append(node)
         self._of_leaf: dict[int, set[int]] = {}
+        self._leading: dict[int, bool] = {}
 
     def shape(self, value: int) -> Shape:
         return self.program.avals[value].shape
@@ -66,10 +67,9 @@ class MadeWeights:
             others = [i for i in range(len(node.inputs)) if i != place]
             if origin is None or (divides and place) or (chooses and not place):
                 continue
-            # Scaled or masked codes that meet a leaf are rather an activation.
-            scaled_alone = not any(made.is_mask for made in origin.made)
-            is_changed = origin._replace(made=()).is_changed or not scaled_alone
-            if is_changed and any(known[i] is not None for i in others):
+            # What is masked, shifted or times a number and then a leaf is rather an activation: codes.
+            changed = origin.shifted or origin.multipliers or any(made.is_mask for made in origin.made)
+            if changed and any(known[i] is not None for i in others):
                 continue
             if not self._is_matrix(node, place, origin) or not self._leads_to_products(node.outputs[0]):
                 continue
@@ -89,6 +89,11 @@ class MadeWeights:
 
     def _leads_to_products(self, value: int) -> bool:
         """Whether products, and nothing else, read what is made of a value by such operations."""
+        if value not in self._leading:
+            self._leading[value] = self._is_leading(value)
+        return self._leading[value]
+
+    def _is_leading(self, value: int) -> bool:
         makes = (operations.Multiply, operations.Divide, operations.Select, operations.Negate)
         readers = [
             node

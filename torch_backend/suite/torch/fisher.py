@@ -163,9 +163,8 @@ class FisherSampler:
 
 def _keeps_graph() -> bool:
     """Whether the backward pass that runs leaves the graph for another one."""
-    ask = getattr(
-        torch._C._autograd, "_get_current_graph_task_keep_graph", None
-    )  # torch 2.6 may have none
+    # Versions of torch without it wait for the step to let go.
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return ask is None or bool(ask())
 
 
