@@ -121,9 +121,9 @@ class Reports:
         if self.capture.clock.sampled:
             said = "K-FAC saw no backward pass through the model's output since the last step"
             why = (
-                "With a sampled Fisher call the model itself, not its parts, make gradients by "
-                "backward() and not by torch.autograd.grad, and do not compile the model: torch.compile "
-                "traces one backward pass, and passes of our own are others"
+                "With a sampled Fisher call the model itself, not its parts, and do not compile it: "
+                "torch.compile traces one backward pass, and passes of our own are others. Gradients "
+                "must come from backward(), not from torch.autograd.grad"
             )
         moving, given = self._gradients()
         if given and not moving:
