@@ -20,7 +20,15 @@ from torch import nn
 
 from suite.core.statistics import LayerStatistics
 from suite.torch.clock import CaptureClock
-from suite.torch.derivatives import PRODUCTS, Call, DerivativeProbe, Noted, Source, follow
+from suite.torch.derivatives import (
+    PRODUCTS,
+    Call,
+    DerivativeProbe,
+    Noted,
+    Source,
+    follow,
+    is_awaited,
+)
 from suite.torch.dtensors import is_sharded, like, local
 from suite.torch.first_step import FirstStep
 from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed
@@ -158,7 +166,8 @@ class LayerCapture:
 
     def is_trained_by_pass(self) -> bool:
         """Whether the backward pass that runs adds to its sums, or to its parameters' gradients."""
-        if self.is_awaited(False) or (bool(self.transposed) and self.is_awaited(True)):
+        # Where a rank has no examples there are only counts in the graph.
+        if any(map(is_awaited, (self.G, self.counts, *self.transposed[1:2]))):
             return True
         leaves = [p for p in self.layer.parameters() if p.requires_grad and p.is_leaf]
         try:
