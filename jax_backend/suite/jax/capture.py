@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -370,8 +370,8 @@ class value_and_grad:
 
         jaxpr = jax.make_jaxpr(flat)(leaves, arrays)
         if self._fisher is not None:
-            shapes = [jnp.shape(x) for x in (*arrays, *jaxprs.flatten(jaxpr).known.values())]
-            check_outputs(self._fisher.likelihood, jaxpr.out_avals[1].shape, shapes)
+            shape = jaxpr.out_avals[1].shape
+            check_outputs(self._fisher.likelihood, shape, _shapes_of_data(jaxpr, arrays))
         return _Traced(jaxpr, arrays, static)
 
     def _outputs(self, aux: Any) -> Any:
@@ -519,6 +519,12 @@ def verify(
             f"in units of its largest entry: {listed}. Name them in `plain`"
         )
     return errors
+
+
+def _shapes_of_data(jaxpr: Any, arguments: Sequence[Any]) -> Iterator[tuple[int, ...]]:
+    """Of arguments, and of what was closed over, for which the program is read only when asked."""
+    yield from map(jnp.shape, arguments)
+    yield from map(jnp.shape, jaxprs.flatten(jaxpr).known.values())
 
 
 @dataclass(frozen=True)
