@@ -256,6 +256,41 @@ FREE = {
         IMAGE,
         (3, 2, 2),
     ),
+    "prelu": (
+        lambda x, p: F.prelu(x, p),
+        lambda x, p: torch.where(x > 0, x, p.movedim(-1, 1) * x),
+        [(4,)],
+        IMAGE,
+        (3, 2, 2),
+    ),
+    "prelu, one for all": (
+        lambda x, p: torch.prelu(x, p),
+        lambda x, p: torch.where(x > 0, x, p[..., 0] * x),
+        [(1,)],
+        SEQUENCE,
+        (3, 2, 4),
+    ),
+    "gain of a spectrum": (
+        lambda x, p: torch.fft.ifft(p * torch.fft.fft(x)).real,
+        lambda x, p: torch.fft.ifft(p * torch.fft.fft(x)).real,
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "added to a spectrum": (
+        lambda x, p: torch.fft.ifft(torch.fft.fft(x) + p.to(torch.complex128)).real,
+        lambda x, p: torch.fft.ifft(torch.fft.fft(x) + p).real,
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "real part of a gain": (
+        lambda x, p: torch.view_as_real((1 - p + 2j) * x).sum(-1) ** 2,
+        lambda x, p: (x * (1 - p) + 2 * x) ** 2,
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
     "x @ W": (
         lambda x, W: x @ W,
         lambda x, W: torch.einsum("nti,ntio->nto", x, W),
@@ -632,6 +667,56 @@ def test_a_gain_of_a_matrix_is_reported(kind):
     ):
         kfac.step()
     assert kfac.routing()["1.gain"].treatment == "waiting"
+
+
+COMPLEX = {  # of x and a parameter (4,)
+    "function": lambda x, p: x * torch.exp(p + 1j),
+    "number": lambda x, p: x * (p * 1j),
+    "factor": lambda x, p: x * (p * torch.full((4,), 1j)),
+    "matrix": lambda x, p: torch.einsum("bi,ij->bj", x + 0j, torch.diag(p).to(torch.complex128)),
+    "product": lambda x, p: torch.fft.fft(x) @ p.view(2, 2).to(torch.complex128).repeat(2, 2),
+}
+
+
+@pytest.mark.parametrize("how", COMPLEX)
+def test_complex_uses_that_are_not_understood_are_reported_and_leave_the_gradient_alone(how):
+    class Rotated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.phase = nn.Parameter(numbers(4))
+
+        def forward(self, x):
+            return torch.view_as_real(COMPLEX[how](x, self.phase)).flatten(1)
+
+    model = nn.Sequential(nn.Linear(2, 4), Rotated(), nn.Linear(8, 2)).double()
+    x, expected = numbers(6, 2), copy.deepcopy(model)
+    kfac = KFAC(model, kl_clip=None)
+    for m in (model, expected):
+        m(x).square().sum().backward()
+    with (
+        pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'1.phase'"),
+        pytest.warns(RuntimeWarning, match="not seen running.*'1.phase'"),
+    ):
+        kfac.step()
+    assert kfac.routing()["1.phase"].treatment == "waiting"
+    assert_close(model[1].phase.grad, expected[1].phase.grad)
+
+
+class OfComplexRows(nn.Linear):
+    def forward(self, x):
+        return F.linear(torch.fft.fft(x), self.weight.to(torch.complex128)).real
+
+
+def test_a_layer_of_complex_rows_is_reported():
+    model = nn.Sequential(nn.Linear(2, 4), OfComplexRows(4, 3, bias=False), nn.Linear(3, 2)).double()
+    kfac = KFAC(model)
+    model(numbers(6, 2)).square().sum().backward()
+    with (
+        pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'1'"),
+        pytest.warns(RuntimeWarning, match="not seen running.*'1'"),
+    ):
+        kfac.step()
+    assert kfac.routing()["1.weight"].treatment == "waiting"
 
 
 def test_the_third_operand_of_an_einsum_is_a_use_that_is_missed():

@@ -120,6 +120,20 @@ def test_a_subclass_with_its_own_forward_is_left_alone_where_its_function_is_not
     assert "forward of its own" in routing["0.weight"].reason
 
 
+def test_a_model_may_list_its_parameters_in_its_own_way():
+    """As torchrl's losses do."""
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.actor = nn.Linear(3, 2)
+
+        def named_parameters(self, prefix="", recurse=True):
+            return ((name, p) for name, p in super().named_parameters(prefix, recurse))
+
+    assert {route.treatment for route in KFAC(Loss()).routing()} == {"kfac"}
+
+
 def test_a_model_without_any_layer_is_an_error_that_says_why():
     with pytest.raises(ValueError, match="would precondition nothing") as caught:
         KFAC(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), skip_layers=["Linear", "Norm"])

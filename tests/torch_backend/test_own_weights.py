@@ -37,7 +37,7 @@ class Own(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        nn.init.normal_(self.weight, 0, 1 / math.sqrt(self.weight.shape[1]))
+        nn.init.normal_(self.weight, 0, 1 / math.sqrt(self.weight.shape[-1]))
 
 
 class Linear(Own):
@@ -110,6 +110,31 @@ def trained(model, x, **settings):
     return kfac
 
 
+class LayerNorm(Own):
+    """nanoGPT's, with a bias or without."""
+
+    def forward(self, x):
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class Norm32(Own):
+    """In single precision or better."""
+
+    def forward(self, x):
+        bias = self.bias
+        return F.layer_norm(x, x.shape[-1:], bias=bias, weight=self.weight.to(x.dtype)).type_as(x)
+
+
+class RMSNorm(Own):
+    def forward(self, x):
+        return F.rms_norm(x, (x.size(-1),), self.weight, eps=1e-6)
+
+
+class GroupNorm(Own):
+    def forward(self, x):
+        return F.group_norm(x, self.groups, self.weight, self.bias)
+
+
 class WithoutCalling(nn.Module):
     """Runs a layer past its hooks."""
 
@@ -131,6 +156,15 @@ LAYERS = {
         lambda: nn.Conv2d(4, 6, 3, 2, 1, groups=2),
         (9, 4, 5, 6),
     ),
+    "norm": (lambda: LayerNorm(4), lambda: nn.LayerNorm(4), (9, 5, 4)),
+    "norm without bias": (
+        lambda: LayerNorm(4, bias=False),
+        lambda: nn.LayerNorm(4, bias=False),
+        (9, 5, 4),
+    ),
+    "norm, by keywords": (lambda: Norm32(4), lambda: nn.LayerNorm(4), (9, 5, 4)),
+    "rms": (lambda: RMSNorm(4, bias=False), lambda: nn.RMSNorm(4, eps=1e-6), (9, 5, 4)),
+    "group": (lambda: GroupNorm(4), lambda: nn.GroupNorm(2, 4), (9, 4, 5, 6)),
     "forward": (
         lambda: WithoutCalling(Linear(3, 4)),
         lambda: WithoutCalling(nn.Linear(4, 3)),
@@ -410,6 +444,31 @@ def gained(self, x):
     return x @ (self.gain * self.weight).transpose(-1, -2)
 
 
+def by_root(self, x):
+    return x @ (self.weight / (self.groups * 0.5) ** 0.5)
+
+
+def on_one_line(self, x):
+    w = self.weight; return x @ w  # fmt: skip # noqa: E702
+
+
+def of_a_basis(self, x):
+    basis = self.other
+    if x.ndim > 1:
+        basis = (self.weight @ basis.view(3, -1)).view(4, -1)
+    return x @ basis
+
+
+def of_a_basis_by_einsum(self, x):
+    return x @ torch.einsum("kb,bo->ko", self.weight, self.other * self.scale)
+
+
+def of_what_may_be_data(self, x):
+    other = self.other
+    other = other + x
+    return self.weight @ other
+
+
 def turned_and_scaled(self, x):
     return x @ (self.weight.t() * self.scale)
 
@@ -603,6 +662,11 @@ SAID = [
     (by_index, []),
     (kernels, []),
     (by_number, []),
+    (by_root, one(turned=True)),
+    (on_one_line, one(turned=True)),
+    (of_a_basis, []),
+    (of_a_basis_by_einsum, []),
+    (of_what_may_be_data, one()),
     (turned_and_scaled, []),
     (scaled_turned_and_cast, []),
     (annotated, one()),

@@ -164,6 +164,7 @@ class OnceForAll(nn.Module):
         self.how, self.inner = how, nn.Linear(WIDTH, WIDTH)
         self.table, self.norm = nn.Embedding(LENGTH, WIDTH), nn.LayerNorm(WIDTH)
         self.small, self.wide = nn.Linear(2, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.distances, self.given = nn.Embedding(5, WIDTH), nn.Parameter(torch.randn(3, 2 * WIDTH))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x):
@@ -185,11 +186,43 @@ ONCE_FOR_ALL = {  # the layers that are named, and what is computed
     "looked up by each": ([], lambda m, h, grid, i: m.wide(beside(h, m.table(i.expand(len(h), -1))))),
     "by nodes": ([], lambda m, h, grid, i: h + m.table(torch.arange(len(h)) % LENGTH)[:, None]),
     "of one time": ([], lambda m, h, grid, i: h + m.small(h[None, :, 0, :2])[0][:, None]),
+    "of two kinds of rows": (
+        ["norm", "small"],
+        lambda m, h, grid, i: m.norm(h + m.small(h[..., :2])) + m.norm(m.small(grid)),
+    ),
+    "of a parameter": (["wide"], lambda m, h, grid, i: h + m.wide(m.given)[0]),
+    "distances": (
+        ["distances"],
+        lambda m, h, grid, i: torch.einsum("bqd,qkd->bqk", h, m.distances(between(i))) @ h,
+    ),
+    "distances, masked": (
+        ["distances"],
+        lambda m, h, grid, i: h * m.distances(between(i).clamp(0, 2)).masked_fill(mask(i), 0.0).sum(1),
+    ),
+    "distances of each": (
+        [],
+        lambda m, h, grid, i: (
+            torch.einsum("bqd,bqkd->bqk", h, m.distances(between(i).expand(len(h), -1, -1))) @ h
+        ),
+    ),
+    "a constant index of each": (
+        [],
+        lambda m, h, grid, i: h * m.table(torch.full(h.shape[:2], 2)),
+    ),
     "in turn": (
         [],
         lambda m, h, grid, i: torch.cat([m.wide(beside(x, x)) for x in h[:, None]]).view_as(h),
     ),
 }
+
+
+def between(i):
+    """Distances of positions, as far as there are rows for them."""
+    return (i[:, None] - i).clamp(-2, 2) + 2
+
+
+def mask(i):
+    return (i[:, None] < i)[..., None]
 
 
 def film(h, found):
@@ -215,6 +248,64 @@ def test_layers_that_run_once_for_all_examples_are_named(how, examples, fisher):
     names = ONCE_FOR_ALL[how][0] if examples > 1 and fisher == "empirical" else []
     said = [str(one.message) for one in caught if "once for all examples" in str(one.message)]
     assert [one.rpartition(": ")[2] for one in said] == ([", ".join(map(repr, names))] if names else [])
+
+
+class Prompted(nn.Module):
+    """A prompt that is made once, in front of every example, for a model that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt, self.made = nn.Embedding(2, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
+        self.body = nn.Linear(WIDTH, VOCABULARY).requires_grad_(False)
+
+    def forward(self, x):
+        prompt = self.made(self.prompt(torch.arange(2)[None])).repeat(len(x), 1, 1)
+        h = torch.cat([prompt, self.tokens(x)], 1)
+        return self.body(torch.tanh(h + h.mean(1, keepdim=True)))
+
+
+@pytest.mark.parametrize("examples", [1, EXAMPLES])
+def test_prompts_for_a_model_that_is_not_trained_are_named(examples):
+    torch.manual_seed(0)
+    model = Prompted()
+    kfac = KFAC(model)
+    model(torch.randint(VOCABULARY, (examples, LENGTH))).square().mean().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kfac.step()
+    said = [str(one.message) for one in caught if "once for all examples" in str(one.message)]
+    assert len(said) == (examples > 1)
+    assert all("'prompt', 'made'" in one for one in said)
+
+
+class Biased(nn.Module):
+    """A bias of distances that two layers share, as T5's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.layers = nn.Embedding(5, 2), nn.ModuleList(nn.Linear(6, 6) for _ in "ab")
+
+    def forward(self, x):
+        bias = self.bias(between(torch.arange(x.shape[1]))).permute(2, 0, 1)[None]
+        for layer in self.layers:
+            h = layer(x).unflatten(-1, (2, 3)).transpose(1, 2)
+            x = x + ((h @ h.mT + bias).softmax(-1) @ h).transpose(1, 2).flatten(2)
+        return x
+
+
+def test_what_two_layers_share_is_the_same_in_any_micro_batches():
+    x, found = torch.randn(4, LENGTH, 6, dtype=torch.float64), []
+    for parts in ([4], [2, 2], [1, 3], [1, 1, 1, 1]):
+        torch.manual_seed(0)
+        model = Biased().double()
+        kfac = KFAC(model)
+        for part in x.split(parts):
+            (model(part).square().mean() * len(part) / 4).backward()
+        kfac.step()
+        found.append(held(kfac)["bias"][1])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-9, atol=1e-14)
 
 
 class Conditioned(nn.Module):

@@ -104,7 +104,7 @@ def _symmetric(inverse: jax.Array) -> jax.Array:
 def _eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     finite = are_finite(x)
     # The solver may never come back from what is not finite.
-    safe = jnp.where(finite, x, jnp.eye(x.shape[-1], dtype=x.dtype))
+    safe = jnp.where(finite, x, jnp.zeros_like(x))
     vectors, values = lax.linalg.eigh(safe)
     mark = jnp.where(finite, 1, jnp.nan).astype(x.dtype)
     return values * mark, vectors * mark
@@ -180,8 +180,9 @@ def trace(x: jax.Array) -> jax.Array:
 
 def are_finite(x: jax.Array) -> jax.Array:
     """(..., n, n) -> (...): whether all entries are finite; as a product, see `trace`."""
-    marks = jnp.matmul(x, jnp.zeros((x.shape[-1], 2), x.dtype))
-    return jnp.all(jnp.isfinite(marks), axis=(-2, -1))
+    zeros = jnp.zeros((x.shape[-1], 2), x.dtype)
+    marks = transposed_times(jnp.matmul(x, zeros), jnp.broadcast_to(zeros, (*x.shape[:-1], 2)))
+    return jnp.isfinite(marks[..., 0, 0])
 
 
 def largest_entry(x: jax.Array, axis: tuple[int, ...], *, keepdims: bool) -> jax.Array:

@@ -41,7 +41,7 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
         "eps",
     ),
 }
-_NORMS = {F.layer_norm: "layer", F.rms_norm: "rms", F.group_norm: "group", F.batch_norm: "batch"}
+NORMS = {F.layer_norm: "layer", F.rms_norm: "rms", F.group_norm: "group", F.batch_norm: "batch"}
 
 
 def call_of(function: Any, given: Mapping[str, Any], site: Site) -> LayerSpec | None:
@@ -61,8 +61,8 @@ def call_of(function: Any, given: Mapping[str, Any], site: Site) -> LayerSpec | 
         padding = given.get("padding_idx")
         found = spec._replace(padding_index=-1 if padding is None else padding % spec.norm_size)
         return found if spec.kind == "embedding" else None
-    if function in _NORMS:
-        return _norm(_NORMS[function], given, spec)
+    if function in NORMS:
+        return _norm(NORMS[function], given, spec)
     if spec.kind != "convolution" or given.get("groups", 1) != spec.groups:
         return None
     axes = len(spec.kernel)

@@ -31,7 +31,14 @@ from suite.torch.derivatives import (
 )
 from suite.torch.dtensors import is_sharded, like, local
 from suite.torch.first_step import FirstStep
-from suite.torch.hooks import Hook, after_forward, in_backward, is_batched, on_transformed
+from suite.torch.hooks import (
+    Hook,
+    after_forward,
+    in_backward,
+    is_batched,
+    on_transformed,
+    when_reached,
+)
 from suite.torch.layers import Layer, Site
 from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast, is_of_each
 from suite.torch.prepared import prepared
@@ -331,6 +338,10 @@ class LayerCapture:
                 f"{self.G.device}, got {y.device}: move the model first, then attach"
             )
         spec = site.spec
+        if y.dtype.is_complex:  # of a real weight the gradient is the real part of a product
+            if self.clock.discovering:
+                when_reached([y], functools.partial(self.clock.strays.add, self.layer.name))
+            return y
         again = in_backward()
         scale = factor = None
         given = x
@@ -486,13 +497,17 @@ class LayerCapture:
             return None
         if total.numel() < last.x.numel() * width:
             return None
+        if total.dtype.is_complex:
+            self.miss_lookup(last, total)
+            return None
         found = last.positions(width) if operand._version == last.version else None
         if found is None or total.ndim < -found[1] or total.shape[found[1]] != width:
             self.miss_lookup(last, total)
             return None
         index, axis = found
         rows = total if axis == -1 else total.movedim(axis, -1)
-        if is_of_each(index, rows) or (total.numel() == last.x.numel() * width and len(rows) > 1):
+        as_many = total.numel() == last.x.numel() * width and len(rows) > 1
+        if as_many or is_of_each(last.x, index, rows):
             return None
         in_place = changed and rows is total and not total._is_view()
         if changed and not in_place and self.clock.discovering:
@@ -514,7 +529,7 @@ class LayerCapture:
         found = one.positions(width)
         if found is not None and result.ndim >= -found[1]:
             index, axis = found
-            if is_of_each(index, result.movedim(axis, -1)):
+            if is_of_each(one.x, index, result.movedim(axis, -1)):
                 return  # once an example, for all its rows
         self.clock.strays.add(self.layer.name)
 
@@ -575,13 +590,15 @@ class LayerCapture:
             self.inputs.append(self.clock.token(x.detach() if is_moved else x))
 
     def ran_once_for_all(self, examples: int, calls: int) -> bool:
-        """Whether all its calls in the first step, at most so many, were for all examples at once."""
+        """Whether calls in the first step, at most so many, were for all examples at once."""
         if not self._has_sums() or not self.first.was_once_for_all(examples, calls):
             return False
         if self.layer.spec.kind != "embedding":
             return True
         found = self.looked_up
-        return found is not None and found.x.shape != (examples,) and not found.unless.was_broadcast
+        if found is None or found.x.shape == (examples,) or found.unless.was_broadcast:
+            return False
+        return self.first.was_for_all_only()
 
     def _has_input_of(self, x: torch.Tensor) -> bool:
         """Whether this call's input is one that the layer whose A this layer shares has summed."""

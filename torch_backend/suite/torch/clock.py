@@ -41,6 +41,7 @@ class CaptureClock:
         self.taken = False  # whether what layers were called is of the last step, until one runs
         self.discovering = True  # which layers read the same inputs
         self.strangers: set[str] = set()  # layers that turned out not to
+        self.not_covered: list[int] = []  # of what ran and is not covered, the length of the first axis
         self.strays: set[str] = set()  # names of what has a use that is missed
         self.transformed: set[str] = set()  # layers that ran where there are no statistics
         self.missed: set[str] = set()  # layers whose uses in derivatives are not understood

@@ -30,7 +30,7 @@ from suite.torch.kinds import (
 )
 from suite.torch.layer_routes import routes
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED, Layer, Layout, Piece, Site
-from suite.torch.own_weights import OwnWeight, own_weights
+from suite.torch.own_weights import OwnNorm, OwnWeight, own_norms, own_weights
 from suite.torch.recurrent import Product
 from suite.torch.rows import LayerSpec, paddings
 
@@ -100,7 +100,8 @@ class FoundLayers:
         # (parameter, first row) -> its layer's place in `layers`
         self._by_weight: dict[tuple[int, int], int] = {}
         self._owners: dict[int, list[str]] = {}
-        named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        # Of nn.Module: a model's own may not know the argument (torchrl's losses).
+        named = [name for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)]
         # A model may have a part named `module` of its own, without which names would be ambiguous.
         self._strip = len(set(map(plain_name, named))) == len(named)
         for full, module in model.named_modules():  # each once, whatever names it has
@@ -468,7 +469,34 @@ class FoundLayers:
                 bias = None
             self._own_weight(name, module, found, weight, bias)
             left = {key: p for key, p in left.items() if p is not weight and p is not bias}
+        for norm in own_norms(module, left) if left else []:
+            used = [left[key] for key in (norm.name, norm.bias) if key]
+            if not any(len(self._owners[id(p)]) > 1 or self.tensor_axes[id(p)] for p in used):
+                self._own_norm(name, module, norm, *used)
+                left = {key: p for key, p in left.items() if not any(p is one for one in used)}
         self._free_parameters(name, module, {key: p for key, p in left.items() if key in own})
+
+    def _own_norm(
+        self,
+        name: str,
+        module: nn.Module,
+        found: OwnNorm,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None = None,
+    ) -> None:
+        over_positions = found.norm == "group"
+        spec = LayerSpec(
+            "norm",
+            bias=bias is not None,
+            norm=found.norm,
+            channel_axis=1 if over_positions else -1,
+            reduce=self._reduces(module),
+            max_examples=self._max_examples if over_positions else 0,
+        )
+        site = Site(module, module, spec, functional=True, weight_name=found.name, bias_name=found.bias)
+        own_name = name if name and found.name == "weight" else _join(name, found.name)
+        own_bias = None if bias is None else Piece(bias)
+        self._add(own_name, Piece(weight), own_bias, "unit" if own_bias else "vector", site)
 
     def _own_weight(
         self,

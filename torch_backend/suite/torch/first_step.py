@@ -74,7 +74,11 @@ class FirstStep:
         return self.calls > 0 and besides > max(unreached, 0)
 
     def was_once_for_all(self, examples: int, calls: int) -> bool:
-        """Whether there were at most so many calls, and all were for so many examples at once."""
+        """Whether there were calls, at most so many, that were for so many examples at once."""
         shapes = self._without_examples
         behind = any(examples in shape[1:-1] for shape in shapes)  # a time that is in front
-        return 0 < self.calls == len(shapes) <= calls and not behind
+        return 0 < len(shapes) <= calls and not behind
+
+    def was_for_all_only(self) -> bool:
+        """Whether there were no calls but for all examples at once."""
+        return self.calls == len(self._without_examples)

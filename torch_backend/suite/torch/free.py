@@ -37,11 +37,13 @@ from suite.torch.rows import Axes, counts_like
 from suite.torch.runs import Run
 
 T: Any = torch.Tensor
+_REAL = torch.float32
 
 ADDITIONS = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__}
 SUMS = ADDITIONS | {torch.sub, T.sub, T.__sub__, T.__rsub__, torch.rsub, T.sub_, T.__isub__}
 NEGATIONS = {torch.neg, T.neg, T.__neg__}
 TIMES = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
+_PRELU = {torch.prelu, F.prelu, T.prelu}
 COPIES = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
 ADDED = {torch.addmm, T.addmm}
 MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
@@ -197,7 +199,7 @@ class FreeParameters(Mode):
                     self.watched.append(watched._replace(tensor=output, slot=slot, turned=turned))
                 elif function in CASTS and place == 0:
                     self.watched.append(watched._replace(tensor=output))
-                elif function in _ENTRYWISE and place == 0:
+                elif function in _ENTRYWISE and place == 0 and not output.dtype.is_complex:
                     square = _ENTRYWISE[function](output.detach()).to(watched.slot.dtype)
                     self.watched.append(watched._replace(tensor=output, slot=watched.slot * square))
                 elif not kwargs and function in QUOTIENTS and place == 0 and _divides(args[1]):
@@ -206,6 +208,9 @@ class FreeParameters(Mode):
                 elif not kwargs and function in SUMS | TIMES and self._fits(args, place, output):
                     # 1 + p has no rows before it meets x. The square of a factor goes into squares.
                     factor = before[1 - place] if function in TIMES else 1
+                    if isinstance(factor, complex) or getattr(factor, "dtype", _REAL).is_complex:
+                        self._miss(watched, output)
+                        continue
                     square = factor.detach().square() if isinstance(factor, T) else factor**2
                     slot = (watched.slot * square).expand(output.shape)
                     widened = watched.widened or output.numel() > watched.slot.numel()
@@ -226,10 +231,15 @@ class FreeParameters(Mode):
                     if met and (not kwargs or ends is not None):
                         use = function, output, before, place, watched, ends, in_place
                         probed = _probed(*use, self._without_rows)
-                    if probed is None and watched.strays is not None:
-                        watched.misses(output)
+                    if probed is None:
+                        self._miss(watched, output)
                     output = output if probed is None else probed
         return output
+
+    def _miss(self, watched: Watched, output: T) -> None:
+        """A use of what is watched is not understood."""
+        if watched.strays is not None:
+            watched.misses(output)
 
     def _may_change(self, args: Any) -> bool:
         """Whether the first argument is watched, or has the memory of what is."""
@@ -273,7 +283,7 @@ class FreeParameters(Mode):
 
     def _without_rows(self, operand: Any) -> bool:
         """Whether an operand is a number, or made of parameters and buffers alone."""
-        if isinstance(operand, int | float) or bool(self._known(operand)):
+        if isinstance(operand, int | float | complex) or bool(self._known(operand)):
             return True
         if not isinstance(operand, T):
             return False
@@ -328,12 +338,16 @@ def _probed(
         without_rows: whether an operand is made of parameters and buffers alone.
     """
     others = [x for i, x in enumerate(args[:2]) if i != place and isinstance(x, T)]
-    shape = watched.slot.shape
+    slot, shape = watched.slot, watched.slot.shape
     kind, other, axes = "", None, None
     if function in SUMS or (function in COPIES and place == 0 and _broadcasts(shape, output.shape)):
         kind = "sum"
     elif function in TIMES and len(others) == 1:
         kind, other = "product", others[0]
+    elif function in _PRELU and place == 1:
+        kind, other = "product", others[0].clamp(max=0)
+        if other.ndim > 1 and len(shape) == 1:  # one for each channel, or for all
+            slot = slot.reshape(-1, *(1,) * (other.ndim - 2))
     elif function is F.linear and place == 1 and len(shape) == 2:
         kind, other = "linear", args[0]
     elif (function is F.linear and place == 2) or (function in ADDED and place == 0):
@@ -350,7 +364,7 @@ def _probed(
         found = axes_of(args[0], place - 1, watched.tensor, args[3 - place]) if len(args) == 3 else None
         if found is not None:
             kind, other, axes = ("right" if found[0] else "linear"), args[3 - place], found[1]
-    if not kind:
+    if not kind or (output.dtype.is_complex and kind not in ("sum", "product")):
         return None
     if watched.widened and kind not in ("sum", "product"):
         return None  # a factor of a matrix's rows: its gradient is a sum over them, not a row of x
@@ -358,8 +372,8 @@ def _probed(
     into_first = (kind in ("right", "grouped")) != watched.turned if counts else None
     how, source = _How(kind, axes, watched.reduce, into_first), None
     if isinstance(other, T) and other.requires_grad | in_place and not torch.compiler.is_compiling():
-        source = _Source(watched, how, not in_place)
-    slots = watched.slot, watched.ones, watched.counts
+        source = _Source(watched, how, not in_place and not output.dtype.is_complex)
+    slots = slot, watched.ones, watched.counts
     run = None
     if counts and watched.capture is not None:
         run = watched.recorded.ran(watched.capture, False, in_backward(), False, True)
@@ -466,11 +480,15 @@ class _FreeProbe(torch.autograd.Function):
         counts = counts and (run is None or run.counts_as(ctx.how.into_first))
         positions = _positions(ctx.how, gradient) if counts else 0
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+            (kind, axes, reduce, _), shape = ctx.how, tuple(ctx.shape)
+            if gradient.dtype.is_complex:  # of what is real the gradient is the real part
+                if other is not None:
+                    gradient, other, kind = gradient * other.detach().conj(), None, "sum"
+                gradient = gradient.real
             g = gradient.to(ctx.dtype)
             other = None if other is None else other.detach().to(ctx.dtype)
             if turned:
                 g, other = other, g
-            (kind, axes, reduce, _), shape = ctx.how, tuple(ctx.shape)
             if axes is not None:
                 assert other is not None
                 g, other = axes.output(g), axes.input(other)

@@ -82,9 +82,13 @@ class LookedUp(NamedTuple):
         return index.select(axes[0], 0), axes[0]
 
 
-def is_of_each(index: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether each example has its own index, whose axes are the first of `rows`, (n, ..., width)."""
-    once = index.ndim > 0 and len(index) > 1 and index.stride(0) == 0
+def is_of_each(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether each example has its own index, whose axes are the first of `rows`, (n, ..., width).
+
+    Args:
+        x: what was looked up, before its axes were moved: of one example an axis in front may be new.
+    """
+    once = index.ndim > 0 and (len(x) > 1 if len(index) == 1 else index.stride(0) == 0)
     return index.ndim == rows.ndim - 1 and index.ndim > 0 and len(index) == len(rows) and not once
 
 

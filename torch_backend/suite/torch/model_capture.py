@@ -219,10 +219,12 @@ class ModelCapture:
         """The layers, by name, that computed something for all examples at once, as most did not."""
         ran = [capture for capture in self.by_layer if not _knows_axes(capture)]
         counts = collections.Counter(c.first.examples for c in ran if c.first.examples)
+        if max(counts, default=0) < 2:  # what is trained may be there once (prompts for a frozen model)
+            counts = collections.Counter(self.clock.not_covered)
         examples = max(counts, key=lambda n: (counts[n], n), default=0)
         if examples < 2 or self._uses.of_one_example:
             return {}
-        calls = min(c.first.calls for c in ran if c.first.examples == examples)
+        calls = min((c.first.calls for c in ran if c.first.examples == examples), default=1)
         return {c.layer.name: None for c in ran if c.ran_once_for_all(examples, calls)}
 
     def forget_rows(self) -> None:

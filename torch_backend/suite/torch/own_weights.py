@@ -1,10 +1,11 @@
-"""Weights of linear layers and convolutions that are no subclass of torch's, by what their source says.
+"""Weights of linear layers, convolutions and norms that are no subclass of torch's, by their source.
 
 Many packages have a linear layer of their own (`F.linear(x, self.weight, self.bias)`), and many models a
 matrix (`x @ self.weight`, `torch.einsum("...i,io->...o", x, self.weight)`). The blocks of a weight have
 to be known before any pass runs. So the source of the module's forward is read, and of the methods that
 it calls: a parameter that is the weight of such products and nothing else is a layer's. One that is used
-otherwise, too, or whose source is not there or not understood, is not.
+otherwise, too, or whose source is not there or not understood, is not. So it is with a parameter that is
+the scale of a norm (`F.layer_norm(x, shape, self.weight, self.bias)`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from suite.torch.calls import CONVOLVE
+from suite.torch.calls import ARGUMENTS, CONVOLVE, NORMS
 from suite.torch.einsum import halves_of, labels_of, sides_of, with_letters
 
 # By function: how many axes of positions its weight has, its arguments, and whether the weight lies
@@ -41,6 +42,7 @@ _METHODS = {"matmul": torch.matmul, "mm": torch.mm, "bmm": torch.bmm}
 # Those that take a stack of matrices whole, and those that take nothing else.
 _OF_STACKS, _OF_STACKS_ALONE = (torch.matmul, torch.bmm, torch.einsum), (torch.bmm, torch.einsum)
 _CASTS = {"to", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
+_SIDES = ("weight", "bias")
 _ASKED = {"shape", "dtype", "device", "ndim", "requires_grad", "size", "dim", "is_cuda", "numel"}
 
 
@@ -56,6 +58,14 @@ class OwnWeight(NamedTuple):
     joined: bool = False  # which all get the same inputs, and are one of more outputs
     ndim: int = 2  # how many axes it has to have
     leading: int = 1  # how many of those are the first side of a matrix
+
+
+class OwnNorm(NamedTuple):
+    """A parameter that is the scale in its module's calls of one norm, and nothing else."""
+
+    name: str
+    bias: str  # the parameter that is the shift in them, and nothing else; '': none
+    norm: str  # see `rows.LayerSpec`
 
 
 class _Weight(NamedTuple):
@@ -106,12 +116,32 @@ class _NotUnderstoodError(Exception):
     """What a module runs cannot be told."""
 
 
-def _read(module: nn.Module, own: Container[str], lists: Mapping[str, nn.Parameter]) -> list[OwnWeight]:
+def own_norms(module: nn.Module, own: Container[str]) -> list[OwnNorm]:
+    """Those of a module's parameters, of the names `own`, that are scales of its norms."""
+    try:
+        readers = _readers(module, own, {})
+    except Exception:  # as for `own_weights`
+        return []
+    calls = [call for reader in readers for call in reader.norms]
+    refused = {name for reader in readers for name in reader.other_uses(of_norms=True)}
+    pairs = {(weight.name, bias.name) for _, weight, bias in calls if bias is not None}
+    shifts = Counter(shift for _, shift in pairs)
+    found = []
+    for name in dict.fromkeys(weight.name for _, weight, _ in calls):
+        uses = {(norm, bias.name if bias else "") for norm, weight, bias in calls if weight.name == name}
+        if name in refused or name in shifts or len(uses) > 1:
+            continue
+        ((norm, shift),) = uses
+        alone = shift not in refused and shifts[shift] == 1
+        found.append(OwnNorm(name, shift if alone else "", norm))
+    return found
+
+
+def _readers(module: nn.Module, own: Container[str], lists: Mapping[str, nn.Parameter]) -> list[_Reader]:
+    """Of a module's forward, and of the methods that it calls; none where these are not there."""
     if "forward" in vars(module) or type(module).__getattr__ is not nn.Module.__getattr__:
         return []
-    products: list[_Product] = []
-    refused: set[str] = set()
-    methods = [(0, "forward")]
+    readers, methods = [], [(0, "forward")]
     for start, name in methods:
         found = _definition(type(module), start, name)
         if found is None:
@@ -120,9 +150,15 @@ def _read(module: nn.Module, own: Container[str], lists: Mapping[str, nn.Paramet
         if type(module).__mro__[place].__module__.startswith("torch.nn."):
             continue
         reader = _Reader(module, own, lists, function, _tree(function.__code__))
-        products += reader.products
-        refused |= reader.other_uses()
+        readers.append(reader)
         methods += [called for called in reader.calls(place) if called not in methods]
+    return readers
+
+
+def _read(module: nn.Module, own: Container[str], lists: Mapping[str, nn.Parameter]) -> list[OwnWeight]:
+    readers = _readers(module, own, lists)
+    products = [product for reader in readers for product in reader.products]
+    refused = {name for reader in readers for name in reader.other_uses()}
     # Where one does not know which of a list's parameters are used, it is all of them.
     whole = {*lists} & {*refused, *(p.weight.name for p in products)}
     products = [product.of_lists(whole) for product in products]
@@ -256,6 +292,14 @@ class _Reader:
         for node in self.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self.stored.update((n.asname or n.name).partition(".")[0] for n in node.names)
+        # Names with what they are set to, each as often as it is set so.
+        self.given = [
+            (target.id, node.value)
+            for node in self.nodes
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        ]
         self.variables: dict[str, ast.expr] = {}
         self.unpacked: dict[str, ast.expr] = {}  # what they are taken apart of
         for node in self.nodes:
@@ -272,6 +316,7 @@ class _Reader:
                     self.loops.setdefault(name, {})[scope] = found
         self.weights.clear()  # with variables of loops that were not known then
         self.products = list(self._products())
+        self.norms = list(self._norms())
 
     def _bind(self, target: ast.expr, value: ast.expr) -> None:
         """Note what variables are set to that nothing else sets."""
@@ -302,9 +347,12 @@ class _Reader:
             if start is not None and _definition(type(self.module), start, node.attr) is not None:
                 yield start, node.attr
 
-    def other_uses(self) -> set[str]:
-        """The parameters that it uses in other ways, too."""
-        weights = [x for p in self.products for x in (p.weight, p.bias) if x is not None]
+    def other_uses(self, of_norms: bool = False) -> set[str]:
+        """The parameters that it uses in other ways than in products, or than in norms, too."""
+        pairs = [(p.weight, p.bias) for p in self.products]
+        if of_norms:
+            pairs = [(weight, bias) for _, weight, bias in self.norms]
+        weights = [x for pair in pairs for x in pair if x is not None]
         known = {node for weight in weights for node in weight.nodes}
         found = set()
         for node in self.nodes:
@@ -379,6 +427,8 @@ class _Reader:
             weight, left = found.get("weight"), found.get("input")
             if (weight is None) == (left is None):  # one of two parameters has no rows
                 continue
+            if self._are_parameters(given["input" if weight is not None else "weight"]):
+                continue
             if weight is None:
                 if (
                     left is not None and not left.scaled and function in _METHODS.values()
@@ -388,6 +438,18 @@ class _Reader:
             groups = self._number(given["groups"]) if "groups" in given else 1
             axes, _, turned = _FUNCTIONS[function]
             yield _Product(function, axes, turned, weight, found.get("bias"), groups)
+
+    def _norms(self) -> Iterator[tuple[str, _Weight, _Weight | None]]:
+        """Calls of norms with a parameter as the scale, and perhaps one as the shift."""
+        for node in self.nodes:
+            function = self._value(node.func) if isinstance(node, ast.Call) else None
+            norm = next((name for known, name in NORMS.items() if known is function), "batch")
+            if norm == "batch":  # has statistics of its own
+                continue
+            given = _by_name(node, ARGUMENTS[function], node.args)  # type: ignore[attr-defined, arg-type]
+            weight, bias = (self._weight(given[key]) if key in given else None for key in _SIDES)
+            if weight is not None and not any(x and (x.turned or x.scaled) for x in (weight, bias)):
+                yield norm, weight, bias
 
     def _einsum(self, node: ast.Call) -> Iterator[_Product]:
         """A product of something with a matrix, or with a stack of matrices."""
@@ -400,6 +462,8 @@ class _Reader:
         if not isinstance(equation, ast.Constant) or weights.count(None) != 1:
             return
         place = 1 - weights.index(None)
+        if self._are_parameters(operands[1 - place]):
+            return
         weight, text = weights[place], str(equation.value)
         labels = labels_of(with_letters(text) if at else text, place)
         sides = None if labels is None else sides_of(labels)
@@ -421,11 +485,35 @@ class _Reader:
         if arguments is None and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
             function, arguments = _METHODS[node.func.attr], ("input", "weight")
             positional = [node.func.value, *node.args]
-        given = {k.arg: k.value for k in node.keywords if k.arg is not None}
-        spread = any(isinstance(x, ast.Starred) for x in positional) or len(given) < len(node.keywords)
-        if arguments is None or spread:
-            return None, {}
-        return function, dict(zip(arguments, positional, strict=False)) | given
+        given = {} if arguments is None else _by_name(node, arguments, positional)
+        return (function, given) if given else (None, {})
+
+    def _are_parameters(self, node: ast.AST) -> bool:
+        """Whether an expression is made of the module's parameters, and of nothing that has rows."""
+        return self._sources(node, set()) == {"parameters"}
+
+    def _sources(self, node: ast.AST, seen: set[str]) -> set[str]:
+        """What an expression is made of: 'parameters', or 'data', which is whatever is not known.
+
+        Args:
+            seen: variables that were looked at, which grows.
+        """
+        if isinstance(node, ast.Name):
+            if node.id in seen or node.id not in self.stored:
+                return set()
+            seen.add(node.id)
+            given = [v for n, v in self.given if n == node.id]
+            if len(given) < self.stored[node.id]:  # an argument, or set in another way
+                return {"data"}
+            return set().union(*(self._sources(value, seen) for value in given))
+        if isinstance(node, ast.Attribute) and self._is_me(node.value):
+            if node.attr in self.module._parameters or node.attr in self.lists:
+                return {"parameters"}
+            known = vars(self.module).get(node.attr, self.module)
+            return set() if known is None or isinstance(known, int | float | str) else {"data"}
+        if self._is_me(node):
+            return {"data"}
+        return set().union(*(self._sources(part, seen) for part in ast.iter_child_nodes(node)))
 
     def _is_me(self, node: ast.AST) -> bool:
         return isinstance(node, ast.Name) and node.id == self.me
@@ -447,7 +535,10 @@ class _Reader:
         """What the variable of this name was set to, before."""
         known = self.variables if among is None else among
         value: Any = known.get(node.id) if isinstance(node, ast.Name) else None
-        if value is None or value.end_lineno >= node.lineno:  # type: ignore[attr-defined]
+        if value is None:
+            return None
+        end = value.end_lineno, value.end_col_offset
+        if end > (node.lineno, node.col_offset):  # type: ignore[attr-defined]
             return None
         return value
 
@@ -553,10 +644,10 @@ class _Reader:
         elif isinstance(node, ast.Call) and self._value(node.func) is math.sqrt:
             operand = self._number(node.args[0])
             value = None if operand is None else math.sqrt(abs(operand))
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.Pow):
             left, right = self._number(node.left), self._number(node.right)
-            if left is not None and right:
-                value = left * right if isinstance(node.op, ast.Mult) else left / right
+            if left is not None and right is not None:
+                value = _combined(node.op, left, right)
         return value if isinstance(value, int | float) else None
 
     def _value(self, node: ast.AST) -> Any:
@@ -567,6 +658,32 @@ class _Reader:
         value = self._value(node.value) if isinstance(node, ast.Attribute) else None
         # Only of what is there: of anything else to ask for an attribute may import, or raise.
         return vars(value).get(node.attr) if isinstance(value, ModuleType) else None  # type: ignore[attr-defined]
+
+
+def _by_name(
+    node: ast.Call, names: Sequence[str], positional: Sequence[ast.expr]
+) -> dict[str, ast.expr]:
+    """A call's arguments by name; none if some are not written out.
+
+    Args:
+        names: of the function's arguments, in order.
+    """
+    given = {k.arg: k.value for k in node.keywords if k.arg is not None}
+    if any(isinstance(x, ast.Starred) for x in positional) or len(given) < len(node.keywords):
+        return {}
+    return dict(zip(names, positional, strict=False)) | given
+
+
+def _combined(operation: ast.operator, left: float, right: float) -> float | None:
+    """A product, quotient or power of two numbers; None: there is none that is real."""
+    try:
+        if isinstance(operation, ast.Pow):
+            found: Any = float(left) ** right  # of whole numbers it may have no end
+        else:
+            found = left * right if isinstance(operation, ast.Mult) else left / right
+    except ArithmeticError:
+        return None
+    return found if isinstance(found, int | float) else None
 
 
 def _is_einsum(function: Any) -> bool:

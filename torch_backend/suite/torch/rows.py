@@ -180,15 +180,24 @@ def _dense_sums(spec: LayerSpec, x: Any, gradient: torch.Tensor, want_A: bool) -
 def has_no_examples(spec: LayerSpec, x: torch.Tensor) -> bool:
     """Whether a call's input, it seems, is one for all examples: what is in front has length 1.
 
-    Or it is positions that are looked up, or one number. One row may be one that an expert was given.
+    Or it is a parameter, or positions or distances that are looked up, or one number. One row may be one
+    that an expert was given.
     """
-    if spec.kind == "embedding" and x.ndim < 2:
-        if x.numel() == 1 or not can_be_read(x):
-            return x.numel() == 1
-        return torch.equal(x, torch.arange(len(x), dtype=x.dtype, device=x.device))
-    if spec.kind not in ("dense", "convolution", "transposed", "embedding", "norm"):
+    if spec.kind == "embedding":
+        if x.numel() == 1 or (x.ndim > 1 and len(x) == 1):
+            return True
+        return x.ndim < 3 and can_be_read(x) and _are_positions(x)
+    if spec.kind not in ("dense", "convolution", "transposed", "norm"):
         return False
-    return len(x) == 1 and (x.ndim > 2 or (x.ndim == 2 and spec.kind == "embedding"))
+    return isinstance(x, torch.nn.Parameter) or (len(x) == 1 and x.ndim > 2)
+
+
+def _are_positions(x: torch.Tensor) -> bool:
+    """Whether indices are 0, 1, 2, ..., or a matrix of what depends on the distance of two of these."""
+    if x.ndim < 2:
+        return torch.equal(x, torch.arange(x.numel(), dtype=x.dtype, device=x.device))
+    alike = min(x.shape) > 1 and torch.equal(x[1:, 1:], x[:-1, :-1])
+    return alike and bool((x != x[0, 0]).any())
 
 
 def keeps_half(spec: LayerSpec, gradient: torch.Tensor) -> bool:

@@ -78,6 +78,8 @@ class OutputWatch:
         if self.is_covered() or not clock.wanted or not module.training:
             return output
         positions = output.numel() // max(self.channels, 1)
+        if clock.discovering and not torch.compiler.is_compiling() and output.ndim > 1:
+            clock.not_covered.append(len(output))
         if torch.compiler.is_compiling():
             if is_exporting():
                 return output
