@@ -101,7 +101,7 @@ class _Finder:
         self.early: dict[int, tuple[Site, tuple[Step, ...]]] = {}  # a leaf times rows, re-indexed
         self.rows_found: dict[int, Origin] = {}  # what known indices look up, moved about
         self.aside: dict[int, Site] = {}  # products that the loss does not depend on
-        self.near: set[int] = set()  # made entry by entry of what it depends on: sin z, beside cos z
+        self.near: set[int] = set()  # made of what it depends on and of leaves: sin z, beside cos z
         self.late: dict[Any, Site] = {}  # by place: of which site it is what it may be moved to
         self.roots = [root for root in roots if root is not None]
         self.nodes = [n for n in program.nodes if any(out in self.live for out in n.outputs)]
@@ -152,8 +152,8 @@ class _Finder:
                     self.weigh_lookups(node)
                     self.sum_lookups(node)
                     self.scale_later(node)
-                elif self.is_entrywise(node, self.live | self.near):
-                    self.near.update(node.outputs)
+                else:
+                    self.go_near(node, known)
             elif live:
                 self.meet(node, known)
             else:
@@ -165,10 +165,7 @@ class _Finder:
                 self.scalings[self.scaled[root].first].others.append("being returned")
         self.settle_scalings()
         self.settle_beside()
-        if self.uses.beside:
-            values = [use.site for own in self.uses.biases.values() for use in own]
-            values += self.uses.beside
-            self.uses.made_of = {site.use.place: self.made_of(site) for site in values}
+        self.uses.program, self.uses.data = self.program, sorted(self.data)
         self.uses.each_its_own = any(map(self.is_of_each, self.nodes))
         for leaf, marked in self.uses.by_hand.items():  # the user vouches for them
             self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s in marked]
@@ -269,6 +266,7 @@ class _Finder:
 
     def meet_beside(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
         """An operation that the loss does not depend on: y = x w + b where its derivatives have x."""
+        self.go_near(node, known)
         op, out = node.operation, node.outputs[0]
         met = [
             _Meeting(i, origin, self.shape(node.inputs[i]), None)  # type: ignore[arg-type]
@@ -286,7 +284,7 @@ class _Finder:
             self.uses.beside += [self.aside[v] for v in node.inputs if v is not None and v in self.aside]
         elif len(met) == 1 and isinstance(op, (operations.DotGeneral, operations.Convolve)):
             site = self.product(node, met[0])
-            if site is not None and (site.input in self.live or site.input in self.near):
+            if site is not None and out in self.near:
                 self.aside[out] = site
 
     def settle_beside(self) -> None:
@@ -298,22 +296,12 @@ class _Finder:
         derived = {site.leaf for site in self.uses.sites if site.use.place not in valued}
         self.uses.beside = [site for site in self.uses.beside if site.leaf in derived]
 
-    def is_entrywise(self, node: jaxprs.Node, among: set[int]) -> bool:
-        """Whether each entry of what it computes may be of one of each of some values alone."""
-        if isinstance(node.operation, (operations.DotGeneral, operations.Convolve)):
-            return False
-        given = [v for v in node.inputs if v is not None]
-        shapes = {self.shape(v) for v in (*given, *node.outputs) if self.shape(v)}
-        return bool(given) and len(shapes) == 1 and all(v in among for v in given)
-
-    def made_of(self, site: Site) -> Any:
-        """A product's weight, and the data that its input is made of.
-
-        A program that takes derivatives has that of the values again, with the same data.
-        """
-        if site.input is None:
-            return site.leaf, None
-        return site.leaf, jaxprs.sources(self.program, site.input, self.data)
+    def go_near(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
+        """Note what is made of values that the loss depends on, and of leaves, and of nothing else."""
+        pairs = zip(node.inputs, known, strict=True)
+        given = [v for v, origin in pairs if v is not None and origin is None]
+        if given and all(v in self.live or v in self.near for v in given):
+            self.near.update(node.outputs)
 
     def multiplier(self, node: jaxprs.Node, place: int) -> Multiplier | None:
         """The number, without a derivative, that the operand at `place` is multiplied with."""

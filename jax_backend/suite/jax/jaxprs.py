@@ -6,6 +6,8 @@ which each operation that K-FAC understands has a name of our own (operations.py
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -53,6 +55,7 @@ class Node:
     outputs: tuple[int, ...]
     loops: Loops
     custom: Custom | None
+    params: Mapping[str, Any] | None = field(default=None, compare=False)  # the primitive's
 
 
 @dataclass
@@ -223,7 +226,7 @@ class _Flattener:
             if key in self.same:
                 return self.same[key]
         outs_ = tuple(self.new(out.aval) for out in eqn.outvars)
-        self.add(Node(path, name, operation, tuple(values), outs_, loops, custom))
+        self.add(Node(path, name, operation, tuple(values), outs_, loops, custom, eqn.params))
         if key is not None:
             self.same[key] = outs_
         return outs_
@@ -283,18 +286,45 @@ def differentiable_values(program: Program, inputs: Sequence[int]) -> set[int]:
     return found
 
 
-def sources(program: Program, value: int, among: set[int]) -> frozenset[int]:
-    """Which of some values a value is computed from."""
-    made_of = {out: node.inputs for node in program.nodes for out in node.outputs}
-    loops = dict(program.back)
-    found, todo = set(), [value]
-    while todo:
-        here = todo.pop()
-        if here in found:
+def sources(program: Program, among: Iterable[int]) -> list[int]:
+    """For each value which of some values it is computed from: a bit for each of these, in order."""
+    found = [0] * len(program.avals)
+    for place, value in enumerate(among):
+        found[value] = 1 << place
+    changed = True
+    while changed:
+        for node in program.nodes:
+            bits = functools.reduce(operator.or_, (found[v] for v in node.inputs if v is not None), 0)
+            for out in node.outputs:
+                found[out] |= bits
+        into = [(a, found[a] | found[b]) for a, b in program.back]
+        changed = any(found[a] != bits for a, bits in into)
+        for a, bits in into:
+            found[a] = bits
+    return found
+
+
+def alike(program: Program) -> list[int]:
+    """For each value the first that is computed in the same way from the same values.
+
+    So a derivative's values are those of the function itself, which it computes again.
+    """
+    first, known = list(range(len(program.avals))), {}
+    for node in program.nodes:
+        given = tuple(None if v is None else first[v] for v in node.inputs)
+        op = node.operation
+        if given[:1] != (None,) and (isinstance(op, Returned) or op == Reindex(None)):
+            first[node.outputs[0]] = given[0]  # type: ignore[call-overload]
             continue
-        found.add(here)
-        todo.extend(v for v in (*made_of.get(here, ()), loops.get(here)) if v is not None)
-    return frozenset(found & among)
+        numbers = [str(program.numbers.get((node.path, i))) for i, v in enumerate(given) if v is None]
+        params = sorted((name, str(x)) for name, x in (node.params or {}).items())
+        kinds = [program.avals[out] for out in node.outputs]
+        lengths = [n for _, n in node.loops]
+        key = node.name, op, given, *map(tuple, (numbers, params, kinds, lengths))
+        same = known.setdefault(key, node.outputs)
+        for out, one in zip(node.outputs, same, strict=True):
+            first[out] = one
+    return first
 
 
 def dependent_values(program: Program, starts: Iterable[int]) -> set[int]:

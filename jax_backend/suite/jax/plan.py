@@ -363,18 +363,15 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
     products of what is no example's.
     """
     owner = {u.place: layer for layer in layers for u in layer.uses}
-    primal = {u.site.use.place for own in uses.biases.values() for u in own}
+    values = [*(u.site for own in uses.biases.values() for u in own), *uses.beside]
     sites = [*uses.sites, *(u.instead for own in uses.biases.values() for u in own)]
     sites = [s for s in sites if not (s.use.once and isinstance(s.use.product, Elementwise))]
     products = [s for s in sites if not isinstance(s.use.product, Elementwise)]
     if uses.beside:
-        # Of values and what derivatives of them multiply with only the former are terms.
         own_layer = {layer.leaf: layer for layer in layers if layer.kind != "elementwise"}
         owner |= {s.use.place: own_layer[s.leaf] for s in uses.beside if s.leaf in own_layer}
-        primal |= {s.use.place for s in uses.beside}
         products += uses.beside
-        valued = {s.leaf for s in products if s.use.place in primal}
-        products = [s for s in products if s.use.place in primal or s.leaf not in valued]
+    products = [s for s in products if not _is_derivative(s, values, uses)]
     # As they run; lookups first, which may be of what all examples have in common (classes, positions).
     products.sort(key=lambda site: (not isinstance(site.use.product, Lookup), site.use.path))
     # Nor are one-row products of data and what is also used by others: a weight's singular vectors'.
@@ -396,6 +393,17 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
         if all(length is not None for _, length in site.loops):
             break
     return tuple(found)
+
+
+def _is_derivative(site: Site, values: Sequence[Site], uses: Uses) -> bool:
+    """Whether a product is one in derivatives of values, of which only these are terms.
+
+    A bias is added to what a layer computes, not to the derivatives of that.
+    """
+    places = {value.use.place for value in values if value.leaf == site.leaf}
+    if not places or site.use.place in places or isinstance(site.use.product, Lookup):
+        return False
+    return uses.is_derivative(site, [value for value in values if value.leaf == site.leaf])
 
 
 def _terms(
@@ -430,15 +438,9 @@ def _terms(
     elif very_last.use.place in mine:  # of a tied autoencoder the decoder's, which has the transpose
         turned = {place for place, use in mine.items() if use.transposed}
         own = [s for s in own if (s.use.place in turned) == (very_last.use.place in turned)]
-    # Of a tied table the head's rows, not the lookups'; and a bias is added to what a layer computes,
-    # not to the derivatives of that.
+    # Of a tied table the head's rows, not the lookups'.
     own = [s for s in own if not isinstance(s.use.product, Lookup)] or own
-    primal = {u.site.use.place for every in uses.biases.values() for u in every}
-    values = [s for s in own if s.use.place in primal]
-    if uses.beside:
-        own = list({uses.made_of.get(s.use.place, s.use.place): s for s in own}.values())
-    elif {s.use.rows for s in own} == {s.use.rows for s in values}:  # derivatives have rows of values
-        own = values
+    own = list({uses.made_of(s): s for s in own}.values()) if len(own) > 1 else own
     positions = sum(s.use.rows * s.executions for s in own)
     return positions / max(sum(map(rows, counted)), 1), positions
 

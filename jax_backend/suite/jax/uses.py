@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -116,8 +118,32 @@ class Uses:
     by_hand: dict[int, list[Site]] = field(default_factory=dict)  # a user's probes
     of_data: set[Any] = field(default_factory=set)  # places of products with what no leaf is a part of
     beside: list[Site] = field(default_factory=list)  # values of which the loss has derivatives only
-    made_of: dict[Any, Any] = field(default_factory=dict)  # by place, if there are: see `made_of`
+    program: jaxprs.Program | None = None
+    data: Sequence[int] = ()  # values that are no leaf's
     each_its_own: bool = False  # whether examples are in products with gradients, frozen ones among them
+
+    @functools.cached_property
+    def _alike(self) -> list[int]:
+        return [] if self.program is None else jaxprs.alike(self.program)
+
+    @functools.cached_property
+    def _sources(self) -> list[int]:
+        return [] if self.program is None else jaxprs.sources(self.program, self.data)
+
+    def made_of(self, site: Site) -> Any:
+        """A product's leaf and input: a program that takes derivatives has some products repeatedly."""
+        return site.leaf, site.view, site.use.place if site.input is None else self._alike[site.input]
+
+    def is_derivative(self, site: Site, of: Sequence[Site]) -> bool:
+        """Whether a product is, it seems, one in derivatives of some products with its leaf.
+
+        What goes into it is made of all that their inputs are made of, or of no data.
+        """
+        if site.input is None:
+            return False
+        own = self._sources[site.input]
+        given = [self._sources[value.input] for value in of if value.input is not None]
+        return not own or any(its & own == its for its in given)
 
     def rule_out(self, origin: Origin | None, why: str) -> None:
         if origin is not None:
