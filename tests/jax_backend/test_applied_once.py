@@ -325,6 +325,37 @@ def test_a_key_makes_examples_too():
         assert plan.routing["['s']"].treatment == "kfac"
 
 
+REPEATS = {
+    "broadcast": lambda p, n: jnp.broadcast_to(p, (n, T, D)),
+    "tiled": lambda p, n: jnp.tile(p[None], (n, 1, 1)),
+    "repeated": lambda p, n: jnp.repeat(p[None], n, 0),
+    "looked up": lambda p, n: p[jnp.broadcast_to(jnp.arange(T), (n, T))],
+}
+
+
+@pytest.mark.parametrize("how", REPEATS)
+def test_what_is_repeated_for_each_example_is_each_ones(how):
+    """Latents, or queries, that attend to what an example has."""
+    p = {"z": normal(T, D), "s": 1 + 0.1 * normal(D), "t": normal(D, seed=1), "q": normal(D, D, seed=2)}
+    x = normal(N, 7, D, seed=3)
+
+    def loss(p, x, repeat):
+        z = repeat(p["z"], len(x))
+        z = (z - z.mean(-1, keepdims=True)) * jax.lax.rsqrt(z.var(-1, keepdims=True) + 0.1)
+        q = (z * p["s"] + p["t"]) @ p["q"]
+        h = jax.nn.softmax(q @ x.mT) @ x
+        return jnp.mean(jnp.sin(h @ p["q"]))
+
+    found = []
+    for repeat in (REPEATS[how], lambda z, n: z + jnp.zeros((n, 1, 1))):
+        vag = value_and_grad(lambda p, x, repeat=repeat: loss(p, x, repeat))
+        plan, statistics = vag.plan(p, x), jax.jit(vag)(p, x)[2]
+        assert [plan.routing[f"['{k}']"].treatment for k in "stq"] == ["kfac"] * 3
+        assert not any("once for all" in route.reason for route in plan.routing)
+        found.append([statistics.layers[f"['{k}']"] for k in "sq"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), *found)
+
+
 def test_where_nothing_is_data_nothing_is_once_for_all():
     params = {"s": jnp.ones(D), "head": normal(D, 3)}
 

@@ -1297,6 +1297,88 @@ def test_the_terms_of_a_loss_of_derivatives_are_its_points(kind, activation):
     assert terms(and_more, x, y, has_aux=True) == pytest.approx(13)
 
 
+def normalized(h):
+    return (h - h.mean()) * lax.rsqrt(h.var() + 0.1)
+
+
+# What a network does before its head, of (parameters, h, the layer before, the point), and behind it.
+ENDS = {
+    "residual": (lambda p, h, below, z: h + below, None),
+    "gate of its own": (lambda p, h, below, z: p["a"] * h + (1 - p["a"]) * below, None),
+    "scale": (lambda p, h, below, z: h * p["s"], None),
+    "norm": (lambda p, h, below, z: normalized(h) * p["s"] + p["t"], None),
+    "softmax": (lambda p, h, below, z: jax.nn.softmax(h), None),
+    "gate of the point": (lambda p, h, below, z: h * jnp.sin(z[0]), None),
+    "side by side": (lambda p, h, below, z: jnp.concatenate([h[:2] ** 2, h[2:]]), None),
+    "boundary": (None, lambda u, z: u * z[1] * (1 - z[1])),
+    "initial value": (None, lambda u, z: u * z[0] + jnp.sin(z[1])),
+}
+E = np.eye(2)
+DERIVATIVES = {
+    "reverse": lambda u, z: jax.grad(u)(z)[0] - jax.hessian(u)(z)[1, 1],
+    "forward": lambda u, z: (
+        jax.jvp(u, (z,), (E[0],))[1] - jax.jvp(lambda z: jax.jvp(u, (z,), (E[1],))[1], (z,), (E[1],))[1]
+    ),
+    "products": lambda u, z: u(z) * jax.grad(u)(z)[1] + jax.grad(u)(z)[0] - jax.hessian(u)(z)[1, 1],
+    "value and slopes": lambda u, z: sum(map(jnp.sum, jax.value_and_grad(u)(z))),
+    "every direction": lambda u, z: sum(
+        map(jnp.sum, jax.vmap(lambda e: jax.jvp(u, (z,), (e,)))(jnp.eye(2)))
+    ),
+    "linearized": lambda u, z: jax.linearize(jax.grad(u), z)[1](jnp.asarray(E[1]))[1],
+}
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
+@pytest.mark.parametrize("kind", DERIVATIVES)
+@pytest.mark.parametrize("end", ENDS)
+def test_the_terms_of_a_loss_of_derivatives_are_its_points_whatever_a_network_ends_in(end, kind, remat):
+    p = {"w1": normal(2, 4), "b1": normal(4), "w2": normal(4, 4, seed=1), "b2": normal(4, seed=1)}
+    p |= {"o": normal(4, 1, seed=2), "c": normal(1), "s": 1 + normal(4), "t": normal(4, seed=3)}
+    p |= {"a": normal(1, seed=4)}
+    x, y = normal(9, 2, seed=1), normal(4, 2, seed=2)
+    before, behind = ENDS[end]
+
+    def network(p, z):
+        below = jnp.tanh(z @ p["w1"] + p["b1"])
+        h = jnp.tanh(below @ p["w2"] + p["b2"])
+        u = ((h if before is None else before(p, h, below, z)) @ p["o"] + p["c"])[0]
+        return u if behind is None else behind(u, z)
+
+    if remat:
+        network = jax.checkpoint(network)
+
+    def residual(p, x):
+        each = jax.vmap(lambda x: DERIVATIVES[kind](lambda z: network(p, z), x))
+        return jnp.mean(each(x) ** 2)
+
+    def boundary(p, x, y):
+        return residual(p, x) + jnp.mean(jax.vmap(lambda z: network(p, z))(y) ** 2)
+
+    for loss, batch, count in ((residual, (x,), 9), (boundary, (x, y), 13)):
+        (last, *_) = value_and_grad(loss).plan(p, *batch).last
+        assert last.terms == count
+
+
+def test_what_is_computed_again_in_the_same_way_is_one_and_in_another_way_another():
+    p, x = {"w": normal(3, 4), "v": normal(4, 2, seed=1), "b": normal(2)}, normal(5, 3)
+
+    def model(p, x):
+        return jnp.tanh(x @ p["w"]) @ p["v"] + p["b"]
+
+    losses = {
+        5: lambda p, x: jnp.mean(model(p, x) ** 2) + jnp.mean(jnp.sin(jax.jit(model)(p, x))),
+        10: lambda p, x: jnp.mean((model(p, x) - model(p, 2 * x)) ** 2),
+        15: lambda p, x: sum(jnp.mean(model(p, k * x) ** 2) for k in (1, 2, 2.0, 3)),
+        20: lambda p, x: (
+            sum(jnp.mean(model(p, x.sum(i, keepdims=True) + x)) for i in (0, 1, 0))
+            + jnp.mean(model(p, x[::-1]))
+            + jnp.mean(model(p, x[jnp.array([0, 2, 1, 4, 3])]))
+        ),
+    }
+    for count, loss in losses.items():
+        assert value_and_grad(loss).plan(p, x).last[0].terms == count
+
+
 def test_the_terms_of_energies_and_forces_and_of_a_gradient_penalty():
     p, x, y = points_and_mlp()
 

@@ -12,7 +12,8 @@ from suite.jax.views import Shape
 def of_examples(
     program: jaxprs.Program, leaves: int, arguments: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """Values that are computed from data, and what is `ones_like` them: tangents of each example.
+    """Values that are computed from data, what is `ones_like` them (tangents of each example), and what
+    is repeated for each.
 
     And inputs that are no data, but weights which are not trained.
 
@@ -38,10 +39,25 @@ def of_examples(
         for shape in (_shape(program, v) for v in found)
         if len(shape) > 1 or (shape and shape[0] in lengths)  # also of points that were put together
     }
+    several = lengths - {1}
+    shapes |= {(n, *(1,) * more) for n in several for more in (1, 2, 3)}  # to repeat something by
     made = [node for node in program.nodes if isinstance(node.operation, operations.Reindex)]
     filled = {node.outputs[0] for node in made if node.inputs == (None,)}
     found |= {v for v in filled if _shape(program, v) in shapes}
+    found |= {node.outputs[0] for node in made if _repeats(program, node, several)}
     return jaxprs.dependent_values(program, found), weights
+
+
+def _repeats(program: jaxprs.Program, node: jaxprs.Node, lengths: Collection[int]) -> bool:
+    """Whether it puts an axis of such a length in front of an array, but for axes of length 1."""
+    step, value, shape = node.operation.step, node.inputs[0], _shape(program, node.outputs[0])
+    first = next((axis for axis, n in enumerate(shape) if n > 1), None)
+    if step is None or step[0] != "broadcast" or value is None:
+        return False
+    if first is None or shape[first] not in lengths:
+        return False
+    before = dict(zip(step[1][1], _shape(program, value), strict=True))
+    return before.pop(first, 1) == 1 and any(n > 1 for n in before.values())
 
 
 def _times_constants(program: jaxprs.Program, trained: Collection[int]) -> set[int]:

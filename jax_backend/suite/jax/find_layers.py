@@ -71,11 +71,10 @@ def find_uses(program: jaxprs.Program, leaves: int, roots: Sequence[int | None])
 
 class _Finder:
     def __init__(self, program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> None:
-        self.program, self.uses = program, Uses()
+        self.program, self.leaves, self.uses = program, leaves, Uses()
         self.live = jaxprs.live_values(program, roots)
         self.differentiable = jaxprs.differentiable_values(program, program.inputs[:leaves])
         data = {*program.inputs[leaves:], *program.constants}
-        self.data = data
         self.of_data = jaxprs.dependent_values(program, data)
         # Numbers and random keys have no axis for examples.
         with_axes = {v for v in program.inputs[leaves:] if self.shape(v) and not self.is_raw_key(v)}
@@ -165,7 +164,8 @@ class _Finder:
                 self.scalings[self.scaled[root].first].others.append("being returned")
         self.settle_scalings()
         self.settle_beside()
-        self.uses.program, self.uses.data = self.program, sorted(self.data)
+        self.uses.program, self.uses.arguments = self.program, self.program.inputs[self.leaves :]
+        self.uses.constants = [*self.program.constants]
         self.uses.each_its_own = any(map(self.is_of_each, self.nodes))
         for leaf, marked in self.uses.by_hand.items():  # the user vouches for them
             self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s in marked]
@@ -297,10 +297,11 @@ class _Finder:
         self.uses.beside = [site for site in self.uses.beside if site.leaf in derived]
 
     def go_near(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
-        """Note what is made of values that the loss depends on, and of leaves, and of nothing else."""
+        """Note what is made of values that the loss depends on, and of no other data."""
         pairs = zip(node.inputs, known, strict=True)
         given = [v for v, origin in pairs if v is not None and origin is None]
-        if given and all(v in self.live or v in self.near for v in given):
+        far = [v for v in given if v not in self.live and v not in self.near]
+        if len(far) < len(given) and not any(v in self.of_data for v in far):
             self.near.update(node.outputs)
 
     def multiplier(self, node: jaxprs.Node, place: int) -> Multiplier | None:

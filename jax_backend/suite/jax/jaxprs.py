@@ -6,8 +6,6 @@ which each operation that K-FAC understands has a name of our own (operations.py
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -294,7 +292,9 @@ def sources(program: Program, among: Iterable[int]) -> list[int]:
     changed = True
     while changed:
         for node in program.nodes:
-            bits = functools.reduce(operator.or_, (found[v] for v in node.inputs if v is not None), 0)
+            bits = 0
+            for v in node.inputs:
+                bits |= 0 if v is None else found[v]
             for out in node.outputs:
                 found[out] |= bits
         into = [(a, found[a] | found[b]) for a, b in program.back]
@@ -309,19 +309,21 @@ def alike(program: Program) -> list[int]:
 
     So a derivative's values are those of the function itself, which it computes again.
     """
-    first, known = list(range(len(program.avals))), {}
+    first = list(range(len(program.avals)))
+    known: dict[Any, tuple[int, ...]] = {}
     for node in program.nodes:
-        given = tuple(None if v is None else first[v] for v in node.inputs)
-        op = node.operation
-        if given[:1] != (None,) and (isinstance(op, Returned) or op == Reindex(None)):
-            first[node.outputs[0]] = given[0]  # type: ignore[call-overload]
+        op, value = node.operation, node.inputs[0] if node.inputs else None
+        if value is not None and (isinstance(op, Returned) or op == Reindex(None)):
+            first[node.outputs[0]] = first[value]
             continue
-        numbers = [str(program.numbers.get((node.path, i))) for i, v in enumerate(given) if v is None]
-        params = sorted((name, str(x)) for name, x in (node.params or {}).items())
-        kinds = [program.avals[out] for out in node.outputs]
-        lengths = [n for _, n in node.loops]
-        key = node.name, op, given, *map(tuple, (numbers, params, kinds, lengths))
-        same = known.setdefault(key, node.outputs)
+        operands = tuple(
+            str(program.numbers.get((node.path, i))) if v is None else first[v]
+            for i, v in enumerate(node.inputs)
+        )
+        params = tuple(sorted((name, str(x)) for name, x in (node.params or {}).items()))
+        kinds = tuple(program.avals[out] for out in node.outputs)
+        lengths = tuple(n for _, n in node.loops)
+        same = known.setdefault((node.name, op, operands, params, kinds, lengths), node.outputs)
         for out, one in zip(node.outputs, same, strict=True):
             first[out] = one
     return first

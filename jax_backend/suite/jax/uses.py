@@ -119,7 +119,8 @@ class Uses:
     of_data: set[Any] = field(default_factory=set)  # places of products with what no leaf is a part of
     beside: list[Site] = field(default_factory=list)  # values of which the loss has derivatives only
     program: jaxprs.Program | None = None
-    data: Sequence[int] = ()  # values that are no leaf's
+    arguments: Sequence[int] = ()  # values that are no leaf's
+    constants: Sequence[int] = ()
     each_its_own: bool = False  # whether examples are in products with gradients, frozen ones among them
 
     @functools.cached_property
@@ -128,7 +129,11 @@ class Uses:
 
     @functools.cached_property
     def _sources(self) -> list[int]:
-        return [] if self.program is None else jaxprs.sources(self.program, self.data)
+        return (
+            []
+            if self.program is None
+            else jaxprs.sources(self.program, (*self.arguments, *self.constants))
+        )
 
     def made_of(self, site: Site) -> Any:
         """A product's leaf and input: a program that takes derivatives has some products repeatedly."""
@@ -137,13 +142,16 @@ class Uses:
     def is_derivative(self, site: Site, of: Sequence[Site]) -> bool:
         """Whether a product is, it seems, one in derivatives of some products with its leaf.
 
-        What goes into it is made of all that their inputs are made of, or of no data.
+        What goes into it is made of all that their inputs are made of, or of nothing (a direction) where
+        they are made of arguments.
         """
         if site.input is None:
             return False
         own = self._sources[site.input]
         given = [self._sources[value.input] for value in of if value.input is not None]
-        return not own or any(its & own == its for its in given)
+        arguments = (1 << len(self.arguments)) - 1
+        direction = not own & arguments and any(its & arguments for its in given)
+        return not own or direction or any(its & own == its for its in given)
 
     def rule_out(self, origin: Origin | None, why: str) -> None:
         if origin is not None:
