@@ -356,6 +356,29 @@ def test_what_is_repeated_for_each_example_is_each_ones(how):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), *found)
 
 
+def test_gains_of_as_many_inputs_as_there_are_examples_are_gains():
+    params = {"w": normal(D, 3), "g": normal(3, seed=1)}
+
+    def loss(p, x):
+        return jnp.mean(jnp.sin(x @ (p["w"] * jnp.broadcast_to(p["g"][None], (D, 3)))))
+
+    for count in (D, N):
+        plan = value_and_grad(loss).plan(params, normal(count, D, seed=2))
+        assert plan.routing["['w']"].treatment == "kfac"
+
+
+def test_a_mask_of_positions_tells_nothing_of_examples():
+    params = {"z": normal(D), "u": normal(D, 2), "b": normal(2), "v": normal(D, 3, seed=1)}
+
+    def loss(p, x, mask):
+        pairs = jnp.broadcast_to(p["z"], (T, T, D)) * DISTANCES[..., None]
+        weights = jax.nn.softmax((jnp.tanh(pairs) @ p["u"] + p["b"]).sum(-1) * mask)
+        return jnp.mean(jnp.sin(weights @ x @ p["v"]))
+
+    plan = value_and_grad(loss).plan(params, normal(N, T, D, seed=2), jnp.ones((T, T)))
+    assert "once for all" in plan.routing["['u']"].reason
+
+
 def test_where_nothing_is_data_nothing_is_once_for_all():
     params = {"s": jnp.ones(D), "head": normal(D, 3)}
 

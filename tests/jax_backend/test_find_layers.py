@@ -1331,7 +1331,7 @@ DERIVATIVES = {
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
 @pytest.mark.parametrize("kind", DERIVATIVES)
 @pytest.mark.parametrize("end", ENDS)
-def test_the_terms_of_a_loss_of_derivatives_are_its_points_whatever_a_network_ends_in(end, kind, remat):
+def test_the_terms_of_a_loss_of_derivatives_are_its_points_with_other_ends(end, kind, remat):
     p = {"w1": normal(2, 4), "b1": normal(4), "w2": normal(4, 4, seed=1), "b2": normal(4, seed=1)}
     p |= {"o": normal(4, 1, seed=2), "c": normal(1), "s": 1 + normal(4), "t": normal(4, seed=3)}
     p |= {"a": normal(1, seed=4)}
@@ -1359,7 +1359,7 @@ def test_the_terms_of_a_loss_of_derivatives_are_its_points_whatever_a_network_en
         assert last.terms == count
 
 
-def test_what_is_computed_again_in_the_same_way_is_one_and_in_another_way_another():
+def test_what_is_computed_again_is_counted_once_and_what_differs_apart():
     p, x = {"w": normal(3, 4), "v": normal(4, 2, seed=1), "b": normal(2)}, normal(5, 3)
 
     def model(p, x):
@@ -1377,6 +1377,78 @@ def test_what_is_computed_again_in_the_same_way_is_one_and_in_another_way_anothe
     }
     for count, loss in losses.items():
         assert value_and_grad(loss).plan(p, x).last[0].terms == count
+
+
+def recurrent(p, x, start=0.0, reverse=False):
+    """Of (time, examples, features)."""
+
+    def step(h, x):
+        h = jnp.tanh(x @ p["u"] + h @ p["w"] + p["b"])
+        return h, h
+
+    first = jnp.full((x.shape[1], 4), start)
+    return lax.scan(step, first, x, reverse=reverse)[1] @ p["v"]
+
+
+def augmented(p, x, choice):
+    x = lax.cond(choice > 0, lambda x: x[:, ::-1], lambda x: 2 * x, x)
+    return jnp.tanh(x[0] @ p["u"]) @ p["v"]
+
+
+# Each with what it has the terms of.
+IN_TURN = {
+    "two sequences": (
+        lambda p, x, y, a: jnp.mean(recurrent(p, x) ** 2) + jnp.mean(recurrent(p, y) ** 2),
+        lambda p, x, y, a: jnp.mean(recurrent(p, jnp.concatenate([x, y], 1)) ** 2),
+    ),
+    "one sequence from two states": (
+        lambda p, x, y, a: jnp.mean(recurrent(p, x, 1.0) ** 2) + jnp.mean(recurrent(p, x, 2.0) ** 2),
+        lambda p, x, y, a: jnp.mean(recurrent(p, jnp.concatenate([x, y], 1)) ** 2),
+    ),
+    "both directions": (
+        lambda p, x, y, a: jnp.mean(recurrent(p, x) * recurrent(p, x, reverse=True)),
+        lambda p, x, y, a: jnp.mean(recurrent(p, jnp.concatenate([x, y], 1)) ** 2),
+    ),
+    "one sequence again": (
+        lambda p, x, y, a: jnp.mean(recurrent(p, x) ** 2) + jnp.mean(jnp.sin(recurrent(p, x))),
+        lambda p, x, y, a: jnp.mean(recurrent(p, x) ** 2),
+    ),
+    "two augmentations": (
+        lambda p, x, y, a: jnp.mean(augmented(p, x, a[0]) * augmented(p, x, a[1])),
+        lambda p, x, y, a: jnp.mean(augmented(p, jnp.concatenate([x, y], 1), a[0])),
+    ),
+    "a tied head of the last step": (
+        lambda p, x, y, a: jnp.mean(jnp.tanh(x @ p["u"] + p["b"])[-1] @ p["u"].T),
+        lambda p, x, y, a: jnp.mean(jnp.sin(x[0] @ p["u"])),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_TURN)
+def test_what_runs_in_turn_is_as_what_runs_at_once(case):
+    p = {"u": normal(3, 4), "w": normal(4, 4), "b": normal(4), "v": normal(4, 2)}
+    batch = normal(5, 6, 3), normal(5, 6, 3, seed=1), jnp.asarray([0, 1])
+    in_turn, at_once = (value_and_grad(loss).plan(p, *batch).last[0].terms for loss in IN_TURN[case])
+    assert in_turn == at_once
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("kind", ["products", "value and slopes", "every direction"])
+def test_the_terms_of_a_loss_of_derivatives_of_layers_without_biases(kind, stacked):
+    p, x = {"w": normal(2, 4), "W": normal(3, 4, 4, seed=1), "o": normal(4, 1, seed=2)}, normal(9, 2)
+
+    def network(p, z):
+        h = jnp.tanh(z @ p["w"])
+        if stacked:
+            return (lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["W"])[0] @ p["o"])[0]
+        for i in range(3):
+            h = jnp.tanh(h @ p["W"][i])
+        return (h @ p["o"])[0]
+
+    def loss(p, x):
+        return jnp.mean(jax.vmap(lambda x: DERIVATIVES[kind](lambda z: network(p, z), x))(x) ** 2)
+
+    assert value_and_grad(loss).plan(p, x).last[0].terms == 9
 
 
 def test_the_terms_of_energies_and_forces_and_of_a_gradient_penalty():

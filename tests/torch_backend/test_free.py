@@ -669,6 +669,20 @@ def test_a_gain_of_a_matrix_is_reported(kind):
     assert kfac.routing()["1.gain"].treatment == "waiting"
 
 
+def test_torchs_prelu_has_the_diagonal_of_its_rows_gradients():
+    model = nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)).double()
+    x, own = numbers(6, 3), nn.PReLU(4).double()
+    kfac = KFAC(model)
+    model(x).square().mean().backward()
+    kfac.step()
+    h, expected = model[0](x).detach(), torch.zeros(4, dtype=torch.float64)
+    for row in h:
+        own.zero_grad()
+        (model[2](own(row[None])).square().mean() / 6).backward()
+        expected += 6 * own.weight.grad.square()
+    assert_close(held(kfac)["1.weight"][0].flatten(), expected)
+
+
 COMPLEX = {  # of x and a parameter (4,)
     "function": lambda x, p: x * torch.exp(p + 1j),
     "number": lambda x, p: x * (p * 1j),

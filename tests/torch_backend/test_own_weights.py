@@ -194,7 +194,7 @@ def test_a_layer_that_is_none_of_torchs_is_preconditioned_like_torchs(case, meth
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
-@pytest.mark.parametrize("case", ["linear", "convolution"])
+@pytest.mark.parametrize("case", ["linear", "convolution", "norm"])
 def test_it_is_seen_in_checkpoints_compiled_and_in_copies(case):
     torch._dynamo.reset()
     model, other, x = pair(case)
@@ -463,6 +463,22 @@ def of_a_basis_by_einsum(self, x):
     return x @ torch.einsum("kb,bo->ko", self.weight, self.other * self.scale)
 
 
+def of_what_is_filled_in(self, x):
+    other = self.other.repeat(2, 1)
+    other[:, :2] = x
+    return other @ self.weight
+
+
+def of_what_is_changed(self, x):
+    other = self.other.repeat(2, 1)
+    other.add_(x)
+    return other @ self.weight
+
+
+def of_noise(self, x):
+    return (torch.randn(3, 4) * self.other) @ self.weight
+
+
 def of_what_may_be_data(self, x):
     other = self.other
     other = other + x
@@ -667,6 +683,9 @@ SAID = [
     (of_a_basis, []),
     (of_a_basis_by_einsum, []),
     (of_what_may_be_data, one()),
+    (of_what_is_filled_in, one(turned=True)),
+    (of_what_is_changed, one(turned=True)),
+    (of_noise, one(turned=True)),
     (turned_and_scaled, []),
     (scaled_turned_and_cast, []),
     (annotated, one()),

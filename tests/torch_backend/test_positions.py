@@ -188,7 +188,9 @@ ONCE_FOR_ALL = {  # the layers that are named, and what is computed
     "of one time": ([], lambda m, h, grid, i: h + m.small(h[None, :, 0, :2])[0][:, None]),
     "of two kinds of rows": (
         ["norm", "small"],
-        lambda m, h, grid, i: m.norm(h + m.small(h[..., :2])) + m.norm(m.small(grid)),
+        lambda m, h, grid, i: (
+            m.norm(h + m.small(h[..., :2])) + m.norm(m.small(m.given[None, :, :2]))[:, :1]
+        ),
     ),
     "of a parameter": (["wide"], lambda m, h, grid, i: h + m.wide(m.given)[0]),
     "distances": (
@@ -198,6 +200,14 @@ ONCE_FOR_ALL = {  # the layers that are named, and what is computed
     "distances, masked": (
         ["distances"],
         lambda m, h, grid, i: h * m.distances(between(i).clamp(0, 2)).masked_fill(mask(i), 0.0).sum(1),
+    ),
+    "a rest of the batch": (
+        [],
+        lambda m, h, grid, i: torch.cat([m.norm(m.small(x[..., :2])) for x in h.split(11)]),
+    ),
+    "of two rows of tokens": (
+        [],
+        lambda m, h, grid, i: h + m.table(torch.tensor([[1, 2], [3, 1]])).sum() * h,
     ),
     "distances of each": (
         [],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+import jax.numpy as jnp
 
 from suite.jax import jaxprs, operations
 from suite.jax.activations import moved_axes
@@ -39,22 +41,32 @@ def of_examples(
         for shape in (_shape(program, v) for v in found)
         if len(shape) > 1 or (shape and shape[0] in lengths)  # also of points that were put together
     }
-    several = lengths - {1}
-    shapes |= {(n, *(1,) * more) for n in several for more in (1, 2, 3)}  # to repeat something by
+    batch = _batch(program, [v for v in program.inputs[leaves:] if v in data and _shape(program, v)])
+    if batch > 1:
+        shapes |= {(batch, *(1,) * more) for more in (1, 2, 3)}  # to repeat something by
     made = [node for node in program.nodes if isinstance(node.operation, operations.Reindex)]
     filled = {node.outputs[0] for node in made if node.inputs == (None,)}
     found |= {v for v in filled if _shape(program, v) in shapes}
-    found |= {node.outputs[0] for node in made if _repeats(program, node, several)}
+    found |= {node.outputs[0] for node in made if _repeats(program, node, batch)}
     return jaxprs.dependent_values(program, found), weights
 
 
-def _repeats(program: jaxprs.Program, node: jaxprs.Node, lengths: Collection[int]) -> bool:
-    """Whether it puts an axis of such a length in front of an array, but for axes of length 1."""
-    step, value, shape = node.operation.step, node.inputs[0], _shape(program, node.outputs[0])
-    first = next((axis for axis, n in enumerate(shape) if n > 1), None)
-    if step is None or step[0] != "broadcast" or value is None:
+def _batch(program: jaxprs.Program, arguments: Sequence[int]) -> int:
+    """How many examples there are: as most arguments have on their first axis, or the first has."""
+    lengths = [_shape(program, v)[0] for v in arguments]
+    return max(lengths, key=lengths.count, default=1)
+
+
+def _repeats(program: jaxprs.Program, node: jaxprs.Node, batch: int) -> bool:
+    """Whether it puts an axis of this length in front of rows, or of indices, but for axes of length 1.
+
+    A matrix may as well be of gains, as many as a weight has inputs.
+    """
+    step, value, out = node.operation.step, node.inputs[0], program.avals[node.outputs[0]]
+    first = next((axis for axis, n in enumerate(out.shape) if n > 1), None)
+    if step is None or step[0] != "broadcast" or value is None or first is None:
         return False
-    if first is None or shape[first] not in lengths:
+    if out.shape[first] != batch or (len(out.shape) < 3 and jnp.issubdtype(out.dtype, jnp.inexact)):
         return False
     before = dict(zip(step[1][1], _shape(program, value), strict=True))
     return before.pop(first, 1) == 1 and any(n > 1 for n in before.values())

@@ -163,9 +163,9 @@ class _Finder:
             if root in self.scaled:
                 self.scalings[self.scaled[root].first].others.append("being returned")
         self.settle_scalings()
-        self.settle_beside()
         self.uses.program, self.uses.arguments = self.program, self.program.inputs[self.leaves :]
         self.uses.constants = [*self.program.constants]
+        self.settle_beside()
         self.uses.each_its_own = any(map(self.is_of_each, self.nodes))
         for leaf, marked in self.uses.by_hand.items():  # the user vouches for them
             self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s in marked]
@@ -290,11 +290,19 @@ class _Finder:
     def settle_beside(self) -> None:
         """Products that the loss depends on in no way, as of a head for another, are no terms of it.
 
-        Of what it has derivatives of there are other products with the leaf, to which no bias is added.
+        Of what it has derivatives of there are other products with the leaf, to which no bias is added,
+        or if that is added to none, of a direction or of what is linear in one.
         """
-        valued = {use.site.use.place for own in self.uses.biases.values() for use in own}
-        derived = {site.leaf for site in self.uses.sites if site.use.place not in valued}
+        valued = {use.site.use.place: use.site.leaf for own in self.uses.biases.values() for use in own}
+        others = [site for site in self.uses.sites if site.use.place not in valued]
+        derived = {site.leaf for site in others}
         self.uses.beside = [site for site in self.uses.beside if site.leaf in derived]
+        biased = {*valued.values(), *(site.leaf for site in self.uses.beside)}
+        alone = [site for site in self.aside.values() if site.leaf in derived - biased]
+        if alone:
+            along = {site.leaf for site in others if self.uses.is_derivative(site, [])}
+            alone = [site for site in alone if site.leaf in along]
+            self.uses.beside += [site for site in alone if not self.uses.is_linear(site)]
 
     def go_near(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
         """Note what is made of values that the loss depends on, and of no other data."""

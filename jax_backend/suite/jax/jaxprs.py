@@ -151,9 +151,9 @@ class _Flattener:
     def equation(self, eqn: Any, values: Any, path: Path, loops: Any, custom: Any) -> Sequence[Any]:
         name = eqn.primitive.name
 
-        def node(operation: Any, inputs: Any, aval: Any, label: str = name) -> int:
+        def node(operation: Any, inputs: Any, aval: Any, params: Any = None) -> int:
             out = self.new(aval)
-            self.add(Node(path, label, operation, tuple(inputs), (out,), loops, custom))
+            self.add(Node(path, name, operation, tuple(inputs), (out,), loops, custom, params))
             return out
 
         if name in CALLS and eqn.params.get("name") == PROBE:
@@ -235,13 +235,15 @@ class _Flattener:
         length = int(params["length"])
         inputs: list[Any] = list(values[:consts])
         unchanged = [inner.outvars[i] is inner.invars[consts + i] for i in range(carries)]
+        order = {"length": length, "reverse": params["reverse"]}
         for i in range(carries):
             value, v = values[consts + i], inner.invars[consts + i]
-            inputs.append(value if unchanged[i] else node(Moved(), (value,), v.aval))
+            start = {**order, "start": self.program.numbers.get((path, consts + i))}
+            inputs.append(value if unchanged[i] else node(Moved(), (value,), v.aval, start))
         inside = (*loops, (path, length))
         for value, v in zip(values[consts + carries :], inner.invars[consts + carries :], strict=True):
             out = self.new(v.aval)
-            self.add(Node(path, "scan", LoopSlice(length), (value,), (out,), inside, custom))
+            self.add(Node(path, "scan", LoopSlice(length), (value,), (out,), inside, custom, order))
             inputs.append(out)
         returned = self.body(inner, inputs, path, inside, custom)
         outs: list[Any] = []
@@ -251,8 +253,11 @@ class _Flattener:
                 continue
             if i < carries and value is not None:
                 self.program.back.append((inputs[consts + i], value))
-            outs.append(node(Moved(), (value,), out.aval))
+            outs.append(node(Moved(), (value,), out.aval, {**order, "last": i < carries}))
         return outs
+
+
+_LINEAR = {"neg", "reduce_sum", "convert_element_type", "squeeze", "copy", "cumsum", "real"}
 
 
 def live_values(program: Program, roots: Sequence[int | None]) -> set[int]:
@@ -307,12 +312,27 @@ def sources(program: Program, among: Iterable[int]) -> list[int]:
 def alike(program: Program) -> list[int]:
     """For each value the first that is computed in the same way from the same values.
 
-    So a derivative's values are those of the function itself, which it computes again.
+    So a derivative's values are those of the function itself, which it computes again. What loops carry
+    is alike if they start alike and all that they make of it is; what a `cond` returns is like nothing.
     """
+    apart: set[int] = set()
+    while True:
+        first = _alike_but(program, apart)
+        ends: dict[int, int] = {}  # by what is carried in, of those that seem alike, what goes on
+        found = {a for a, b in program.back if ends.setdefault(first[a], first[b]) != first[b]} - apart
+        if not found:
+            return first
+        apart |= found
+
+
+def _alike_but(program: Program, apart: set[int]) -> list[int]:
+    """`alike`, where loops go on as they start, but for what is `apart` from all others."""
     first = list(range(len(program.avals)))
     known: dict[Any, tuple[int, ...]] = {}
     for node in program.nodes:
         op, value = node.operation, node.inputs[0] if node.inputs else None
+        if node.outputs[0] in apart or (isinstance(op, Moved) and node.name == "cond"):
+            continue
         if value is not None and (isinstance(op, Returned) or op == Reindex(None)):
             first[node.outputs[0]] = first[value]
             continue
@@ -322,11 +342,61 @@ def alike(program: Program) -> list[int]:
         )
         params = tuple(sorted((name, str(x)) for name, x in (node.params or {}).items()))
         kinds = tuple(program.avals[out] for out in node.outputs)
-        lengths = tuple(n for _, n in node.loops)
-        same = known.setdefault((node.name, op, operands, params, kinds, lengths), node.outputs)
+        loops = tuple(path if n is None else n for path, n in node.loops)
+        same = known.setdefault((node.name, op, operands, params, kinds, loops), node.outputs)
         for out, one in zip(node.outputs, same, strict=True):
             first[out] = one
     return first
+
+
+def linear_values(program: Program, data: Iterable[int]) -> tuple[set[int], set[int]]:
+    """Values that are linear, it seems, in constants or in 1.0: derivatives along these, of any order.
+
+    And constants themselves.
+
+    Args:
+        data: what is no constant.
+    """
+    made_of_data = dependent_values(program, data)
+    constant = {v for v in range(len(program.avals)) if v not in made_of_data}
+    others: set[int] = set()  # what loops carry that starts as such, and does not go on so
+    while True:
+        found = _linear_but(program, constant, others)
+        stop = {a for a, b in program.back if a in found and b not in found and b not in constant}
+        if not stop:
+            return found, constant
+        others |= stop
+
+
+def _linear_but(program: Program, constant: set[int], others: set[int]) -> set[int]:
+    """`linear_values` that are no constants, where loops go on as they start, but for `others`."""
+    found: set[int] = set()
+
+    def is_linear(node: Node) -> bool:
+        inputs = node.inputs
+        own = [v in found for v in inputs]
+        fine = [a or v is None or v in constant for a, v in zip(own, inputs, strict=True)]
+        if node.name in ("mul", "dot_general", "conv_general_dilated"):
+            one = node.name == "mul" and 1.0 in (program.numbers.get((node.path, i)) for i in (0, 1))
+            # Derivatives of higher order are products of several.
+            return any(own) or one or (any(fine) and None not in inputs)
+        if node.name == "div":
+            return own == [True, False]
+        if node.name in ("add", "sub", "add_any"):
+            return any(own) and None not in inputs and all(fine)
+        if node.name in ("select_n", "concatenate", "pad", "dynamic_update_slice", "stack"):
+            skipped = node.name == "select_n"  # what chooses
+            return any(own[skipped:]) and all(fine[skipped:])
+        if isinstance(node.operation, Moved):
+            return all(fine)
+        alone = isinstance(node.operation, Reindex | Returned) or node.name in _LINEAR
+        return alone and own[:1] == [True] and all(fine)
+
+    for node in program.nodes:
+        out = node.outputs[0]
+        if out not in constant and out not in others and is_linear(node):
+            found.update(node.outputs)
+    return found
 
 
 def dependent_values(program: Program, starts: Iterable[int]) -> set[int]:

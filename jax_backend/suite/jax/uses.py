@@ -139,19 +139,30 @@ class Uses:
         """A product's leaf and input: a program that takes derivatives has some products repeatedly."""
         return site.leaf, site.view, site.use.place if site.input is None else self._alike[site.input]
 
+    @functools.cached_property
+    def _linear(self) -> tuple[set[int], set[int]]:
+        if self.program is None:
+            return set(), set()
+        # Without arguments data is what is closed over, and a constant may be an example's.
+        constants = () if self.arguments else self.constants
+        return jaxprs.linear_values(self.program, (*self.program.inputs, *constants))
+
+    def is_linear(self, site: Site) -> bool:
+        """Whether what goes into a product is linear in a direction, it seems, and no direction."""
+        return site.input in self._linear[0]
+
     def is_derivative(self, site: Site, of: Sequence[Site]) -> bool:
         """Whether a product is, it seems, one in derivatives of some products with its leaf.
 
-        What goes into it is made of all that their inputs are made of, or of nothing (a direction) where
-        they are made of arguments.
+        What goes into it is a direction, or linear in one; or it is as one of them, and made of all that
+        that is made of: along a direction that is an argument.
         """
-        if site.input is None:
-            return False
+        if site.input is None or site.input in self._linear[0] | self._linear[1]:
+            return site.input is not None
+        alike = [v for v in of if v.view == site.view and v.use.rows == site.use.rows]
         own = self._sources[site.input]
-        given = [self._sources[value.input] for value in of if value.input is not None]
-        arguments = (1 << len(self.arguments)) - 1
-        direction = not own & arguments and any(its & arguments for its in given)
-        return not own or direction or any(its & own == its for its in given)
+        given = [self._sources[value.input] for value in alike if value.input is not None]
+        return any(its & own == its for its in given)
 
     def rule_out(self, origin: Origin | None, why: str) -> None:
         if origin is not None:

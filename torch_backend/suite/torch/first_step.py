@@ -10,6 +10,30 @@ import torch
 from suite.torch.hooks import when_reached
 from suite.torch.rows import LayerSpec, has_no_examples
 
+_FAR = 100  # how many steps back from an input are looked at
+
+
+def is_of_parameters(x: torch.Tensor) -> bool:
+    """Whether it is a parameter, or made of parameters and of nothing that has no gradient."""
+    if x.grad_fn is None:
+        return isinstance(x, torch.nn.Parameter)
+    todo: list[Any] = [x.grad_fn]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        given = node.next_functions
+        if type(node).__module__ == "torch.autograd.function":  # of our own probes what goes through
+            given = given[:1]
+        before = [function for function, _ in given]
+        leaf = before or isinstance(getattr(node, "variable", None), torch.nn.Parameter)
+        if None in before or len(seen) > _FAR or not leaf:
+            return False
+        todo += before
+    return True
+
 
 class Unreached:
     """Counts what no backward pass has come to."""
@@ -43,6 +67,7 @@ class FirstStep:
         self.uses_to_make = 0  # of these, those to make that
         self.examples = 0  # on the first axis of the last call's output
         self._without_examples: list[torch.Size] = []  # inputs of calls for all examples, it seems
+        self._of_parameters: list[torch.Size] = []  # those of them that are made of parameters
         self._unreached_calls, self._unreached_uses = Unreached(), Unreached()
 
     def note_call(self, y: Any, trained: bool) -> None:
@@ -66,6 +91,8 @@ class FirstStep:
         self.examples = len(y) if y.ndim > 1 else 0
         if not again and has_no_examples(spec, x):
             self._without_examples.append(x.shape)
+            if is_of_parameters(x):
+                self._of_parameters.append(x.shape)
 
     def misses_uses(self) -> bool:
         """Whether the loss used the weight more often than it used the layer."""
@@ -74,8 +101,12 @@ class FirstStep:
         return self.calls > 0 and besides > max(unreached, 0)
 
     def was_once_for_all(self, examples: int, calls: int) -> bool:
-        """Whether there were calls, at most so many, that were for so many examples at once."""
-        shapes = self._without_examples
+        """Whether there were calls, at most so many, that were for so many examples at once.
+
+        Beside others, which have examples, only those whose input is made of parameters: one row may be
+        what is left of a batch in parts.
+        """
+        shapes = self._without_examples if self.was_for_all_only() else self._of_parameters
         behind = any(examples in shape[1:-1] for shape in shapes)  # a time that is in front
         return 0 < len(shapes) <= calls and not behind
 

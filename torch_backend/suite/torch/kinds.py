@@ -26,7 +26,7 @@ FUNCTIONS = (
     *_BATCH_NORMS,
 )
 RECURRENT = tuple(WRITTEN_OUT.values())
-HIDDEN = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.PReLU, nn.SyncBatchNorm)
+HIDDEN = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.SyncBatchNorm)
 
 
 def norm_spec(module: nn.Module, reduce: bool) -> LayerSpec:

@@ -127,12 +127,13 @@ def own_norms(module: nn.Module, own: Container[str]) -> list[OwnNorm]:
     pairs = {(weight.name, bias.name) for _, weight, bias in calls if bias is not None}
     shifts = Counter(shift for _, shift in pairs)
     found = []
-    for name in dict.fromkeys(weight.name for _, weight, _ in calls):
+    scales = dict.fromkeys(weight.name for _, weight, _ in calls)
+    for name in scales:
         uses = {(norm, bias.name if bias else "") for norm, weight, bias in calls if weight.name == name}
         if name in refused or name in shifts or len(uses) > 1:
             continue
         ((norm, shift),) = uses
-        alone = shift not in refused and shifts[shift] == 1
+        alone = shift not in {*refused, *scales} and shifts[shift] == 1
         found.append(OwnNorm(name, shift if alone else "", norm))
     return found
 
@@ -300,6 +301,7 @@ class _Reader:
             for target in node.targets
             if isinstance(target, ast.Name)
         ]
+        self.changed = set(self._changed_in_place())
         self.variables: dict[str, ast.expr] = {}
         self.unpacked: dict[str, ast.expr] = {}  # what they are taken apart of
         for node in self.nodes:
@@ -317,6 +319,21 @@ class _Reader:
         self.weights.clear()  # with variables of loops that were not known then
         self.products = list(self._products())
         self.norms = list(self._norms())
+
+    def _changed_in_place(self) -> Iterator[str]:
+        """Names of variables of which parts are set, or that functions change."""
+        for node in self.nodes:
+            changed: ast.AST | None = None
+            if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                changed = node.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                changed = node.func.value if node.func.attr.endswith("_") else None
+            elif isinstance(node, ast.keyword) and node.arg == "out":
+                changed = node.value
+            while isinstance(changed, ast.Subscript | ast.Attribute):  # h[0].add_(x)
+                changed = changed.value
+            if isinstance(changed, ast.Name):
+                yield changed.id
 
     def _bind(self, target: ast.expr, value: ast.expr) -> None:
         """Note what variables are set to that nothing else sets."""
@@ -490,30 +507,37 @@ class _Reader:
 
     def _are_parameters(self, node: ast.AST) -> bool:
         """Whether an expression is made of the module's parameters, and of nothing that has rows."""
-        return self._sources(node, set()) == {"parameters"}
+        return self._sources(node, set()) - {"again"} == {"parameters"}
 
     def _sources(self, node: ast.AST, seen: set[str]) -> set[str]:
-        """What an expression is made of: 'parameters', or 'data', which is whatever is not known.
+        """What an expression is made of: 'parameters', 'data', which is whatever is not known.
+
+        And 'again', where that is a variable that was looked at.
 
         Args:
             seen: variables that were looked at, which grows.
         """
         if isinstance(node, ast.Name):
-            if node.id in seen or node.id not in self.stored:
-                return set()
+            if node.id not in self.stored:
+                known = self.function.__globals__.get(node.id, len)
+                return set() if callable(known) or isinstance(known, ModuleType) else {"data"}
+            if node.id in seen:
+                return {"again"}
             seen.add(node.id)
             given = [v for n, v in self.given if n == node.id]
-            if len(given) < self.stored[node.id]:  # an argument, or set in another way
+            # An argument, or set in another way, or changed.
+            if len(given) < self.stored[node.id] or node.id in self.changed:
                 return {"data"}
             return set().union(*(self._sources(value, seen) for value in given))
         if isinstance(node, ast.Attribute) and self._is_me(node.value):
             if node.attr in self.module._parameters or node.attr in self.lists:
                 return {"parameters"}
-            known = vars(self.module).get(node.attr, self.module)
-            return set() if known is None or isinstance(known, int | float | str) else {"data"}
+            number = isinstance(vars(self.module).get(node.attr), int | float | str)
+            return set() if number else {"data"}
         if self._is_me(node):
             return {"data"}
-        return set().union(*(self._sources(part, seen) for part in ast.iter_child_nodes(node)))
+        found = set().union(*(self._sources(part, seen) for part in ast.iter_child_nodes(node)))
+        return found or ({"data"} if isinstance(node, ast.Call) else set())  # who knows what it makes
 
     def _is_me(self, node: ast.AST) -> bool:
         return isinstance(node, ast.Name) and node.id == self.me

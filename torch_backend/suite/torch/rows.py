@@ -196,7 +196,7 @@ def _are_positions(x: torch.Tensor) -> bool:
     """Whether indices are 0, 1, 2, ..., or a matrix of what depends on the distance of two of these."""
     if x.ndim < 2:
         return torch.equal(x, torch.arange(x.numel(), dtype=x.dtype, device=x.device))
-    alike = min(x.shape) > 1 and torch.equal(x[1:, 1:], x[:-1, :-1])
+    alike = len(x) == x.shape[1] > 2 and torch.equal(x[1:, 1:], x[:-1, :-1])
     return alike and bool((x != x[0, 0]).any())
 
 
