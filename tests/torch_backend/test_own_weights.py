@@ -192,6 +192,14 @@ def test_a_layer_that_is_none_of_torchs_is_preconditioned_like_torchs(case, meth
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
+def test_a_norm_whose_shift_the_optimizer_does_not_move_is_a_scale_alone():
+    model = nn.Sequential(nn.Linear(3, 4), LayerNorm(4), nn.Linear(4, 2)).double()
+    moved = [p for name, p in model.named_parameters() if name != "1.bias"]
+    kfac = KFAC(model, torch.optim.SGD(moved, lr=0.1))
+    assert routes(kfac)["1.weight"] == ("kfac", "diag 4")
+    assert routes(kfac)["1.bias"][0] == "plain"
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
 @pytest.mark.parametrize("case", ["linear", "convolution", "norm"])

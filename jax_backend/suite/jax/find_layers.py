@@ -71,7 +71,7 @@ def find_uses(program: jaxprs.Program, leaves: int, roots: Sequence[int | None])
 
 class _Finder:
     def __init__(self, program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> None:
-        self.program, self.leaves, self.uses = program, leaves, Uses()
+        self.program, self.uses = program, Uses(program, program.inputs[leaves:])
         self.live = jaxprs.live_values(program, roots)
         self.differentiable = jaxprs.differentiable_values(program, program.inputs[:leaves])
         data = {*program.inputs[leaves:], *program.constants}
@@ -100,7 +100,7 @@ class _Finder:
         self.early: dict[int, tuple[Site, tuple[Step, ...]]] = {}  # a leaf times rows, re-indexed
         self.rows_found: dict[int, Origin] = {}  # what known indices look up, moved about
         self.aside: dict[int, Site] = {}  # products that the loss does not depend on
-        self.near: set[int] = set()  # made of what it depends on and of leaves: sin z, beside cos z
+        self.near: set[int] = set()  # made of what it depends on, and no other data: sin z, beside cos z
         self.late: dict[Any, Site] = {}  # by place: of which site it is what it may be moved to
         self.roots = [root for root in roots if root is not None]
         self.nodes = [n for n in program.nodes if any(out in self.live for out in n.outputs)]
@@ -163,8 +163,6 @@ class _Finder:
             if root in self.scaled:
                 self.scalings[self.scaled[root].first].others.append("being returned")
         self.settle_scalings()
-        self.uses.program, self.uses.arguments = self.program, self.program.inputs[self.leaves :]
-        self.uses.constants = [*self.program.constants]
         self.settle_beside()
         self.uses.each_its_own = any(map(self.is_of_each, self.nodes))
         for leaf, marked in self.uses.by_hand.items():  # the user vouches for them

@@ -371,7 +371,7 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
         own_layer = {layer.leaf: layer for layer in layers if layer.kind != "elementwise"}
         owner |= {s.use.place: own_layer[s.leaf] for s in uses.beside if s.leaf in own_layer}
         products += uses.beside
-    products = [s for s in products if not _is_derivative(s, products, values, uses)]
+    products = _without_derivatives(products, values, uses)
     # As they run; lookups first, which may be of what all examples have in common (classes, positions).
     products.sort(key=lambda site: (not isinstance(site.use.product, Lookup), site.use.path))
     # Nor are one-row products of data and what is also used by others: a weight's singular vectors'.
@@ -395,26 +395,33 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
     return tuple(found)
 
 
-def _is_derivative(site: Site, products: Sequence[Site], values: Sequence[Site], uses: Uses) -> bool:
-    """Whether a product is one in derivatives of values, of which only these are terms.
+def _without_derivatives(products: Sequence[Site], values: Sequence[Site], uses: Uses) -> list[Site]:
+    """Products but for those in derivatives of others, of which only these are terms.
 
     A bias is added to what a layer computes, not to the derivatives of that. Without biases what is
     linear in a direction tells them apart.
     """
-    own, others = (
-        [s for s in some if s.leaf == site.leaf and _cut(s) == _cut(site)] for some in (values, products)
-    )
-    if isinstance(site.use.product, Lookup) or any(s.use.place == site.use.place for s in own):
-        return False
-    if own:
-        return uses.is_derivative(site, own)
-    others = [s for s in others if s is not site and not isinstance(s.use.product, Lookup)]
-    return bool(others) and uses.is_linear(site) and not all(map(uses.is_linear, others))
+    of_part: dict[Any, tuple[list[Site], list[Site]]] = {}
+    for which, some in enumerate((values, products)):
+        for site in some:
+            if not isinstance(site.use.product, Lookup):
+                of_part.setdefault(_part(site), ([], []))[which].append(site)
+    valued = {value.use.place for value in values}
+
+    def is_derivative(site: Site) -> bool:
+        if isinstance(site.use.product, Lookup) or site.use.place in valued:
+            return False
+        own, alike = of_part[_part(site)]
+        if own:
+            return uses.is_derivative(site, own)
+        return len(alike) > 1 and uses.is_linear(site) and not all(map(uses.is_linear, alike))
+
+    return [site for site in products if not is_derivative(site)]
 
 
-def _cut(site: Site) -> list[Any]:
-    """Which part of its leaf a product is with."""
-    return [step for step in site.view.steps if step[0] == "slice"]
+def _part(site: Site) -> Any:
+    """Which part of which leaf a product is with."""
+    return site.leaf, tuple(step for step in site.view.steps if step[0] == "slice")
 
 
 def _terms(

@@ -112,40 +112,33 @@ class BiasUse(NamedTuple):
 class Uses:
     """How a program uses its parameter leaves."""
 
+    program: jaxprs.Program
+    arguments: Sequence[int]  # inputs that are no leaves
     sites: list[Site] = field(default_factory=list)  # in the program's order
     biases: dict[int, list[BiasUse]] = field(default_factory=dict)
     others: dict[int, list[str]] = field(default_factory=dict)  # primitives that rule a leaf out
     by_hand: dict[int, list[Site]] = field(default_factory=dict)  # a user's probes
     of_data: set[Any] = field(default_factory=set)  # places of products with what no leaf is a part of
     beside: list[Site] = field(default_factory=list)  # values of which the loss has derivatives only
-    program: jaxprs.Program | None = None
-    arguments: Sequence[int] = ()  # values that are no leaf's
-    constants: Sequence[int] = ()
     each_its_own: bool = False  # whether examples are in products with gradients, frozen ones among them
 
     @functools.cached_property
     def _alike(self) -> list[int]:
-        return [] if self.program is None else jaxprs.alike(self.program)
+        return jaxprs.alike(self.program)
 
     @functools.cached_property
     def _sources(self) -> list[int]:
-        return (
-            []
-            if self.program is None
-            else jaxprs.sources(self.program, (*self.arguments, *self.constants))
-        )
+        return jaxprs.sources(self.program, (*self.arguments, *sorted(self.program.constants)))
+
+    @functools.cached_property
+    def _linear(self) -> tuple[set[int], set[int]]:
+        # Without arguments data is what is closed over, and a constant may be an example's.
+        constants = () if self.arguments else self.program.constants
+        return jaxprs.linear_values(self.program, (*self.program.inputs, *constants))
 
     def made_of(self, site: Site) -> Any:
         """A product's leaf and input: a program that takes derivatives has some products repeatedly."""
         return site.leaf, site.view, site.use.place if site.input is None else self._alike[site.input]
-
-    @functools.cached_property
-    def _linear(self) -> tuple[set[int], set[int]]:
-        if self.program is None:
-            return set(), set()
-        # Without arguments data is what is closed over, and a constant may be an example's.
-        constants = () if self.arguments else self.constants
-        return jaxprs.linear_values(self.program, (*self.program.inputs, *constants))
 
     def is_linear(self, site: Site) -> bool:
         """Whether what goes into a product is linear in a direction, it seems, and no direction."""
@@ -157,8 +150,10 @@ class Uses:
         What goes into it is a direction, or linear in one; or it is as one of them, and made of all that
         that is made of: along a direction that is an argument.
         """
-        if site.input is None or site.input in self._linear[0] | self._linear[1]:
-            return site.input is not None
+        if site.input is None:
+            return False
+        if self.is_linear(site) or site.input in self._linear[1]:
+            return True
         alike = [v for v in of if v.view == site.view and v.use.rows == site.use.rows]
         own = self._sources[site.input]
         given = [self._sources[value.input] for value in alike if value.input is not None]

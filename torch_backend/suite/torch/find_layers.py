@@ -470,7 +470,8 @@ class FoundLayers:
             self._own_weight(name, module, found, weight, bias)
             left = {key: p for key, p in left.items() if p is not weight and p is not bias}
         for norm in own_norms(module, left) if left else []:
-            used = [left[key] for key in (norm.name, norm.bias) if key]
+            used = [left[norm.name], *([left[norm.bias]] if norm.bias else [])]
+            used = used if self._together(used[0], used[-1]) else used[:1]
             if not any(len(self._owners[id(p)]) > 1 or self.tensor_axes[id(p)] for p in used):
                 self._own_norm(name, module, norm, *used)
                 left = {key: p for key, p in left.items() if not any(p is one for one in used)}
