@@ -17,6 +17,7 @@ import numpy as np
 
 from suite.jax import jaxprs, operations
 from suite.jax.activations import Activations, LookedUp
+from suite.jax.derivatives import Derivatives
 from suite.jax.examples import of_examples
 from suite.jax.joined import Piece, moved, pieces, window, windows
 from suite.jax.layers import (
@@ -71,7 +72,7 @@ def find_uses(program: jaxprs.Program, leaves: int, roots: Sequence[int | None])
 
 class _Finder:
     def __init__(self, program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> None:
-        self.program, self.uses = program, Uses(program, program.inputs[leaves:])
+        self.program, self.uses = program, Uses(Derivatives(program, program.inputs[leaves:]))
         self.live = jaxprs.live_values(program, roots)
         self.differentiable = jaxprs.differentiable_values(program, program.inputs[:leaves])
         data = {*program.inputs[leaves:], *program.constants}
@@ -298,9 +299,10 @@ class _Finder:
         biased = {*valued.values(), *(site.leaf for site in self.uses.beside)}
         alone = [site for site in self.aside.values() if site.leaf in derived - biased]
         if alone:
-            along = {site.leaf for site in others if self.uses.is_derivative(site, [])}
+            told = self.uses.derivatives
+            along = {site.leaf for site in others if told.is_derivative(site, [])}
             alone = [site for site in alone if site.leaf in along]
-            self.uses.beside += [site for site in alone if not self.uses.is_linear(site)]
+            self.uses.beside += [site for site in alone if not told.is_linear(site)]
 
     def go_near(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
         """Note what is made of values that the loss depends on, and of no other data."""

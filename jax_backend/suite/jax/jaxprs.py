@@ -257,9 +257,6 @@ class _Flattener:
         return outs
 
 
-_LINEAR = {"neg", "reduce_sum", "convert_element_type", "squeeze", "copy", "cumsum", "real"}
-
-
 def live_values(program: Program, roots: Sequence[int | None]) -> set[int]:
     """Values through which a gradient of the roots flows."""
     live = {root for root in roots if root is not None}
@@ -286,116 +283,6 @@ def differentiable_values(program: Program, inputs: Sequence[int]) -> set[int]:
             if any(v in found for v in given) and not stops_gradients(program, node):
                 found.update(node.outputs)
         found.update(into for into, out in program.back if out in found)
-    return found
-
-
-def sources(program: Program, among: Iterable[int]) -> list[int]:
-    """For each value which of some values it is computed from: a bit for each of these, in order."""
-    found = [0] * len(program.avals)
-    for place, value in enumerate(among):
-        found[value] = 1 << place
-    changed = True
-    while changed:
-        for node in program.nodes:
-            bits = 0
-            for v in node.inputs:
-                bits |= 0 if v is None else found[v]
-            for out in node.outputs:
-                found[out] |= bits
-        into = [(a, found[a] | found[b]) for a, b in program.back]
-        changed = any(found[a] != bits for a, bits in into)
-        for a, bits in into:
-            found[a] = bits
-    return found
-
-
-def alike(program: Program) -> list[int]:
-    """For each value the first that is computed in the same way from the same values.
-
-    So a derivative's values are those of the function itself, which it computes again. What loops carry
-    is alike if they start alike and all that they make of it is; what a `cond` returns is like nothing.
-    """
-    apart: set[int] = set()
-    while True:
-        first = _alike_but(program, apart)
-        ends: dict[int, int] = {}  # by what is carried in, of those that seem alike, what goes on
-        found = {a for a, b in program.back if ends.setdefault(first[a], first[b]) != first[b]} - apart
-        if not found:
-            return first
-        apart |= found
-
-
-def _alike_but(program: Program, apart: set[int]) -> list[int]:
-    """`alike`, where loops go on as they start, but for what is `apart` from all others."""
-    first = list(range(len(program.avals)))
-    known: dict[Any, tuple[int, ...]] = {}
-    for node in program.nodes:
-        op, value = node.operation, node.inputs[0] if node.inputs else None
-        if node.outputs[0] in apart or (isinstance(op, Moved) and node.name == "cond"):
-            continue
-        if value is not None and (isinstance(op, Returned) or op == Reindex(None)):
-            first[node.outputs[0]] = first[value]
-            continue
-        operands = tuple(
-            str(program.numbers.get((node.path, i))) if v is None else first[v]
-            for i, v in enumerate(node.inputs)
-        )
-        params = tuple(sorted((name, str(x)) for name, x in (node.params or {}).items()))
-        kinds = tuple(program.avals[out] for out in node.outputs)
-        loops = tuple(path if n is None else n for path, n in node.loops)
-        same = known.setdefault((node.name, op, operands, params, kinds, loops), node.outputs)
-        for out, one in zip(node.outputs, same, strict=True):
-            first[out] = one
-    return first
-
-
-def linear_values(program: Program, data: Iterable[int]) -> tuple[set[int], set[int]]:
-    """Values that are linear, it seems, in constants or in 1.0: derivatives along these, of any order.
-
-    And constants themselves.
-
-    Args:
-        data: what is no constant.
-    """
-    made_of_data = dependent_values(program, data)
-    constant = {v for v in range(len(program.avals)) if v not in made_of_data}
-    others: set[int] = set()  # what loops carry that starts as such, and does not go on so
-    while True:
-        found = _linear_but(program, constant, others)
-        stop = {a for a, b in program.back if a in found and b not in found and b not in constant}
-        if not stop:
-            return found, constant
-        others |= stop
-
-
-def _linear_but(program: Program, constant: set[int], others: set[int]) -> set[int]:
-    """`linear_values` that are no constants, where loops go on as they start, but for `others`."""
-    found: set[int] = set()
-
-    def is_linear(node: Node) -> bool:
-        inputs = node.inputs
-        own = [v in found for v in inputs]
-        fine = [a or v is None or v in constant for a, v in zip(own, inputs, strict=True)]
-        if node.name in ("mul", "dot_general", "conv_general_dilated"):
-            one = node.name == "mul" and 1.0 in (program.numbers.get((node.path, i)) for i in (0, 1))
-            # Derivatives of higher order are products of several.
-            return any(own) or one or (any(fine) and None not in inputs)
-        if node.name == "div":
-            return own == [True, False]
-        if node.name in ("add", "sub", "add_any"):
-            return any(own) and None not in inputs and all(fine)
-        if node.name in ("select_n", "concatenate", "pad", "dynamic_update_slice", "stack"):
-            skipped = node.name == "select_n"  # what chooses
-            return any(own[skipped:]) and all(fine[skipped:])
-        if isinstance(node.operation, Moved):
-            return all(fine)
-        alone = isinstance(node.operation, Reindex | Returned) or node.name in _LINEAR
-        return alone and own[:1] == [True] and all(fine)
-
-    for node in program.nodes:
-        out = node.outputs[0]
-        if out not in constant and out not in others and is_linear(node):
-            found.update(node.outputs)
     return found
 
 

@@ -371,7 +371,7 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
         own_layer = {layer.leaf: layer for layer in layers if layer.kind != "elementwise"}
         owner |= {s.use.place: own_layer[s.leaf] for s in uses.beside if s.leaf in own_layer}
         products += uses.beside
-    products = _without_derivatives(products, values, uses)
+    products = uses.derivatives.leave_out(products, values)
     # As they run; lookups first, which may be of what all examples have in common (classes, positions).
     products.sort(key=lambda site: (not isinstance(site.use.product, Lookup), site.use.path))
     # Nor are one-row products of data and what is also used by others: a weight's singular vectors'.
@@ -393,35 +393,6 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
         if all(length is not None for _, length in site.loops):
             break
     return tuple(found)
-
-
-def _without_derivatives(products: Sequence[Site], values: Sequence[Site], uses: Uses) -> list[Site]:
-    """Products but for those in derivatives of others, of which only these are terms.
-
-    A bias is added to what a layer computes, not to the derivatives of that. Without biases what is
-    linear in a direction tells them apart.
-    """
-    of_part: dict[Any, tuple[list[Site], list[Site]]] = {}
-    for which, some in enumerate((values, products)):
-        for site in some:
-            if not isinstance(site.use.product, Lookup):
-                of_part.setdefault(_part(site), ([], []))[which].append(site)
-    valued = {value.use.place for value in values}
-
-    def is_derivative(site: Site) -> bool:
-        if isinstance(site.use.product, Lookup) or site.use.place in valued:
-            return False
-        own, alike = of_part[_part(site)]
-        if own:
-            return uses.is_derivative(site, own)
-        return len(alike) > 1 and uses.is_linear(site) and not all(map(uses.is_linear, alike))
-
-    return [site for site in products if not is_derivative(site)]
-
-
-def _part(site: Site) -> Any:
-    """Which part of which leaf a product is with."""
-    return site.leaf, tuple(step for step in site.view.steps if step[0] == "slice")
 
 
 def _terms(
@@ -458,7 +429,7 @@ def _terms(
         own = [s for s in own if (s.use.place in turned) == (very_last.use.place in turned)]
     # Of a tied table the head's rows, not the lookups'.
     own = [s for s in own if not isinstance(s.use.product, Lookup)] or own
-    own = list({uses.made_of(s): s for s in own}.values()) if len(own) > 1 else own
+    own = list({uses.derivatives.made_of(s): s for s in own}.values()) if len(own) > 1 else own
     positions = sum(s.use.rows * s.executions for s in own)
     return positions / max(sum(map(rows, counted)), 1), positions
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +12,9 @@ from suite.jax import jaxprs
 from suite.jax.layers import Use
 from suite.jax.probes import Multiplier
 from suite.jax.views import Shape, Step, View, entries, lift
+
+if TYPE_CHECKING:
+    from suite.jax.derivatives import Derivatives
 
 
 class Made(NamedTuple):
@@ -112,8 +113,7 @@ class BiasUse(NamedTuple):
 class Uses:
     """How a program uses its parameter leaves."""
 
-    program: jaxprs.Program
-    arguments: Sequence[int]  # inputs that are no leaves
+    derivatives: Derivatives  # the program's
     sites: list[Site] = field(default_factory=list)  # in the program's order
     biases: dict[int, list[BiasUse]] = field(default_factory=dict)
     others: dict[int, list[str]] = field(default_factory=dict)  # primitives that rule a leaf out
@@ -121,43 +121,6 @@ class Uses:
     of_data: set[Any] = field(default_factory=set)  # places of products with what no leaf is a part of
     beside: list[Site] = field(default_factory=list)  # values of which the loss has derivatives only
     each_its_own: bool = False  # whether examples are in products with gradients, frozen ones among them
-
-    @functools.cached_property
-    def _alike(self) -> list[int]:
-        return jaxprs.alike(self.program)
-
-    @functools.cached_property
-    def _sources(self) -> list[int]:
-        return jaxprs.sources(self.program, (*self.arguments, *sorted(self.program.constants)))
-
-    @functools.cached_property
-    def _linear(self) -> tuple[set[int], set[int]]:
-        # Without arguments data is what is closed over, and a constant may be an example's.
-        constants = () if self.arguments else self.program.constants
-        return jaxprs.linear_values(self.program, (*self.program.inputs, *constants))
-
-    def made_of(self, site: Site) -> Any:
-        """A product's leaf and input: a program that takes derivatives has some products repeatedly."""
-        return site.leaf, site.view, site.use.place if site.input is None else self._alike[site.input]
-
-    def is_linear(self, site: Site) -> bool:
-        """Whether what goes into a product is linear in a direction, it seems, and no direction."""
-        return site.input in self._linear[0]
-
-    def is_derivative(self, site: Site, of: Sequence[Site]) -> bool:
-        """Whether a product is, it seems, one in derivatives of some products with its leaf.
-
-        What goes into it is a direction, or linear in one; or it is as one of them, and made of all that
-        that is made of: along a direction that is an argument.
-        """
-        if site.input is None:
-            return False
-        if self.is_linear(site) or site.input in self._linear[1]:
-            return True
-        alike = [v for v in of if v.view == site.view and v.use.rows == site.use.rows]
-        own = self._sources[site.input]
-        given = [self._sources[value.input] for value in alike if value.input is not None]
-        return any(its & own == its for its in given)
 
     def rule_out(self, origin: Origin | None, why: str) -> None:
         if origin is not None:

@@ -37,7 +37,6 @@ from suite.torch.rows import Axes, counts_like
 from suite.torch.runs import Run
 
 T: Any = torch.Tensor
-_REAL = torch.float32
 
 ADDITIONS = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__}
 SUMS = ADDITIONS | {torch.sub, T.sub, T.__sub__, T.__rsub__, torch.rsub, T.sub_, T.__isub__}
@@ -98,7 +97,8 @@ class Watched(NamedTuple):
 
     def misses(self, output: T) -> None:
         """This is made of it in a way that is not understood."""
-        when_reached([output], functools.partial(self.strays.add, self.name))
+        if self.strays is not None:
+            when_reached([output], functools.partial(self.strays.add, self.name))
 
 
 class FreeParameters(Mode):
@@ -126,7 +126,7 @@ class FreeParameters(Mode):
             # A checkpoint inside of the forward runs its part again without this mode.
             output = function(*args, **kwargs)
             for watched in [known for x in (*args, *kwargs.values()) for known in self._known(x)]:
-                if watched.strays is not None and isinstance(output, T) and output.requires_grad:
+                if isinstance(output, T) and output.requires_grad:
                     watched.misses(output)
             return output
         if function is F.linear and kwargs:
@@ -208,8 +208,9 @@ class FreeParameters(Mode):
                 elif not kwargs and function in SUMS | TIMES and self._fits(args, place, output):
                     # 1 + p has no rows before it meets x. The square of a factor goes into squares.
                     factor = before[1 - place] if function in TIMES else 1
-                    if isinstance(factor, complex) or getattr(factor, "dtype", _REAL).is_complex:
-                        self._miss(watched, output)
+                    of_tensor = isinstance(factor, T) and factor.dtype.is_complex
+                    if of_tensor or isinstance(factor, complex):
+                        watched.misses(output)
                         continue
                     square = factor.detach().square() if isinstance(factor, T) else factor**2
                     slot = (watched.slot * square).expand(output.shape)
@@ -232,14 +233,10 @@ class FreeParameters(Mode):
                         use = function, output, before, place, watched, ends, in_place
                         probed = _probed(*use, self._without_rows)
                     if probed is None:
-                        self._miss(watched, output)
-                    output = output if probed is None else probed
+                        watched.misses(output)
+                    else:
+                        output = probed
         return output
-
-    def _miss(self, watched: Watched, output: T) -> None:
-        """A use of what is watched is not understood."""
-        if watched.strays is not None:
-            watched.misses(output)
 
     def _may_change(self, args: Any) -> bool:
         """Whether the first argument is watched, or has the memory of what is."""
