@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from conftest import assert_close
 from suite.torch import KFAC
@@ -151,6 +152,134 @@ def test_attention_computes_what_it_did_and_its_products_are_sums_over_rows(name
     names = {x: f"attention.in_proj.{x}" for x in "qkv"}
     shared = {names["k"]: names["q"], names["v"]: names["q"]} if name.startswith("self") else {}
     assert dict(json.loads(kfac.state_dict()["kfac"]["inputs"])["inputs"]) == shared
+
+
+class GivesWeights(nn.Module):
+    """Attention by its function, with weights of layers, as fairseq's and CLIP's pooling have it."""
+
+    def __init__(self, options, packed):
+        super().__init__()
+        bias, self.packed = options.get("bias", True), packed
+        if packed:
+            self.in_proj = nn.Linear(E, 3 * E, bias=bias)
+        else:
+            widths = {"q_proj": E, "k_proj": options.get("kdim", E), "v_proj": options.get("vdim", E)}
+            for key, width in widths.items():
+                self.add_module(key, nn.Linear(width, E, bias=bias))
+        self.out_proj = nn.Linear(E, E, bias=bias)
+        self.bias_k = self.bias_v = None
+        if options.get("add_bias_kv"):
+            self.bias_k, self.bias_v = (nn.Parameter(torch.zeros(1, 1, E)) for _ in "kv")
+        self.add_zero_attn = options.get("add_zero_attn", False)
+
+    def forward(self, query, key, value, **call):
+        average = call.pop("average_attn_weights", True)
+        given = {"average_attn_weights": average, "training": self.training, **call}
+        if self.packed:
+            weight, bias = self.in_proj.weight, self.in_proj.bias
+        else:
+            weight, layers = torch.empty(0), (self.q_proj, self.k_proj, self.v_proj)
+            biases = [layer.bias for layer in layers]
+            bias = None if biases[0] is None else torch.cat(biases)
+            given["use_separate_proj_weight"] = True
+            for name, layer in zip("qkv", layers, strict=True):
+                given[f"{name}_proj_weight"] = layer.weight
+        return F.multi_head_attention_forward(
+            query, key, value, E, H, weight, bias, self.bias_k, self.bias_v, self.add_zero_attn, 0.0,
+            self.out_proj.weight, self.out_proj.bias, **given,
+        )  # fmt: skip
+
+    def load(self, module):
+        """Those of an nn.MultiheadAttention."""
+        weights = [getattr(module, f"{x}_proj_weight") for x in "qkv"]
+        weights = weights if weights[0] is not None else module.in_proj_weight.chunk(3)
+        bias = module.in_proj_bias
+        layers = [self.in_proj] if self.packed else [self.q_proj, self.k_proj, self.v_proj]
+        pairs = [
+            (self.out_proj.weight, module.out_proj.weight),
+            (self.out_proj.bias, module.out_proj.bias),
+        ]
+        pairs += [(self.bias_k, module.bias_k), (self.bias_v, module.bias_v)]
+        if self.packed:
+            pairs += [(self.in_proj.weight, torch.cat(list(weights))), (self.in_proj.bias, bias)]
+        else:
+            pairs += zip((layer.weight for layer in layers), weights, strict=True)
+            if bias is not None:
+                pairs += zip((layer.bias for layer in layers), bias.chunk(3), strict=True)
+        with torch.no_grad():
+            for own, other in pairs:
+                if own is not None:
+                    own.copy_(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [(name, False) for name in ATTENTION] + [(name, True) for name in ATTENTION if "self" in name],
+)
+def test_attention_by_its_function_with_weights_of_layers(name, packed):
+    options, call = ATTENTION[name]
+    by_hand = double(lambda: Attends(options, call, False))
+    with torch.no_grad():
+        for p in by_hand.parameters():
+            p += 0.1 * numbers(*p.shape, seed=7)
+    model = copy.deepcopy(by_hand)
+    model.attention = GivesWeights(options, packed).double()
+    model.attention.load(by_hand.attention)
+    reference = copy.deepcopy(model)
+    inputs = attention_inputs(name, options, False)
+    kfac = KFAC(model, kl_clip=None)
+    for one in (model, reference):
+        loss_of(one(*inputs)).backward()
+    torch.testing.assert_close(model.weights, reference.weights, rtol=1e-12, atol=1e-12)
+    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-12, atol=1e-12)
+    products = attention_products(by_hand, *inputs)
+    kfac.step()
+    rows = L if name == "unbatched" else L * N
+    keys = ("q_proj", "k_proj", "v_proj", "out_proj")
+    if packed:
+        (x, q), (_, k), (_, v), out = products
+        products = [(x, torch.cat([q.grad, k.grad, v.grad], -1)), (out[0], out[1].grad)]
+        keys = ("in_proj", "out_proj")
+    else:
+        products = [(x, y.grad) for x, y in products]
+    factors, bias = held(kfac), options.get("bias", True)
+    for key, (x, g) in zip(keys, products, strict=True):
+        a, g = x.reshape(1, -1, x.shape[-1]), g.reshape(1, -1, g.shape[-1])
+        assert_sums(factors[f"attention.{key}"], with_one(a) if bias else a, g, rows)
+
+
+@pytest.mark.parametrize("place", ["around", "inside"])
+def test_attention_by_its_function_under_a_checkpoint(place):
+    """Inside of a forward a checkpoint's second run has to find what the first did: torch's function."""
+    model = double(lambda: Attends({}, {}, False))
+    model.attention = attention = GivesWeights({}, False).double()
+    plain = copy.deepcopy(model)
+    if place == "around":
+        model.attention = Checkpointed(attention)
+    else:
+        forward = attention.forward
+        attention.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)
+    inputs = attention_inputs("self", {}, False)
+    kfac = KFAC(model, kl_clip=None)
+    expected = stepped(plain, *inputs)
+    loss_of(model(*inputs)).backward()
+    if place == "inside":
+        with pytest.warns(RuntimeWarning, match=r"'attention.q_proj'.*'attention.out_proj'"):
+            kfac.step()
+        return
+    kfac.step()
+    factors = {name.replace("attention.inner.", "attention."): x for name, x in held(kfac).items()}
+    torch.testing.assert_close(factors, held(expected), rtol=1e-12, atol=1e-12)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        return checkpoint(self.inner, *args, use_reentrant=False)
 
 
 def test_attention_biases_of_keys_and_values_are_diagonal_sums_over_examples():

@@ -1,14 +1,17 @@
-"""nn.MultiheadAttention with its four products in the open.
+"""Attention with its four products in the open: nn.MultiheadAttention, and the function that it calls.
 
 The module's own forward calls no layer: weights go into one function, where no hook sees a product.
 While K-FAC is attached, forward passes in training run the same mathematics written out here, each
-product in a module of its own; all others run torch's forward.
+product in a module of its own; all others run torch's forward. Modules that give weights of layers to
+that function themselves (fairseq's attention, WavLM's, CLIP's pooling) get it written out where a step
+takes statistics (`functional.py`).
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from torch.nn import functional as F
 from suite.torch.recurrent import Product
 
 _KEYS = ("q", "k", "v")
+ARGUMENTS = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
 
 
 class Attention:
@@ -75,82 +79,117 @@ class Attention:
                 module, query, key, value, key_padding_mask, need_weights, attn_mask,
                 average_attn_weights, is_causal,
             )  # fmt: skip
-        if is_causal and attn_mask is None:
-            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
-        batched = query.ndim == 3
-        if not batched or not module.batch_first:
-            # Examples first, for products too; one tensor stays one, whose products share a factor.
-            given = query, key, value
-            query = self._turned(query)
-            key = query if given[1] is given[0] else self._turned(key)
-            value = key if given[2] is given[1] else self._turned(value)
-            if not batched and key_padding_mask is not None:
-                key_padding_mask = key_padding_mask[None]
-        q, k, v = self._project(query, key, value)
-        out, weights = self._attend(q, k, v, key_padding_mask, attn_mask, is_causal, need_weights)
-        out = self._products["out"](out, module.out_proj.weight, module.out_proj.bias)
-        if not batched:
-            out = out[0]
-        elif not module.batch_first:
-            out = out.transpose(0, 1)
-        if weights is not None:
-            weights = weights.mean(1) if average_attn_weights else weights
-            weights = weights if batched else weights[0]
-        return out, weights
+        with_each = self._weights_and_biases()
 
-    def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        return x[None] if x.ndim == 2 else x.transpose(0, 1)
+        def project(name: str, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self._products[name](x, *with_each[name])
+            return found
 
-    def _project(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> list[torch.Tensor]:
-        biases: Any = (None, None, None)
-        if self.module.in_proj_bias is not None:
-            biases = self.module.in_proj_bias.chunk(3)
-        if self.module._qkv_same_embed_dim:
-            weights: Any = self.module.in_proj_weight.chunk(3)
-        else:
-            weights = [getattr(self.module, f"{name}_proj_weight") for name in _KEYS]
-        given = query, key, value
-        # torch 2.6's compiler takes no strict zip where a layer's hook ends a graph.
-        return [self._products[k](given[i], weights[i], biases[i]) for i, k in enumerate(_KEYS)]
+        return attention(
+            project,
+            query,
+            key,
+            value,
+            heads=module.num_heads,
+            batch_first=module.batch_first,
+            bias_k=module.bias_k,
+            bias_v=module.bias_v,
+            add_zero_attn=module.add_zero_attn,
+            dropout=module.dropout,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+        )
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        key_padding_mask: torch.Tensor | None,
-        attn_mask: torch.Tensor | None,
-        is_causal: bool,
-        need_weights: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(batch, target, embed) from projected (batch, length, embed); weights by head, if wanted."""
+    def _weights_and_biases(self) -> dict[str, tuple[Any, Any]]:
         module = self.module
-        batch = q.shape[0]
-        extra = 0
-        if module.bias_k is not None and module.bias_v is not None:
-            k = torch.cat([k, module.bias_k.expand(batch, -1, -1)], dim=1)
-            v = torch.cat([v, module.bias_v.expand(batch, -1, -1)], dim=1)
-            extra += 1
-        if module.add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-            extra += 1
-        heads, width = module.num_heads, module.head_dim
-        q, k, v = (t.reshape(batch, t.shape[1], heads, width).transpose(1, 2) for t in (q, k, v))
-        mask = _mask(attn_mask, key_padding_mask, batch, heads, extra, q.dtype)
-        dropout = module.dropout if module.training else 0.0
-        if not need_weights:
-            # As in torch: the hint takes the place of the mask, also beside `extra` sources.
-            causal = is_causal and key_padding_mask is None
-            out = F.scaled_dot_product_attention(
-                q, k, v, None if causal else mask, dropout, is_causal=causal
-            )
-            return out.transpose(1, 2).flatten(2), None
+        biases: Any = (None, None, None)
+        if module.in_proj_bias is not None:
+            biases = module.in_proj_bias.chunk(3)
+        if module._qkv_same_embed_dim:
+            weights: Any = module.in_proj_weight.chunk(3)
+        else:
+            weights = [getattr(module, f"{name}_proj_weight") for name in _KEYS]
+        # torch 2.6's compiler takes no strict zip where a layer's hook ends a graph.
+        found = {name: (weights[i], biases[i]) for i, name in enumerate(_KEYS)}
+        found["out"] = module.out_proj.weight, module.out_proj.bias
+        return found
+
+
+def attention(
+    project: Callable[[str, torch.Tensor], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    heads: int,
+    batch_first: bool,
+    bias_k: torch.Tensor | None,
+    bias_v: torch.Tensor | None,
+    add_zero_attn: bool,
+    dropout: float,
+    key_padding_mask: torch.Tensor | None,
+    need_weights: bool,
+    attn_mask: torch.Tensor | None,
+    average_attn_weights: bool,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """F.multi_head_attention_forward in training, whose documentation holds.
+
+    Args:
+        project: the product 'q', 'k', 'v' or 'out' of rows (batch, length, features).
+        batch_first: whether inputs and output are (batch, length, features), not (length, batch, ...).
+    """
+    if is_causal and attn_mask is None:
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    batched = query.ndim == 3
+    if not batched or not batch_first:
+        # Examples first, for products too; one tensor stays one, whose products share a factor.
+        given = query, key, value
+        query = _turned(query)
+        key = query if given[1] is given[0] else _turned(key)
+        value = key if given[2] is given[1] else _turned(value)
+        if not batched and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask[None]
+    q, k, v = project("q", query), project("k", key), project("v", value)
+    batch, extra = q.shape[0], 0
+    if bias_k is not None and bias_v is not None:
+        k = torch.cat([k, bias_k.expand(batch, -1, -1)], dim=1)
+        v = torch.cat([v, bias_v.expand(batch, -1, -1)], dim=1)
+        extra += 1
+    if add_zero_attn:
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        extra += 1
+    width = q.shape[-1] // heads
+    q, k, v = (t.reshape(batch, t.shape[1], heads, width).transpose(1, 2) for t in (q, k, v))
+    mask = _mask(attn_mask, key_padding_mask, batch, heads, extra, q.dtype)
+    weights = None
+    if not need_weights:
+        # As in torch: the hint takes the place of the mask, also beside `extra` sources.
+        causal = is_causal and key_padding_mask is None
+        out = F.scaled_dot_product_attention(
+            q, k, v, None if causal else mask, dropout, is_causal=causal
+        )
+    else:
         scores = (q / math.sqrt(width)) @ k.mT
         weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
         weights = F.dropout(weights, dropout)
-        return (weights @ v).transpose(1, 2).flatten(2), weights
+        out = weights @ v
+    out = project("out", out.transpose(1, 2).flatten(2))
+    if not batched:
+        out = out[0]
+    elif not batch_first:
+        out = out.transpose(0, 1)
+    if weights is not None:
+        weights = weights.mean(1) if average_attn_weights else weights
+        weights = weights if batched else weights[0]
+    return out, weights
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return x[None] if x.ndim == 2 else x.transpose(0, 1)
 
 
 def _mask(
@@ -177,3 +216,66 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
+
+
+# ---- the function --------------------------------------------------------------------------------
+
+
+def weights_of(given: Mapping[str, Any]) -> list[Any]:
+    """The weights in a call of F.multi_head_attention_forward, given its arguments by name."""
+    names = [f"{key}_proj_weight" for key in _KEYS] if _is_separate(given) else ["in_proj_weight"]
+    return [given.get(name) for name in (*names, "out_proj_weight")]
+
+
+def can_be_written_out(given: Mapping[str, Any]) -> bool:
+    """Whether a call is one that `attention` knows, and each of its layers gets one input."""
+    query, key, value = given["query"], given["key"], given["value"]
+    if query.is_nested or not given.get("training", True):
+        return False
+    if given.get("static_k") is not None or given.get("static_v") is not None:
+        return False
+    return _is_separate(given) or (query is key and key is value)
+
+
+def written_out(
+    given: Mapping[str, Any], biases: Sequence[Any], linear: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a call returns.
+
+    Args:
+        biases: of q, k and v, where `in_proj_bias` is joined of such.
+        linear: with F.linear's arguments.
+    """
+    packed: list[torch.Tensor] = []
+
+    def project(name: str, x: torch.Tensor) -> torch.Tensor:
+        if name == "out":
+            return linear(x, given["out_proj_weight"], given["out_proj_bias"])
+        place = _KEYS.index(name)
+        if _is_separate(given):
+            return linear(x, given[f"{name}_proj_weight"], biases[place])
+        if not packed:
+            packed.extend(linear(x, given["in_proj_weight"], given["in_proj_bias"]).chunk(3, dim=-1))
+        return packed[place]
+
+    return attention(
+        project,
+        given["query"],
+        given["key"],
+        given["value"],
+        heads=given["num_heads"],
+        batch_first=False,
+        bias_k=given["bias_k"],
+        bias_v=given["bias_v"],
+        add_zero_attn=given["add_zero_attn"],
+        dropout=given["dropout_p"],
+        key_padding_mask=given.get("key_padding_mask"),
+        need_weights=given.get("need_weights", True),
+        attn_mask=given.get("attn_mask"),
+        average_attn_weights=given.get("average_attn_weights", True),
+        is_causal=given.get("is_causal", False),
+    )
+
+
+def _is_separate(given: Mapping[str, Any]) -> bool:
+    return bool(given.get("use_separate_proj_weight", False))

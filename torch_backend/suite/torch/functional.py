@@ -7,7 +7,8 @@ a torch function mode watches for the functions of `calls.py` with one of these 
 call as one of the layer. So is `x @ self.weight.T`, or `self.weight @ x.mT`, or `torch.einsum` of a
 product, and of a layer with a bias the sum of a product and that. What a layer's own forward makes of
 its weight by multiplying, shifting and standardizing rows may take its place (`made_weights.py`). The
-mode also watches for sums of what was looked up once for all examples (`lookup_sums.py`).
+mode also watches for sums of what was looked up once for all examples (`lookup_sums.py`). Attention by
+its function, of weights of layers, is written out (`attention.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from suite.torch import attention
 from suite.torch.calls import (
     ARGUMENTS,
     PRODUCTS,
@@ -61,6 +63,7 @@ from suite.torch.lookup_sums import Lookups
 from suite.torch.made_weights import Made, node_of, reached_from, scale_of, tensors_in
 from suite.torch.rows import Axes, LayerSpec
 
+_JOINS = (torch.cat, torch.concat, torch.concatenate)
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
 
 
@@ -351,6 +354,7 @@ class _Watching(Mode):
         self.known: list[_Known] = []
         self.products: list[_Product] = []
         self.made: list[Made] = []
+        self.joined: list[tuple[torch.Tensor, tuple[Any, ...]]] = []  # biases, one behind the other
         self._ids: tuple[int, set[int]] = -1, set()  # of the tensors in `known` and `made`, so many
         # And in `products` and `lookups.moved`. All only grow, but for `_changed`, which forgets both.
         self._followed: tuple[int, set[int]] = -1, set()
@@ -381,6 +385,10 @@ class _Watching(Mode):
         with self.looking():
             ours = self._ours(args)  # changed through it, perhaps, or through a view of it
             version = None if ours is None else ours._version
+        if function is F.multi_head_attention_forward and torch.is_grad_enabled():
+            found = self._attend(dict(zip(attention.ARGUMENTS, args, strict=False)) | kwargs)
+            if found is not None:
+                return found
         output = function(*args, **kwargs)
         by_graph = in_traced_graph()
         with self.looking():
@@ -401,6 +409,9 @@ class _Watching(Mode):
             args, kwargs = summed(args, kwargs)
         if self.lookups is not None:
             self.lookups.follow(function, args, kwargs, output)
+        if function in _JOINS and args and all([self._places(x, "bias") for x in args[0]]):  # noqa: C419
+            self.joined.append((output, tuple(args[0])))
+            return output
         if function in CASTS:
             self._follow(args[0], output)
             return output
@@ -459,6 +470,25 @@ class _Watching(Mode):
             return self._meet_made(function, given, output)
         self._note_call(output, given["input"])
         return self.around.meet(places, function, given, output, None, axes)
+
+    def _attend(self, given: Mapping[str, Any]) -> Any:
+        """What attention by its function returns, if some of its weights are layers'; else None."""
+        if packs_with() is not self.saving:  # a checkpoint's second run will be torch's
+            return None
+        ours = [bool(self._places(x, "weight")) for x in attention.weights_of(given)]
+        if not any(ours) or not attention.can_be_written_out(given):
+            return None
+        bias, biases = given["in_proj_bias"], None
+        for joined, parts in self.joined:
+            if joined is bias and len(parts) == 3:
+                biases = parts
+        if biases is None:
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+
+        def linear(*args: Any) -> Any:
+            return self.__torch_function__(F.linear, (), args)
+
+        return attention.written_out(given, biases, linear)
 
     def _meet_einsum(self, equation: Any, operands: Sequence[Any], output: torch.Tensor) -> Any:
         weights = [self._is_weight(operand) or self._is_made(operand) for operand in operands]
