@@ -270,7 +270,7 @@ def on(w, x):
         (lambda p, x: on(p["w"], x), "not used"),
         (lambda p, x: on(p["w"], x) + on(p["u"] @ p["u"], x), "used by `dot_general`"),
         (lambda p, x: on(p["w"], x) + on(jnp.exp(p["u"]), x), "used by `exp`"),
-        (lambda p, x: on(p["w"], x) + on(p["u"] / jnp.max(p["u"]), x), "used by `reduce_max`, `div`"),
+        (lambda p, x: on(p["w"], x) + on(jnp.max(p["u"]) / p["u"], x), "used by `reduce_max`, `div`"),
         (lambda p, x: on(p["w"], x) + on(2.0 / p["u"], x), "used by `div`"),
         (
             lambda p, x: on(p["w"], x) + on(p["u"] * x[:4], x),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jax_fishers import assert_exact, check, normal
+from jax_fishers import assert_exact, check, dense_block, exact_blocks, normal
 from suite.jax import eigenbases, kfac, value_and_grad
 
 S = lambda y: jnp.sum(jnp.sin(y))  # noqa: E731
@@ -141,7 +141,7 @@ def test_experts_with_one_number_each():
     "kernel",
     [
         lambda p, x: p["w"] * jnp.outer(jnp.arange(1.0, 5.0), p["g"]),
-        lambda p, x: p["w"] / jnp.linalg.norm(p["w"], axis=0),
+        lambda p, x: jax.nn.softmax(p["w"], 0),
         lambda p, x: p["w"] * jnp.mean(x, 0)[:, None],
         lambda p, x: jnp.concatenate([p["w"] * p["g"], p["w"]], 1)[:, :3],
     ],
@@ -151,6 +151,97 @@ def test_what_is_neither_by_row_nor_by_column_or_the_weights_own_is_plain(kernel
         return jnp.sum(jnp.sin(x @ kernel(p, x))) + jnp.sum(jnp.sin(x @ p["v"])) + jnp.sum(p["g"] ** 2)
 
     check(loss, parameters(v=normal(4, 2)), normal(5, 4), uncovered=["['g']", "['w']"])
+
+
+def _spectral(w, hold):
+    """By one step of power iteration, as flax and haiku have it."""
+    u = jnp.ones(w.shape[-1])
+    v = lax.stop_gradient(w @ u / jnp.linalg.norm(w @ u))
+    u = lax.stop_gradient(v @ w / jnp.linalg.norm(v @ w))
+    return w / hold(v @ w @ u)
+
+
+def _standardized(w, hold):
+    return (w - hold(jnp.mean(w, 0))) / hold(jnp.std(w, 0))
+
+
+# What a weight is changed by that is made of it, handed through `hold`.
+OWN = {
+    "norms of outputs": lambda w, hold: GAINS * w / hold(jnp.linalg.norm(w, axis=0)),
+    "norms of inputs": lambda w, hold: w / hold(jnp.linalg.norm(w, axis=1, keepdims=True)),
+    "rsqrt": lambda w, hold: w * hold(lax.rsqrt(jnp.sum(w * w, 0, keepdims=True) + 1e-6)),
+    "a number over the norm": lambda w, hold: w * hold(2.0 / jnp.linalg.norm(w, axis=0)),
+    "norm of all": lambda w, hold: 2.0 * w / hold(jnp.linalg.norm(w)),
+    "largest entry": lambda w, hold: w / hold(jnp.max(jnp.abs(w))),
+    "largest norm": lambda w, hold: w * hold(jnp.minimum(1.0, 1.5 / jnp.linalg.norm(w, axis=0))),
+    "singular value": lambda w, hold: w / hold(jnp.linalg.norm(w, 2)),
+    "power iteration": _spectral,
+    "standardized": _standardized,
+    "centered": lambda w, hold: w - hold(jnp.mean(w, 0, keepdims=True)),
+    "jit": lambda w, hold: w / jax.jit(lambda w: hold(jnp.linalg.norm(w, axis=0)))(w),
+    "remat": lambda w, hold: jax.checkpoint(lambda w: w / hold(jnp.linalg.norm(w, axis=0)))(w),
+}
+
+
+@pytest.mark.parametrize("derivative", [False, True])
+@pytest.mark.parametrize("name", OWN)
+def test_a_norm_of_a_weight_that_it_is_divided_by_is_held(name, derivative):
+    """Exact for one example but for what the gradient has through the norm, as in PyTorch."""
+    x = normal(1, 4, seed=2)
+
+    def loss(p, x, hold=lambda x: x):
+        f = lambda x: jnp.sum(jnp.sin(x @ OWN[name](p["w"], hold)))  # noqa: E731
+        return jnp.sum(jax.jvp(f, (x,), (jnp.sin(x),))[1] ** 2) if derivative else f(x)
+
+    params = {"w": normal(4, 3)}
+    plan, statistics = check(loss, params, x)
+    assert "norms (or what else of it changes it) as constants" in plan.routing["['w']"].reason
+    held = lambda p, x: loss(p, x, lax.stop_gradient)  # noqa: E731
+    _, expected = check(held, params, x)
+    for side in ("A", "G"):
+        found, other = (getattr(s["['w']"].main, side) for s in (statistics, expected))
+        np.testing.assert_allclose(found, other, rtol=1e-12, atol=1e-14)
+    if not derivative:
+        found = dense_block(plan, statistics)[0]
+        block = exact_blocks(plan, [lambda p: held(p, x)], params)[0]
+        np.testing.assert_allclose(found, block, rtol=1e-9, atol=1e-11 * np.abs(block).max())
+
+
+def test_norms_of_kernels_and_of_what_a_scan_takes_apart():
+    params = {"k": normal(3, 3, 2, 2), "s": normal(3, 8, 8)}
+
+    def loss(p, x):
+        k = p["k"] / jnp.sqrt(jnp.sum(p["k"] ** 2, (0, 1, 2)) + 1e-4)
+        h = lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        norms = jnp.linalg.norm(p["s"], axis=1)
+
+        def step(h, layer):
+            w, norm = layer
+            return jnp.sin(h @ (w / norm) + jnp.cos(h) @ (w / norm)), None
+
+        h = lax.scan(step, h.reshape(len(h), 8), (p["s"], norms))[0]
+        return jnp.sum(jnp.sin(h))
+
+    check(loss, params, normal(5, 2, 2, 2))
+
+
+def test_what_a_norm_is_used_for_besides_keeps_a_weight_plain():
+    kernel = lambda w: w / jnp.linalg.norm(w, axis=0)  # noqa: E731
+    besides = {
+        "a penalty": lambda w, v, x: jnp.sum(x @ kernel(w)) + jnp.sum(jnp.linalg.norm(w, axis=0) ** 4),
+        "another weight": lambda w, v, x: jnp.sum(x @ kernel(w) + x @ (v / jnp.linalg.norm(w, axis=0))),
+        "activations": lambda w, v, x: jnp.sum(x @ kernel(w) * jnp.linalg.norm(w, axis=0)),
+        "its own shift": lambda w, v, x: jnp.sum(x @ kernel(w) + jnp.sum(kernel(w))),
+    }
+    for use in besides.values():
+
+        def loss(p, x, use=use):
+            return jnp.sin(use(p["w"], p["v"], x)) + jnp.sum(jnp.sin(x @ p["v"] + x @ p["u"]))
+
+        params = {"u": normal(4, 3, seed=3), "v": normal(4, 3, seed=1), "w": normal(4, 3)}
+        plan = value_and_grad(loss).plan(params, normal(5, 4))
+        assert plan.routing["['w']"].treatment == "plain", str(plan)
+        assert plan.routing["['u']"].treatment == "kfac"
 
 
 def test_tables_and_positions_are_plain():

@@ -118,6 +118,71 @@ def test_kfac(name, compute_method, dtype, rtol):
     assert_same(ours, jax_kfac_trajectory(network, dtype, compute_method=compute_method), rtol)
 
 
+class _Standardized(torch.nn.Linear):
+    def forward(self, x):
+        deviation, mean = torch.std_mean(self.weight, 1, keepdim=True, correction=0)
+        return torch.nn.functional.linear(x, (self.weight - mean) / deviation)
+
+
+CHANGED = {
+    "weight norm": (
+        lambda i, o: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(i, o, bias=False)),
+        lambda w: w / jnp.linalg.norm(w, axis=0),
+    ),
+    "standardized": (
+        lambda i, o: _Standardized(i, o, bias=False),
+        lambda w: (w - jnp.mean(w, 0)) / jnp.std(w, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("compute_method", ["eigen", "inverse"])
+@pytest.mark.parametrize("kind", CHANGED)
+def test_kfac_of_weights_that_are_changed_by_their_norms(kind, compute_method):
+    make, kernel = CHANGED[kind]
+    rng = np.random.default_rng(3)
+    x, sizes = rng.normal(size=(16, 5)), ((5, 6), (6, 4))
+    weights = [rng.normal(size=s) for s in sizes]
+    settings = {**KFAC_SETTINGS, "compute_method": compute_method}
+
+    model = torch.nn.Sequential(make(*sizes[0]), torch.nn.Tanh(), make(*sizes[1])).double()
+    moving = []
+    for name, parameter in model.named_parameters():
+        if name.endswith("original0"):  # magnitudes
+            parameter.requires_grad_(False).fill_(1.0)
+        else:
+            moving.append(parameter)
+    with torch.no_grad():
+        for parameter, weight in zip(moving, weights, strict=True):
+            parameter.copy_(torch.from_numpy(weight.T))
+    optimizer = KFAC(model, torch.optim.SGD(moving, lr=0.05, momentum=0.9), **settings)
+    for _ in range(30):
+        optimizer.zero_grad()
+        (model(torch.from_numpy(x)) - 1).square().sum(1).mean().backward()
+        optimizer.step()
+    ours = [p.detach().numpy().T for p in moving]
+    assert all(np.abs(a - b).max() > 1e-2 for a, b in zip(weights, ours, strict=True))
+
+    def loss_fn(weights, x):
+        first, second = map(kernel, weights)
+        return jnp.mean(jnp.sum((jnp.tanh(x @ first) @ second - 1) ** 2, 1))
+
+    weights = [jnp.asarray(w) for w in weights]
+    vag = value_and_grad(loss_fn)
+    tx = kfac(vag.plan(weights, x), 0.05, **settings)
+    state = jax.jit(tx.init)(weights)
+
+    @jax.jit
+    def step(weights, state):
+        _, grads, statistics = vag(weights, x)
+        updates, state = tx.update(grads, state, weights, statistics=statistics)
+        return optax.apply_updates(weights, updates), state
+
+    for _ in range(30):
+        weights, state = step(weights, state)
+    assert_same(ours, [np.asarray(w) for w in weights], 1e-9)
+
+
 @pytest.mark.parametrize("compute_method", ["eigen", "inverse", "ekfac"])
 @pytest.mark.parametrize("values", [True, False], ids=["values and derivatives", "derivatives"])
 def test_kfac_of_derivatives(values, compute_method):

@@ -9,6 +9,10 @@ be had in two ways:
     sampled   E[u uᵀ] = H        with u = `sample_gradient`: one backward pass, noisy
     exact     Σ_c l_c l_cᵀ = H   with l_c = column c of `square_root`: one backward pass per column
 
+A pass takes its column at all terms at once. Where a value reaches several terms (attention, batch norms)
+products of two terms' columns come in, too: each term's has to have a random sign, `with_signs`, for them
+to vanish in expectation. Where none does, signs change nothing.
+
 Outputs are (..., C) with classes or coordinates on the last axis; the other axes count the terms of the
 loss. Nothing here knows of the mean or sum over terms.
 """
@@ -179,6 +183,18 @@ class Gaussian:
 
 
 Likelihood: TypeAlias = Categorical | Bernoulli | Gaussian
+
+
+def with_signs(column: Array, noise: Array) -> Array:
+    """A column of `square_root`, each term's times -1 where its noise is negative.
+
+    Args:
+        column: (..., C).
+        noise: (...), symmetric about 0, independent from term to term and column to column.
+    """
+    xp = array_namespace(column)
+    signs = xp.where(noise < 0, xp.zeros_like(noise) - 1, xp.zeros_like(noise) + 1)
+    return column * xp.astype(signs, column.dtype)[..., None]
 
 
 def check_outputs(likelihood: Likelihood, shape: Shape, given: Iterable[Shape]) -> None:

@@ -39,6 +39,7 @@ from suite.jax.layers import (
 )
 from suite.jax.plan import Plan, Require, Statistics, make_plan
 from suite.jax.probes import Probe, evaluate
+from suite.jax.uses import Uses
 from suite.jax.varying import cond, vary_like, varying_alike, varying_axes
 from suite.jax.views import write_matrices
 
@@ -386,11 +387,14 @@ class value_and_grad:
         return outputs
 
     def _plan(self, traced: _Traced, params: Any) -> Plan:
+        return self._plan_and_uses(traced, params)[0]
+
+    def _plan_and_uses(self, traced: _Traced, params: Any) -> tuple[Plan, Uses]:
         program = jaxprs.flatten(traced.jaxpr)
         # A sampled Fisher is about the outputs: what else the loss does with parameters is no matter.
         root = program.outputs[0] if self._fisher is None else program.outputs[1]
         uses = find_uses(program, len(jax.tree.leaves(params)), [root])
-        return make_plan(
+        plan = make_plan(
             program,
             uses,
             params,
@@ -401,6 +405,7 @@ class value_and_grad:
             require=self._require,
             terms_given=self._terms is not None,
         )
+        return plan, uses
 
 
 def probe(x: jax.Array, w: jax.Array, y: jax.Array) -> jax.Array:
@@ -446,6 +451,8 @@ def verify(
 ) -> dict[str, float]:
     """Check that what capture sees is all there is: Σ g aᵀ over the rows of each layer is its gradient.
 
+    But for what its gradient has through a norm, deviation or mean of the weight that changes it.
+
     Args:
         loss_fn, params, args, kwargs: as for `value_and_grad`; arrays, not shapes.
         rtol: allowed error, in units of a leaf's largest gradient; but no less than √ε of the largest
@@ -462,7 +469,7 @@ def verify(
         check_number("rtol", rtol, above=0)
     vag = value_and_grad(loss_fn, has_aux, plain=plain)
     traced = vag._trace(params, args, kwargs)
-    plan = vag._plan(traced, params)
+    plan, uses = vag._plan_and_uses(traced, params)
     # A layer without its bias's column: the bias is checked through it.
     sites = [(layer, use) for layer in plan.layers for use in layer.uses]
 
@@ -487,7 +494,7 @@ def verify(
 
         def run(leaves: list[Any], sums: Any) -> Any:
             slots = {i: _by_loop(use, (sums[layer.name], None)) for i, (layer, use) in enumerate(sites)}
-            return traced.run(leaves, probes, slots)[0]
+            return traced.run(leaves, probes, slots, list(uses.held))[0]
 
         return jax.grad(run, (0, 1))(leaves, empty)
 
@@ -533,9 +540,15 @@ class _Traced:
     arguments: list[Any]
     aux: Any  # (leaves that are no arrays, tree, which are arrays)
 
-    def run(self, leaves: list[Any], probes: Sequence[Probe], slots: Any) -> list[Any]:
+    def run(
+        self,
+        leaves: list[Any],
+        probes: Sequence[Probe],
+        slots: Any,
+        held: Sequence[tuple[jaxprs.Path, int]] = (),
+    ) -> list[Any]:
         given = [*leaves, *self.arguments]
-        return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, given, probes, slots)
+        return evaluate(self.jaxpr.jaxpr, self.jaxpr.consts, given, probes, slots, held)
 
 
 def _probe(use: Use, measure: Callable[..., Any]) -> Probe:

@@ -110,6 +110,7 @@ class _Finder:
         self.activations = Activations(program, self.readers)
         self.made = MadeWeights(
             program,
+            leaves=leaves,
             live=self.live,
             differentiable=self.differentiable,
             of_examples=self.of_examples,
@@ -141,6 +142,8 @@ class _Finder:
             live = any(out in self.live for out in node.outputs)
             live = live and not jaxprs.stops_gradients(self.program, node)
             known = [None if v is None else self.origins.get(v) for v in node.inputs]
+            if live and self.serve(node, known):
+                continue
             if live and any(v in self.scaled for v in node.inputs):
                 self.meet_scaled(node, known)
             if any(v in self.joined for v in node.inputs):
@@ -163,6 +166,7 @@ class _Finder:
             self.rule_out_pieces(self.joined.get(root, ()))
             if root in self.scaled:
                 self.scalings[self.scaled[root].first].others.append("being returned")
+        self.uses.held = self.made.own.held()
         self.settle_scalings()
         self.settle_beside()
         self.uses.each_its_own = any(map(self.is_of_each, self.nodes))
@@ -262,6 +266,15 @@ class _Finder:
         how = op.how if isinstance(op, operations.Moved) else ""
         for one in met:
             self.uses.rule_out(one.origin, f"`{name}`, {how}" if how else f"`{name}`")
+
+    def serve(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
+        """Whether an operation computes what a weight is changed by of that weight, as its norm."""
+        leaves = self.made.own.serves(node)
+        for origin, value in zip(known, node.inputs, strict=True) if leaves else ():
+            if origin is not None and origin.leaf not in leaves:
+                self.uses.rule_out(origin, f"`{node.name}`, which scales a weight")
+            self.rule_out_pieces(self.joined.get(value, ()))  # type: ignore[arg-type]
+        return bool(leaves)
 
     def meet_beside(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
         """An operation that the loss does not depend on: y = x w + b where its derivatives have x."""

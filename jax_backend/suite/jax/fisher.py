@@ -29,9 +29,9 @@ class Fisher:
             (`jnp.where`) and by replacing `terms` of the statistics.
         exact: sum over the C columns of the loss's Hessian by the outputs ("type-2"), a backward pass
             for each, without noise; else sample labels from the model. A pass takes its column at all
-            positions of an example at once: where a layer's output reaches several of them (attention
-            before outputs (n, t, C)), products of two positions' columns come in, which samples only
-            have in noise.
+            terms at once, each with a sign of its own. Where a layer's output reaches several terms
+            (attention before outputs (n, t, C), batch norms), products of two terms' columns come in
+            with two random signs, the same in every step, as noise; samples' noise is new in each.
         samples: how many times to sample: as many backward passes.
     """
 
@@ -55,10 +55,15 @@ class Fisher:
 
     def gradient(self, outputs: jax.Array, index: jax.Array, key: jax.Array | None) -> jax.Array:
         """By the outputs, of pass `index`."""
-        if self.exact:
-            return self.likelihood.square_root(outputs, index)  # type: ignore[arg-type]
-        assert key is not None
         dtype = at_least_float32(outputs.dtype)
+        if self.exact:
+            column = self.likelihood.square_root(outputs, index)  # type: ignore[arg-type]
+            key = jax.random.fold_in(jax.random.key(0), index)  # the same signs in every step
+            signs: jax.Array = likelihoods.with_signs(
+                column, jax.random.rademacher(key, outputs.shape[:-1], dtype)
+            )
+            return signs
+        assert key is not None
         shape = self.likelihood.noise_shape(outputs.shape)
         noise = jax.random.uniform(jax.random.fold_in(key, index), shape, dtype)
         return self.likelihood.sample_gradient(outputs, noise)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from suite.jax import jaxprs, operations
+from suite.jax.own_scales import OwnScales
 from suite.jax.probes import Mask, RowScale
 from suite.jax.uses import Made, Origin
 from suite.jax.views import Shape, Step, View, entries, matrices
@@ -28,6 +29,7 @@ class MadeWeights:
         self,
         program: jaxprs.Program,
         *,
+        leaves: int,
         live: Set[int],
         differentiable: Set[int],
         of_examples: Set[int],
@@ -35,6 +37,7 @@ class MadeWeights:
     ) -> None:
         """
         Args:
+            leaves: how many of the program's inputs are parameters.
             live: values that the loss depends on.
             differentiable: values through which a gradient may flow to leaves.
             of_examples: those that differ between examples.
@@ -47,6 +50,15 @@ class MadeWeights:
         for node in program.nodes:
             for value in {v for v in node.inputs if v is not None}:
                 self.readers.setdefault(value, []).append(node)
+        self.own = OwnScales(
+            program,
+            leaves,
+            live=live,
+            differentiable=differentiable,
+            is_constant=lambda value, shape: (
+                self.shape(value) == () or bool(self._constant_axes(value, shape))
+            ),
+        )
         self._of_leaf: dict[int, set[int]] = {}
         self._leading: dict[int, bool] = {}
 
@@ -60,8 +72,12 @@ class MadeWeights:
             known: of each operand.
         """
         op = node.operation
-        divides, chooses = (isinstance(op, kind) for kind in (operations.Divide, operations.Select))
-        if not (divides or chooses or isinstance(op, operations.Multiply)) or node.custom is not None:
+        divides, chooses, adds = (
+            isinstance(op, kind) for kind in (operations.Divide, operations.Select, operations.Add)
+        )
+        if not (divides or chooses or adds or isinstance(op, operations.Multiply)):
+            return None
+        if node.custom is not None:
             return None
         for place, origin in enumerate(known):
             others = [i for i in range(len(node.inputs)) if i != place]
@@ -72,6 +88,10 @@ class MadeWeights:
             if changed and any(known[i] is not None for i in others):
                 continue
             if not self._is_matrix(node, place, origin) or not self._leads_to_products(node.outputs[0]):
+                continue
+            if adds:
+                if self.own.leaf_of(node, 1 - place) == origin.leaf:
+                    return origin
                 continue
             made = (
                 self._chosen(node, place) if chooses else self._times(node, place, origin.leaf, divides)
@@ -100,11 +120,15 @@ class MadeWeights:
             for node in self.readers.get(value, ())
             if (value not in self.live or any(out in self.live for out in node.outputs))
             and not jaxprs.stops_gradients(self.program, node)
+            and not self.own.serves(node)
         ]
         for node in readers:
             op, out = node.operation, node.outputs[0]
+            shifts = isinstance(op, operations.Add) and any(
+                self.own.leaf_of(node, place) is not None for place in (0, 1)
+            )
             goes_on = isinstance(op, operations.Reindex) or (
-                isinstance(op, makes) and self.shape(out) == self.shape(value)
+                (isinstance(op, makes) or shifts) and self.shape(out) == self.shape(value)
             )
             if not isinstance(op, _PRODUCTS) and not (goes_on and self._leads_to_products(out)):
                 return False
@@ -125,11 +149,14 @@ class MadeWeights:
     def _times(self, node: jaxprs.Node, place: int, leaf: int, divides: bool) -> Made | None:
         """`w * mask`, or times what is one number in each row or column."""
         other, shape = node.inputs[1 - place], self.shape(node.outputs[0])
-        if other is None or other in self.of_examples:
+        is_own = self.own.leaf_of(node, 1 - place) == leaf
+        if other is None or (other in self.of_examples and not is_own):
             return None
-        if other in self.differentiable and other in self._made_of(leaf):
+        if other in self.differentiable and other in self._made_of(leaf) and not is_own:
             return None
         constant = self._constant_axes(other, shape)
+        if is_own and self.shape(other) == ():
+            constant = tuple(axis for axis, n in enumerate(shape) if n > 1)
         is_mask = not divides and self._is_mask(other)
         if not constant and not is_mask:
             return None

@@ -109,8 +109,9 @@ def make_plan(
     layers = assembly.layers()
     products = [use for layer in layers if layer.kind != "elementwise" for use in layer.uses]
     of_each = uses.each_its_own or not all(use.once for use in products)
+    changed = set(uses.held.values())
     routes = tuple(
-        _route(i, names, shapes, layers, assembly.reasons.get(i, "not used"), of_each)
+        _route(i, names, shapes, layers, assembly.reasons.get(i, "not used"), of_each, i in changed)
         for i in range(len(leaves))
     )
     routing = Routing(routes)
@@ -441,11 +442,13 @@ def _route(
     layers: tuple[Layer, ...],
     reason: str,
     of_each: bool,
+    is_changed: bool,
 ) -> Route:
     """
     Args:
         reason: why the leaf is plain, if it is.
         of_each: whether examples have products each of their own, beside what is computed once.
+        is_changed: whether numbers change the leaf that are made of it, as a norm.
     """
     own = [layer for layer in layers if layer.leaf == leaf]
     if own:
@@ -468,6 +471,8 @@ def _route(
             words.append(f"one block for {len(uses)} uses")
         if layer.tied:
             words.append("some of them transposed")
+        if is_changed:
+            words.append("its norms (or what else of it changes it) as constants")
         if of_each and any(use.once for use in layer.uses):
             words.append("computed once for all examples, of whose summed gradient G is")
         if layer.input_of:

@@ -37,7 +37,8 @@ class RowScale(NamedTuple):
 
     def vector(self, operand: jax.Array) -> jax.Array:
         """(groups, d_out) or (groups, d_in)."""
-        found = matrices(operand, self.view)
+        (_, (shape, _)), *_ = self.view.steps  # to which the operand is broadcast
+        found = matrices(operand.reshape(operand.shape or (1,) * len(shape)), self.view)
         found = found[:, :, 0] if self.of_outputs else found[:, 0, :]
         return 1 / found if self.divides else found
 
@@ -80,9 +81,14 @@ Slots = Mapping[int, Any]  # by number of the probe
 
 
 def evaluate(
-    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], probes: Sequence[Probe], slots: Slots
+    jaxpr: Any,
+    consts: Sequence[Any],
+    arguments: Sequence[Any],
+    probes: Sequence[Probe],
+    slots: Slots,
+    held: Sequence[tuple[Path, int]] = (),
 ) -> list[Any]:
-    """Run a jaxpr with probes.
+    """Run a jaxpr with probes, and without derivatives by `held` operands of equations.
 
     Calls that hold a probe, or a number for one, are run inline (jit), or as what they are (remat, scan,
     cond, shard_map); all else is bound as it was traced.
@@ -91,16 +97,22 @@ def evaluate(
     for number, probe in enumerate(probes):
         for depth in range(1, len(probe.path) + 1):
             at.setdefault(probe.path[:depth], []).append(number)
-    return _Runner(probes, at).run(jaxpr, consts, arguments, (), slots, {})
+    return _Runner(probes, at, held).run(jaxpr, consts, arguments, (), slots, {})
 
 
 class _Runner:
-    def __init__(self, probes: Sequence[Probe], at: dict[Path, list[int]]) -> None:
+    def __init__(
+        self, probes: Sequence[Probe], at: dict[Path, list[int]], held: Sequence[tuple[Path, int]]
+    ) -> None:
         self.probes, self.at = probes, at
+        self.held: dict[Path, list[int]] = {}
         self.factors: dict[Path, list[int]] = {}
         self.numbers: dict[Path, set[int]] = {}
         self.whole: set[tuple[Path, int]] = set()  # which of them are `operands`
         self.opened = {path[:-1] for path in at}
+        for path, place in held:
+            self.held.setdefault(path, []).append(place)
+            self.opened.update(path[:depth] for depth in range(1, len(path)))
         for probe in probes:
             if probe.factor is not None:
                 self.factors.setdefault(probe.factor[0], []).append(probe.factor[1])
@@ -147,6 +159,8 @@ class _Runner:
         for number, eqn in enumerate(jaxpr.eqns):
             path = (*prefix, number)
             values = [read(v) for v in eqn.invars]
+            for i in self.held.get(path, ()):
+                values[i] = lax.stop_gradient(values[i])
             here = self.at.get(path, ())
             factors.update(((path, i), values[i]) for i in self.factors.get(path, ()))
             if path in self.opened:

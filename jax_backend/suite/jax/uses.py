@@ -120,6 +120,8 @@ class Uses:
     by_hand: dict[int, list[Site]] = field(default_factory=dict)  # a user's probes
     of_data: set[Any] = field(default_factory=set)  # places of products with what no leaf is a part of
     beside: list[Site] = field(default_factory=list)  # values of which the loss has derivatives only
+    # By equation and operand, which is numbers made of a leaf that change it, as constants: that leaf
+    held: dict[tuple[jaxprs.Path, int], int] = field(default_factory=dict)
     each_its_own: bool = False  # whether examples are in products with gradients, frozen ones among them
 
     def rule_out(self, origin: Origin | None, why: str) -> None:

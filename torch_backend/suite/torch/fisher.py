@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from suite.core.likelihoods import Bernoulli, Categorical, Gaussian, check_outputs
+from suite.core.likelihoods import Bernoulli, Categorical, Gaussian, check_outputs, with_signs
 from suite.core.noise import unit_noise
 from suite.torch.dtensors import kept_whole, sharded_modules
 from suite.torch.hooks import Hook, in_backward
@@ -128,16 +128,20 @@ class FisherSampler:
 
     def _gradient(self, outputs: torch.Tensor, index: int) -> torch.Tensor:
         if self.fisher == "type-2":
-            column: torch.Tensor = self.likelihood.square_root(outputs, index)
-            return column
-        shape = self.likelihood.noise_shape(tuple(outputs.shape))
-        stream = torch.full((1,), self.seed, dtype=torch.int32, device=outputs.device)
-        dtype = torch.promote_types(outputs.dtype, torch.float32)
-        noise = unit_noise(stream, self.draws, shape, dtype)[0]
-        self.draws += 1
+            column = self.likelihood.square_root(outputs, index)
+            return with_signs(column, self._noise(outputs, tuple(outputs.shape[:-1])))
+        noise = self._noise(outputs, self.likelihood.noise_shape(tuple(outputs.shape)))
         uniform = (noise / (2 * 3**0.5) + 0.5).clamp(0, 1 - 2**-24)
         sampled: torch.Tensor = self.likelihood.sample_gradient(outputs, uniform)
         return sampled
+
+    def _noise(self, outputs: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """New noise of this shape, symmetric about 0."""
+        stream = torch.full((1,), self.seed, dtype=torch.int32, device=outputs.device)
+        dtype = torch.promote_types(outputs.dtype, torch.float32)
+        noise: torch.Tensor = unit_noise(stream, self.draws, shape, dtype)[0]
+        self.draws += 1
+        return noise
 
     def _add(self, found: tuple[torch.Tensor | None, ...], count: int, terms: float) -> None:
         """Sums of one pass of `count`: means over samples, sums over columns.
