@@ -9,9 +9,9 @@ be had in two ways:
     sampled   E[u uᵀ] = H        with u = `sample_gradient`: one backward pass, noisy
     exact     Σ_c l_c l_cᵀ = H   with l_c = column c of `square_root`: one backward pass per column
 
-A pass takes its column at all terms at once. Where a value reaches several terms (attention, batch norms)
-products of two terms' columns come in, too: each term's has to have a random sign, `with_signs`, for them
-to vanish in expectation. Where none does, signs change nothing.
+A pass takes its column at all terms at once. Where a value reaches several terms (attention, batch
+norms) products of two terms' columns come in, too: each term's has to have a random sign, `with_signs`,
+for them to vanish in expectation. Where none does, signs change nothing.
 
 Outputs are (..., C) with classes or coordinates on the last axis; the other axes count the terms of the
 loss. Nothing here knows of the mean or sum over terms.

@@ -275,7 +275,8 @@ class AdaptiveKFAC(torch.optim.Optimizer):
             moves.append((p, value, p - value))
         # Losses are seldom below zero: a model that promises more than the loss itself is off.
         self._last = _LastStep(moves, max(float(predicted), -abs(mean[0])))
-        self._found |= {"learning_rate": -rate, "momentum": momentum}
+        clipped = self.kfac.metrics()["kl_clip_coefficient"]  # the direction is so many times as long
+        self._found |= {"learning_rate": -rate * clipped, "momentum": momentum}
         if self.fallback is not None:
             self.fallback.step()
         return True

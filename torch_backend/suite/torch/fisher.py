@@ -47,7 +47,7 @@ class FisherSampler:
         narrow = likelihood.variance**0.5 if isinstance(likelihood, Gaussian) else 1.0
         self._largest_scale = _LARGEST * min(narrow, 1.0)
         # Held here and not by their hooks: an output whose hook holds it is never freed.
-        self._waiting: dict[int, torch.Tensor] = {}
+        self._waiting: dict[int, tuple[torch.Tensor, int]] = {}  # and their versions
         self._forwards = 0
         self.draws = 0  # so far: the noise's step count, part of a checkpoint
         self.clock.sampled = True
@@ -77,7 +77,7 @@ class FisherSampler:
         if f.requires_grad and any(capture.is_trained(0) for capture in self.captures):
             number = self._forwards
             self._forwards += 1
-            self._waiting[number] = f
+            self._waiting[number] = f, f._version
             # `output_of` may return what no loss is made of, such as a view: then the outputs tell.
             outputs = [x for x in _tensors(output) if x.requires_grad]
             for x in [f] if any(x is f for x in outputs) else outputs:
@@ -104,9 +104,14 @@ class FisherSampler:
         trains = any(capture.is_trained_by_pass() for capture in self.captures)
         if not trains and _keeps_graph():  # the pass that trains is still to come
             return
-        f = self._waiting.pop(number, None)
+        f, version = self._waiting.pop(number, (None, 0))
         if f is None or not self.clock.wanted or not trains:
             return
+        if f._version != version:
+            raise RuntimeError(
+                f"the model's output must be as the model returned it for fisher={self.fisher!r}, got one "
+                "that was changed in place: mask or scale a copy (masked_fill for masked_fill_)"
+            )
         slots = [slot for capture in self.captures for slot in capture.slots()]
         columns = self.likelihood.columns(tuple(f.shape))
         count = self.samples if self.fisher == "mc" else columns
