@@ -38,7 +38,7 @@ from suite.core import (
     step_size,
 )
 from suite.core._namespace import array_namespace
-from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
+from suite.core.likelihoods import Bernoulli, Categorical, Gaussian, with_signs
 
 B = 3  # blocks in a stack
 
@@ -458,6 +458,8 @@ for name, likelihood in (
         lambda x, rule=likelihood: rule.square_root(x, 1),
         (normal(B, 2, 4),),
     )
+
+CASES["likelihoods.with_signs"] = (with_signs, (normal(B, 2, 4), normal(B, 2, seed=3)))
 
 every_case = pytest.mark.parametrize(("function", "args"), list(CASES.values()), ids=list(CASES))
 

@@ -81,6 +81,41 @@ def test_exact_is_the_dense_fisher_of_one_example(kind):
     assert float(statistics.terms) == 1
 
 
+@pytest.mark.parametrize("normalized", [False, True], ids=["attention", "batch norm"])
+@pytest.mark.parametrize("kind", ["categorical", "gaussian"])
+def test_exact_of_terms_that_one_value_reaches_is_the_sum_over_terms(kind, normalized):
+    """But for noise: products of two terms have random signs. The oracle takes terms in turn."""
+    params = {"v": normal(4, 5), "w": normal(5, 3, seed=1)}
+    x = normal(100, 4, seed=2) if normalized else normal(10, 10, 4, seed=2)
+
+    def outputs_of(p, x, eps=0.0):
+        y = x @ p["v"] + eps
+        if normalized:
+            y = jax.nn.relu((y - y.mean(0)) / y.std(0))
+        else:
+            scores = jnp.where(jnp.tri(x.shape[1]) > 0, x @ jnp.swapaxes(x, 1, 2), -1e9)
+            y = jax.nn.softmax(scores) @ y
+        return y @ p["w"]
+
+    def loss(p, x):
+        outputs = outputs_of(p, x)
+        return jnp.mean(jnp.sum(outputs**2, -1)), outputs
+
+    vag = value_and_grad(loss, has_aux=True, fisher=KINDS[kind](exact=True))
+    statistics = statistics_of(vag, params, x)[1]
+    found = np.asarray(statistics["['v']"].main.G[0])
+    outputs, pull = jax.vjp(lambda eps: outputs_of(params, x, eps), jnp.zeros((*x.shape[:-1], 5)))
+    expected = np.zeros((5, 5))
+    for place in np.ndindex(*x.shape[:-1]):
+        root = np.linalg.cholesky(hessian(kind, np.asarray(outputs[place])) + 1e-12 * np.eye(3))
+        columns = np.zeros((3, *outputs.shape))
+        columns[(slice(None), *place)] = root.T
+        (g,) = jax.vmap(pull)(jnp.asarray(columns))
+        g = np.asarray(g).reshape(-1, 5)
+        expected += g.T @ g
+    assert np.linalg.norm(found - expected) < 0.25 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ["expand", "reduce"])
 def test_exact_of_layers_with_many_rows_sums_over_their_positions(kind, rows):

@@ -268,6 +268,69 @@ def test_monte_carlo_is_type2_up_to_an_error_of_the_size_it_must_have(likelihood
     assert 1 / 3 < ratio < 3
 
 
+class Attending(nn.Module):
+    """Whose values reach all later positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        scores = (x @ x.mT).masked_fill(torch.ones(x.shape[1], x.shape[1]).triu(1) > 0, -1e9)
+        return self.last(x + scores.softmax(-1) @ self.first(x))
+
+
+class Normalized(nn.Module):
+    """Whose activations reach all examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize(("make", "shape"), [(Attending, (2, 12, 4)), (Normalized, (32, 4))])
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+def test_type2_of_terms_that_one_value_reaches_is_the_sum_over_terms(make, shape, likelihood):
+    """On average: products of two terms' columns have random signs. The oracle takes terms in turn."""
+    model, x, steps = double(make), numbers(*shape), 40
+    seen = {}
+    handle = model.first.register_forward_hook(lambda module, args, y: seen.update(y=y))
+    outputs = model(x)
+    handle.remove()
+    flat = outputs.reshape(-1, 3)
+    expected = 0
+    for n, f in enumerate(flat.detach()):
+        root = torch.linalg.cholesky(hessian(LIKELIHOODS[likelihood][1], f) + 1e-12 * torch.eye(3))
+        for column in root.T:
+            (g,) = torch.autograd.grad(flat[n], seen["y"], column, retain_graph=True)
+            expected += g.reshape(-1, g.shape[-1]).T @ g.reshape(-1, g.shape[-1]) / len(flat)
+    settings = {"likelihood": LIKELIHOODS[likelihood][0], **TYPE2, **LATEST}
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.0), **settings)
+    total = 0
+    for _ in range(steps):
+        model.zero_grad()
+        model(x).reshape(-1, 3).square().sum(1).mean().backward()
+        kfac.step()
+        total += held(kfac)["first"][1][0] / steps
+    assert (total - expected).norm() < 0.15 * expected.norm()
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "mc"])
+def test_an_output_that_is_changed_in_place_is_an_error(fisher):
+    model = nn.Linear(4, 3)
+    kfac = KFAC(model, fisher=fisher, likelihood="categorical")
+    y = model(torch.randn(5, 4))
+    with pytest.raises(RuntimeError, match="changed in place"):
+        F.cross_entropy(y.mul_(2.0), torch.zeros(5, dtype=torch.int64)).backward()
+    kfac.zero_grad()
+    F.cross_entropy(model(torch.randn(5, 4)) * 2.0, torch.zeros(5, dtype=torch.int64)).backward()
+    kfac.step()
+    assert kfac.steps == 1
+
+
 class Mixed(nn.Module):
     """A matrix, units, a free parameter and a table."""
 

@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from torch.nn import functional as functions
 
 from conftest import assert_close
-from suite.torch import KFAC
-from suite.torch import own_weights as own_weights_module
+from suite.torch import KFAC, sources
 from suite.torch.own_weights import OwnWeight, own_weights
 from torch_backend.rows_by_loops import double, held, loss_of, numbers, stepped, with_one
 from torch_backend.test_functional import Pooled
@@ -45,6 +44,20 @@ class Linear(Own):
 
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)
+
+
+def linear(x, W, b=None):
+    """As zuko's."""
+    if W.dim() == 2:
+        return F.linear(x, W, b)
+    else:
+        x = torch.einsum("...ij,...j->...i", W, x)
+    return x if b is None else x + b
+
+
+class ByFunction(Own):
+    def forward(self, x):
+        return linear(x, self.weight, b=self.bias)
 
 
 class Keywords(Own):
@@ -150,6 +163,7 @@ class WithoutCalling(nn.Module):
 LAYERS = {
     "linear": (lambda: Linear(3, 4), lambda: nn.Linear(4, 3), (9, 4)),
     "linear without bias": (lambda: Linear(3, 4, bias=False), lambda: nn.Linear(4, 3, False), (9, 4)),
+    "a function": (lambda: ByFunction(3, 4), lambda: nn.Linear(4, 3), (9, 4)),
     "methods": (lambda: Keywords(3, 4, bias=False), lambda: nn.Linear(4, 3, False), (9, 4)),
     "convolution": (
         lambda: Convolution(6, 2, 3, 3),
@@ -414,6 +428,7 @@ class Variants(nn.Module):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
         self.other, self.gain = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(()))
+        self.stack = nn.Parameter(torch.ones(2, 4, 4))
         self.register_buffer("mask", torch.ones(4, 4))
         self.scale, self.groups = 2.0, 0
 
@@ -424,6 +439,9 @@ class Variants(nn.Module):
     @staticmethod
     def apply_to(x, weight):
         return x @ weight
+
+    def multiply(self, x, weight, /, bias):
+        return F.linear(x, weight) + bias * 0
 
 
 def one(name="weight", bias="", axes=0, groups=1, turned=False):
@@ -631,6 +649,63 @@ def handed_on(self, x):
     return self.apply_to(x, self.weight)
 
 
+def handed_to_a_function(self, x):
+    return linear(x, self.weight, self.bias)
+
+
+def handed_to_a_method(self, x):
+    return self.multiply(x, self.weight, bias=self.gain)
+
+
+def handed_on_and_on(self, x):
+    return linear_of_pairs((x, self.gain), weight=self.weight)
+
+
+def linear_of_pairs(pair, *, weight):
+    return linear(pair[0], weight)
+
+
+def handed_a_stack(self, x):
+    return linear(x, self.weight, None) + linear(x, self.stack)
+
+
+def handed_to_what_changes_it(self, x):
+    return linear_of_twice(x, self.weight) + F.linear(x, self.weight)
+
+
+def linear_of_twice(x, weight):
+    weight = weight * 2
+    return F.linear(x, weight)
+
+
+def handed_to_what_uses_it_otherwise(self, x):
+    return linear_and_more(x, self.weight)
+
+
+def linear_and_more(x, weight):
+    return F.linear(x, weight) + weight[0]
+
+
+def handed_in_a_list(self, x):
+    return linear(*(x, self.weight))
+
+
+def handed_to_itself(self, x):
+    return endless(x, self.weight)
+
+
+def endless(x, weight):
+    return F.linear(endless(x, weight), weight)
+
+
+def handed_twice_as_large(self, x):
+    return linear(x, 2 * self.weight)
+
+
+def handed_to_torch(self, x):
+    return torch.nn.functional.cosine_similarity(x, self.weight)
+
+
 def spread(self, x):
     return F.linear(*(x, self.weight))
 
@@ -681,6 +756,16 @@ SAID = [
     (set_twice, []),
     (kept, []),
     (handed_on, []),
+    (handed_to_a_function, one(bias="bias")),
+    (handed_to_a_method, one()),
+    (handed_on_and_on, one()),
+    (handed_a_stack, one()),
+    (handed_to_what_changes_it, []),
+    (handed_to_what_uses_it_otherwise, []),
+    (handed_in_a_list, []),
+    (handed_to_itself, []),
+    (handed_twice_as_large, []),
+    (handed_to_torch, []),
     (spread, []),
     (by_property, []),
     (by_index, []),
@@ -830,7 +915,7 @@ def test_source_that_is_not_what_was_imported_is_not_read(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "suite_test_layer", suite_test_layer)
     path.write_text(text.format("F.linear(x, self.bias * self.weight)"))
     linecache.checkcache()
-    own_weights_module._tree.cache_clear()
+    sources.tree_of.cache_clear()
     assert own_weights(suite_test_layer.Layer(3, 3), ["weight", "bias"]) == []
 
 

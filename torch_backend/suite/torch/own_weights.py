@@ -11,12 +11,10 @@ the scale of a norm (`F.layer_norm(x, shape, self.weight, self.bias)`).
 from __future__ import annotations
 
 import ast
-import functools
-import inspect
 import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +23,7 @@ from torch.nn import functional as F
 
 from suite.torch.calls import ARGUMENTS, CONVOLVE, NORMS
 from suite.torch.einsum import halves_of, labels_of, sides_of, with_letters
+from suite.torch.sources import definition, live_nodes, parameters_of, tree_of
 
 # By function: how many axes of positions its weight has, its arguments, and whether the weight lies
 # (in, out). The bias of addmm comes first, and has a block of its own.
@@ -43,6 +42,7 @@ _METHODS = {"matmul": torch.matmul, "mm": torch.mm, "bmm": torch.bmm}
 _OF_STACKS, _OF_STACKS_ALONE = (torch.matmul, torch.bmm, torch.einsum), (torch.bmm, torch.einsum)
 _CASTS = {"to", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
 _SIDES = ("weight", "bias")
+_MOST_FUNCTIONS = 50  # that are read of one module
 _ASKED = {"shape", "dtype", "device", "ndim", "requires_grad", "size", "dim", "is_cuda", "numel"}
 
 
@@ -112,10 +112,6 @@ def own_weights(
         return []
 
 
-class _NotUnderstoodError(Exception):
-    """What a module runs cannot be told."""
-
-
 def own_norms(module: nn.Module, own: Container[str]) -> list[OwnNorm]:
     """Those of a module's parameters, of the names `own`, that are scales of its norms."""
     try:
@@ -144,15 +140,19 @@ def _readers(module: nn.Module, own: Container[str], lists: Mapping[str, nn.Para
         return []
     readers, methods = [], [(0, "forward")]
     for start, name in methods:
-        found = _definition(type(module), start, name)
+        found = definition(type(module), start, name)
         if found is None:
             return []
         place, function = found
         if type(module).__mro__[place].__module__.startswith("torch.nn."):
             continue
-        reader = _Reader(module, own, lists, function, _tree(function.__code__))
+        reader = _Reader(module, own, lists, function, tree_of(function.__code__))
         readers.append(reader)
         methods += [called for called in reader.calls(place) if called not in methods]
+    for reader in readers:  # which grow
+        readers += reader.follow()
+        if len(readers) > _MOST_FUNCTIONS:  # one that calls itself
+            return []
     return readers
 
 
@@ -226,49 +226,6 @@ def _name_of_bias(product: _Product, lists: Container[str]) -> str:
     return bias.name if alike else ""
 
 
-def _definition(cls: type, start: int, name: str) -> tuple[int, FunctionType] | None:
-    """The function of a method or a property, and its class's place among the bases from `start` on.
-
-    None: there is none, or it knows no instance.
-    """
-    for place, base in enumerate(cls.__mro__[start:], start):
-        if name not in vars(base):
-            continue
-        found = vars(base)[name]
-        if isinstance(found, property):
-            found = found.fget
-        elif isinstance(found, functools.cached_property):
-            found = found.func
-        elif isinstance(found, (staticmethod, classmethod)) or not hasattr(type(found), "__get__"):
-            return None
-        found = inspect.unwrap(found) if isinstance(found, FunctionType) else found
-        if not isinstance(found, FunctionType):
-            raise _NotUnderstoodError
-        return place, found
-    return None
-
-
-@functools.lru_cache(maxsize=256)
-def _tree(code: CodeType) -> ast.FunctionDef:
-    """A function's source."""
-    source = inspect.getsource(code)
-    (tree,) = ast.parse("if True:\n" + source if source[0].isspace() else source).body
-    tree = tree.body[0] if isinstance(tree, ast.If) else tree
-    if not isinstance(tree, ast.FunctionDef):
-        raise _NotUnderstoodError
-    # The file may have changed since it was imported.
-    now = compile(ast.Module([tree], []), "", "exec", dont_inherit=True).co_consts
-    if not any(_alike(code, own) for own in now if isinstance(own, CodeType)):
-        raise _NotUnderstoodError
-    return tree
-
-
-def _alike(code: CodeType, other: CodeType) -> bool:
-    """Whether they use the same names."""
-    names = ("co_name", "co_names", "co_varnames")
-    return all(getattr(code, name) == getattr(other, name) for name in names)
-
-
 class _Reader:
     """Of one function what it does with a module's parameters."""
 
@@ -279,12 +236,21 @@ class _Reader:
         lists: Mapping[str, nn.Parameter],
         function: Any,
         tree: ast.FunctionDef,
+        *,
+        is_method: bool = True,
+        bound: Mapping[str, str] | None = None,
     ) -> None:
+        """
+        Args:
+            is_method: whether the first argument is the module.
+            bound: arguments that are parameters, and their names.
+        """
         self.module, self.own, self.lists, self.function = module, own, lists, function
-        self.me = (tree.args.posonlyargs + tree.args.args)[0].arg
+        self.me = (tree.args.posonlyargs + tree.args.args)[0].arg if is_method else ""
+        self.bound = bound or {}
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         self.singles = {name for name, tensor in tensors if tensor.numel() == 1}
-        self.nodes = list(ast.walk(tree))
+        self.nodes = live_nodes(tree, self._axes_of)
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.stored = Counter(n.arg for n in self.nodes if isinstance(n, ast.arg))
         self.stored.update(
@@ -319,6 +285,50 @@ class _Reader:
         self.weights.clear()  # with variables of loops that were not known then
         self.products = list(self._products())
         self.norms = list(self._norms())
+        self.handed: set[ast.AST] = set()  # to functions that are read for them
+
+    def _axes_of(self, node: ast.expr) -> int | None:
+        """How many axes a parameter has; None: it is none, or one in a list."""
+        name = self.bound.get(node.id) if isinstance(node, ast.Name) else None
+        if isinstance(node, ast.Attribute) and self._is_me(node.value):
+            name = node.attr
+        parameter = None if name is None else self.module._parameters.get(name)
+        return None if parameter is None else parameter.ndim
+
+    def follow(self) -> Iterator[_Reader]:
+        """Of functions, and of methods of the module, that are given parameters by themselves."""
+        for node in self.nodes:
+            if not isinstance(node, ast.Call):
+                continue
+            function, is_method = self._value(node.func), False
+            if isinstance(node.func, ast.Attribute) and self._is_me(node.func.value):
+                found = definition(type(self.module), 0, node.func.attr)
+                function, is_method = found and found[1], True
+            if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+                continue
+            if function.__module__.partition(".")[0] == "torch" or _is_einsum(function):
+                continue
+            arguments = [*node.args, *(k.value for k in node.keywords)]
+            if not any(self._handed(x) for x in arguments):
+                continue
+            given = parameters_of(node, function, int(is_method))
+            if given is None:
+                continue
+            bound = {name: self._handed(x) for name, x in given.items()}
+            self.handed.update(x for x in given.values() if self._handed(x))
+            names = {name: own for name, own in bound.items() if own}
+            tree = tree_of(function.__code__)
+            settings: dict[str, Any] = {"is_method": is_method, "bound": names}
+            yield _Reader(self.module, self.own, self.lists, function, tree, **settings)
+
+    def _handed(self, node: ast.expr) -> str:
+        """The name of the parameter that an argument is, as it is; '': it is something else."""
+        found = self._weight(node)
+        whole = found is not None and not (found.turned or found.scaled or found.indexed or found.place)
+        direct = isinstance(node, ast.Attribute) or (
+            isinstance(node, ast.Name) and node.id in self.bound
+        )
+        return found.name if found is not None and whole and direct else ""
 
     def _changed_in_place(self) -> Iterator[str]:
         """Names of variables of which parts are set, or that functions change."""
@@ -361,7 +371,7 @@ class _Reader:
                 start = 0
             elif isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super":
                 start = place + 1
-            if start is not None and _definition(type(self.module), start, node.attr) is not None:
+            if start is not None and definition(type(self.module), start, node.attr) is not None:
                 yield start, node.attr
 
     def other_uses(self, of_norms: bool = False) -> set[str]:
@@ -370,7 +380,7 @@ class _Reader:
         if of_norms:
             pairs = [(weight, bias) for _, weight, bias in self.norms]
         weights = [x for pair in pairs for x in pair if x is not None]
-        known = {node for weight in weights for node in weight.nodes}
+        known = {node for weight in weights for node in weight.nodes} | self.handed
         found = set()
         for node in self.nodes:
             names = isinstance(node, ast.Name) or (
@@ -385,7 +395,8 @@ class _Reader:
             name = self._list(used) if weight is None else weight.name
             if name and not self._is_asked(used):
                 found.add(name)
-            if weight is None and isinstance(used, ast.Name):  # perhaps behind its loop
+            if weight is None and isinstance(used, ast.Name):  # perhaps behind its loop, or set anew
+                found.update(self.bound[name] for name in [used.id] if name in self.bound)
                 scopes = self.loops.get(used.id, {}).items()
                 found.update(lost.name for scope, lost in scopes if isinstance(scope, ast.For))
         return found
@@ -577,6 +588,9 @@ class _Reader:
         if value is not None:
             found = self._weight(value)
             return None if found is None else found._replace(nodes=(*found.nodes, node))
+        if isinstance(node, ast.Name) and node.id in self.bound:
+            alone = self.stored[node.id] == 1 and node.id not in self.changed
+            return _Weight(self.bound[node.id], False, False, False, (node,)) if alone else None
         if isinstance(node, ast.Name):
             whole = self._variable(node, self.unpacked)
             found = self._in_loop(node) if whole is None else self._stack(whole)
