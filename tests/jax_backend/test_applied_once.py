@@ -140,6 +140,19 @@ def test_what_is_applied_once_for_all_examples_is_plain_and_says_so(name):
     verify(closed, params)
 
 
+def test_a_kernel_that_known_indices_look_up_is_computed_once_for_all_examples():
+    """As in networks that are symmetric by construction (NetKet's), with nothing else that has rows."""
+    cyclic = (np.arange(D)[:, None] - np.arange(D)) % D
+
+    def loss(p, x):
+        h = jnp.einsum("ni,fji->nfj", x, jnp.exp(p["k"][:, cyclic]))
+        return jnp.mean((jnp.tanh(h).sum((1, 2)) - x[:, 0]) ** 2)
+
+    plan = value_and_grad(loss).plan({"k": normal(3, D)}, normal(N, D, seed=5))
+    assert "once for all examples, of whose summed gradient G is" in plan.routing["['k']"].reason
+    assert "give `terms` if that is wrong" in str(plan)
+
+
 # by name: of leaves, frozen weights and x
 FROZEN_ARGUMENTS = {
     "dense": lambda p, w, x: x @ (w["square"] * p["s"]),

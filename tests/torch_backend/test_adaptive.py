@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from conftest import assert_close, same
+from suite.core.likelihoods import Gaussian
 from suite.torch import KFAC, AdaptiveKFAC
 
 
@@ -105,6 +106,21 @@ def test_every_step_is_the_minimum_of_the_dense_quadratic_model():
         momenta.append(optimizer.metrics()["momentum"])
     assert momenta[0] == 0
     assert all(m != 0 for m in momenta[1:])
+
+
+@pytest.mark.parametrize("kl_clip", [1e-5, 1e-3, None])
+def test_the_learning_rate_of_an_exact_newton_step_is_one_whatever_clips(kl_clip):
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(7, 3).double(), torch.randn(50, 7).double(), torch.randn(50, 3).double()
+    exact = {"fisher": "type-2", "likelihood": Gaussian(0.5), "kl_clip": kl_clip}
+    optimizer = AdaptiveKFAC(KFAC(model, damping=1e-9, **exact))
+
+    def closure():
+        residuals = model(x) - y
+        return residuals.square().sum(1).mean(), residuals
+
+    optimizer.step(closure)
+    assert_close(optimizer.metrics()["learning_rate"], 1.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["squares", "residuals in parts"])

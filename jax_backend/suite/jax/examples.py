@@ -73,7 +73,9 @@ def _repeats(program: jaxprs.Program, node: jaxprs.Node, batch: int) -> bool:
 
 
 def _times_constants(program: jaxprs.Program, trained: Collection[int]) -> set[int]:
-    """What becomes of values of leaves alone that are multiplied with constants, as with a mask."""
+    """What becomes of values of leaves alone that are multiplied with constants, as with a mask, or that
+    known indices look up (kernels of symmetric networks).
+    """
     constant = jaxprs.dependent_values(program, program.constants)
     constant -= jaxprs.dependent_values(program, program.inputs)
     found: set[int] = set()
@@ -84,9 +86,8 @@ def _times_constants(program: jaxprs.Program, trained: Collection[int]) -> set[i
         if not own or not all(v in constant for v in others):
             continue
         whole = any(_shape(program, v) == _shape(program, node.outputs[0]) for v in own)
-        if (whole and isinstance(node.operation, alike)) or isinstance(
-            node.operation, operations.Reindex
-        ):
+        looks_up = isinstance(node.operation, operations.Gather) and node.inputs[0] in own
+        if (whole and isinstance(node.operation, alike)) or looks_up or not others:
             found.update(node.outputs)
     return found
 

@@ -51,7 +51,11 @@ class Plan:
         if self.sampled or not self.last:
             return str(self.routing)
         name, _, terms = self.last[0]
-        return f"{self.routing}\nterms of the loss: {terms:g}, by the layer that runs last, {name}"
+        said = f"{self.routing}\nterms of the loss: {terms:g}, by the layer that runs last, {name}"
+        (layer,) = (layer for layer in self.layers if layer.name == name)
+        if all(use.once for use in layer.uses):
+            said += ", which is computed once for all examples: give `terms` if that is wrong"
+        return said
 
     def covered(self) -> list[bool]:
         """For each parameter leaf, whether K-FAC preconditions it."""
