@@ -225,6 +225,15 @@ def test_norms_of_kernels_and_of_what_a_scan_takes_apart():
     check(loss, params, normal(5, 2, 2, 2))
 
 
+def test_a_norm_that_is_logged_is_held_too():
+    def loss(p, x):
+        norm = jnp.linalg.norm(p["w"], axis=0)
+        return jnp.sum(jnp.sin(x @ (p["w"] / norm))), norm
+
+    plan = value_and_grad(loss, has_aux=True).plan({"w": normal(4, 3)}, normal(5, 4))
+    assert plan.routing["['w']"].treatment == "kfac"
+
+
 def test_what_a_norm_is_used_for_besides_keeps_a_weight_plain():
     kernel = lambda w: w / jnp.linalg.norm(w, axis=0)  # noqa: E731
     besides = {

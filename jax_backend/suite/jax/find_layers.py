@@ -111,6 +111,7 @@ class _Finder:
         self.made = MadeWeights(
             program,
             leaves=leaves,
+            roots=self.roots,
             live=self.live,
             differentiable=self.differentiable,
             of_examples=self.of_examples,

@@ -30,6 +30,7 @@ class MadeWeights:
         program: jaxprs.Program,
         *,
         leaves: int,
+        roots: Sequence[int],
         live: Set[int],
         differentiable: Set[int],
         of_examples: Set[int],
@@ -38,6 +39,7 @@ class MadeWeights:
         """
         Args:
             leaves: how many of the program's inputs are parameters.
+            roots: what gradients are of.
             live: values that the loss depends on.
             differentiable: values through which a gradient may flow to leaves.
             of_examples: those that differ between examples.
@@ -53,6 +55,7 @@ class MadeWeights:
         self.own = OwnScales(
             program,
             leaves,
+            roots=roots,
             live=live,
             differentiable=differentiable,
             is_constant=lambda value, shape: (

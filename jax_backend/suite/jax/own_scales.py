@@ -7,7 +7,7 @@ What the gradient has besides, as the number changes with the weight, is left ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from suite.jax import jaxprs, operations
@@ -23,6 +23,7 @@ class OwnScales:
         program: jaxprs.Program,
         leaves: int,
         *,
+        roots: Sequence[int],
         live: Set[int],
         differentiable: Set[int],
         is_constant: Callable[[int, Any], bool],
@@ -30,6 +31,7 @@ class OwnScales:
         """
         Args:
             leaves: how many of the program's inputs are parameters.
+            roots: what gradients are of.
             live: values that the loss depends on.
             differentiable: values through which a gradient may flow to leaves.
             is_constant: whether a value is the same along some axis of a shape, or is one number.
@@ -40,8 +42,9 @@ class OwnScales:
         self.places = {id(node): at for at, node in enumerate(program.nodes)}
         self.serving: dict[int, set[int]] = {}  # by place of an operation: of which leaves
         self.applied: dict[tuple[int, int], int] = {}  # of an operation and an operand: of which leaf
-        self.ends = {v for v in program.outputs if v is not None} | {out for _, out in program.back}
+        self.ends = {*roots, *(out for _, out in program.back)}
         candidates = self._candidates(leaves)
+        self.readers = self._read() if candidates else {}
         for leaf in sorted({leaf for leaf, _, _ in candidates}):
             self._settle(leaf, {(at, place) for own, at, place in candidates if own == leaf})
 
@@ -91,6 +94,18 @@ class OwnScales:
                     found.append((matrices[value], at, 1 - place))
         return found
 
+    def _read(self) -> dict[int, list[tuple[int, int]]]:
+        """By value, the operations through which a gradient may come to it, and as which operand."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for at, node in enumerate(self.program.nodes):
+            live = any(out in self.live for out in node.outputs)
+            if not live or jaxprs.stops_gradients(self.program, node):
+                continue
+            for place, value in enumerate(node.inputs):
+                if value is not None:
+                    found.setdefault(value, []).append((at, place))
+        return found
+
     def _settle(self, leaf: int, candidates: set[tuple[int, int]]) -> None:
         """Of one leaf: whether what leads to these operands leads to nothing else."""
         nodes, start = self.program.nodes, self.program.inputs[leaf]
@@ -100,20 +115,13 @@ class OwnScales:
         for at in before:
             if any(v in made for v in nodes[at].inputs):
                 made.update(out for out in nodes[at].outputs if out in self.differentiable)
-        readers: dict[int, set[tuple[int, int]]] = {v: set() for v in made}
-        for at, node in enumerate(nodes):
-            if any(out in self.live for out in node.outputs):
-                if jaxprs.stops_gradients(self.program, node):
-                    continue
-                for place, value in enumerate(node.inputs):
-                    if value in made and value is not None:
-                        readers[value].add((at, place))
         serving: set[int] = set()
 
         def leads_there(value: int) -> bool:
             if value in self.ends:
                 return False
-            return all(at in serving or (at, p) in candidates for at, p in readers[value])
+            readers = self.readers.get(value, ())
+            return all(at in serving or (at, place) in candidates for at, place in readers)
 
         for at in reversed(before):
             outs = [out for out in nodes[at].outputs if out in made]
