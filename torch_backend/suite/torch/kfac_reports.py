@@ -189,7 +189,9 @@ class Reports:
             names = ", ".join(repr(self.layers[i].name) for i in unseen)
             warn_user(
                 "these layers got a gradient but were not seen running in training mode, and keep "
-                f"their plain gradient (times kl_clip's coefficient) until they are: {names}"
+                "their plain gradient (times kl_clip's coefficient) until they are (calls by torch.func, "
+                "inside of another's autograd.Function such as odeint_adjoint's, or by functions that "
+                f"K-FAC does not know are not seen): {names}"
             )
 
     def thawed(self) -> None:
