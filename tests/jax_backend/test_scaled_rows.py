@@ -234,6 +234,48 @@ def test_a_norm_that_is_logged_is_held_too():
     assert plan.routing["['w']"].treatment == "kfac"
 
 
+@pytest.mark.parametrize("logged", [False, True])
+def test_products_in_a_spectral_norm_are_no_uses(logged):
+    """As flax has it: guarded against zero, and the value of power iteration among the outputs."""
+
+    def sigma(w):
+        v = lax.stop_gradient(w @ jnp.ones(3) / jnp.linalg.norm(w @ jnp.ones(3)))
+        return v @ w @ lax.stop_gradient(v @ w / jnp.linalg.norm(v @ w))
+
+    def loss(p, x, hold=lambda x: x, weight=0.0):
+        s = sigma(p["w"])
+        y = x @ (p["w"] / hold(jnp.where(s != 0, s, 1.0)))
+        value = jnp.mean(jnp.sum(jnp.sin(y @ p["v"]), 1)) + (weight * s**2 if weight else 0.0)
+        return (value, s) if logged else (value, None)
+
+    params, x = {"v": normal(3, 2), "w": normal(4, 3)}, normal(8, 4)
+    found, held = (
+        value_and_grad(lambda p, x, h=h: loss(p, x, h), has_aux=True)(params, x)[2]["['w']"].main
+        for h in (lambda x: x, lax.stop_gradient)
+    )
+    assert float(found.rows[0]) == float(held.rows[0]) == 8
+    np.testing.assert_allclose(found.G, held.G, rtol=1e-12)
+    penalized = value_and_grad(lambda p, x: loss(p, x, weight=0.01), has_aux=True).plan(params, x)
+    assert penalized.routing["['w']"].treatment == "plain"
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda p, x: jnp.mean(jnp.tanh(x @ p["w"])),
+        lambda p, x: 1 / jnp.std(x @ p["w"], 0),
+        lambda p, x: jnp.mean(jax.nn.softplus(jnp.tanh(x @ p["w"]) @ p["u"])),
+    ],
+)
+def test_numbers_that_are_made_of_examples_too_leave_a_weight_plain(number):
+    def loss(p, x):
+        return jnp.sum(jnp.sin(x @ (p["w"] * number(p, x)))) + jnp.sum(jnp.sin(x @ p["v"]))
+
+    params = {"u": normal(3, 3, seed=3), "v": normal(4, 3, seed=1), "w": normal(4, 3)}
+    plan = value_and_grad(loss).plan(params, normal(7, 4))
+    assert plan.routing["['w']"].treatment == "plain", str(plan)
+
+
 def test_what_a_norm_is_used_for_besides_keeps_a_weight_plain():
     kernel = lambda w: w / jnp.linalg.norm(w, axis=0)  # noqa: E731
     besides = {

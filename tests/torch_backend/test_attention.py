@@ -249,6 +249,73 @@ def test_attention_by_its_function_with_weights_of_layers(name, packed):
         assert_sums(factors[f"attention.{key}"], with_one(a) if bias else a, g, rows)
 
 
+REFUSED = {
+    "mask of one row": {"attn_mask": torch.zeros(1, S, dtype=torch.float64)},
+    "mask of one column": {"attn_mask": torch.zeros(L, 1, dtype=torch.float64)},
+    "mask of four axes": {"attn_mask": torch.zeros(N, H, L, S, dtype=torch.float64)},
+    "mask of integers": {"attn_mask": torch.zeros(L, S, dtype=torch.int64)},
+    "padding of one example": {"key_padding_mask": LATE[:1]},
+    "padding of one position": {"key_padding_mask": LATE[:, :1]},
+    "values of another length": {},
+}
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_attention_refuses_what_torch_refuses(name, by_function):
+    model = double(lambda: Attends({}, {**REFUSED[name], "need_weights": False}, False))
+    if by_function:
+        model.attention = GivesWeights({}, False).double()
+    query, key, value = attention_inputs("cross", {}, False)
+    value = value[:-1] if name.startswith("values") else value
+    KFAC(model)
+    with pytest.raises((AssertionError, RuntimeError), match=r"mask|dims|shape"):
+        model(query, key, value)
+
+
+@pytest.mark.parametrize("how", ["doubled", "hstack", "named", "one of three"])
+def test_biases_that_are_joined_are_their_layers_until_they_are_changed(how):
+    def join(parts):
+        if how == "hstack":
+            return torch.hstack(parts)
+        if how == "named":
+            return torch.cat(tensors=parts)
+        if how == "one of three":
+            return torch.cat([parts[0], *(torch.zeros(E, dtype=torch.float64) for _ in "kv")])
+        return torch.cat(parts).mul_(2.0)
+
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for key in ("q", "k", "v", "o"):
+                self.add_module(key, nn.Linear(E, E, bias=key not in "kv" or how != "one of three"))
+
+        def forward(self, x):
+            layers = [self.q, self.k, self.v]
+            weights = {f"{key}_proj_weight": getattr(self, key).weight for key in "qkv"}
+            out, _ = F.multi_head_attention_forward(
+                x, x, x, E, H, None, join([m.bias for m in layers]), None, None, False, 0.0,
+                self.o.weight, self.o.bias, use_separate_proj_weight=True, **weights,
+            )  # fmt: skip
+            return out
+
+    model = double(Joined)
+    reference, x = copy.deepcopy(model), numbers(L, N, E)
+    kfac = KFAC(model, kl_clip=None)
+    outputs = [one(x) for one in (model, reference)]
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+    for y in outputs:
+        loss_of(y).backward()
+    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-12, atol=1e-12)
+    if how == "doubled":
+        with pytest.warns(RuntimeWarning, match="'q'.*'k'.*'v'"):
+            kfac.step()
+        return
+    kfac.step()
+    assert {held(kfac)[key][0].shape[-1] for key in "qo"} == {E + 1}
+
+
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_attention_by_its_function_under_a_checkpoint(place):
     """Inside of a forward a checkpoint's second run has to find what the first did: torch's function."""

@@ -41,7 +41,7 @@ def of_examples(
         for shape in (_shape(program, v) for v in found)
         if len(shape) > 1 or (shape and shape[0] in lengths)  # also of points that were put together
     }
-    batch = _batch(program, [v for v in program.inputs[leaves:] if v in data and _shape(program, v)])
+    batch = batch_of(program, [v for v in program.inputs[leaves:] if v in data and _shape(program, v)])
     if batch > 1:
         shapes |= {(batch, *(1,) * more) for more in (1, 2, 3)}  # to repeat something by
     made = [node for node in program.nodes if isinstance(node.operation, operations.Reindex)]
@@ -51,7 +51,7 @@ def of_examples(
     return jaxprs.dependent_values(program, found), weights
 
 
-def _batch(program: jaxprs.Program, arguments: Sequence[int]) -> int:
+def batch_of(program: jaxprs.Program, arguments: Sequence[int]) -> int:
     """How many examples there are: as most arguments have on their first axis, or the first has."""
     lengths = [_shape(program, v)[0] for v in arguments]
     return max(lengths, key=lengths.count, default=1)

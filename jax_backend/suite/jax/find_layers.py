@@ -18,7 +18,7 @@ import numpy as np
 from suite.jax import jaxprs, operations
 from suite.jax.activations import Activations, LookedUp
 from suite.jax.derivatives import Derivatives
-from suite.jax.examples import of_examples
+from suite.jax.examples import batch_of, of_examples
 from suite.jax.joined import Piece, moved, pieces, window, windows
 from suite.jax.layers import (
     Convolution,
@@ -108,6 +108,8 @@ class _Finder:
         self.readers = Counter(v for n in self.nodes for v in n.inputs if v is not None)
         self.readers.update(self.roots)
         self.activations = Activations(program, self.readers)
+        arguments = [v for v in program.inputs[leaves:] if v not in weights]
+        arguments = [v for v in arguments or sorted(program.constants) if self.shape(v)]
         self.made = MadeWeights(
             program,
             leaves=leaves,
@@ -115,6 +117,7 @@ class _Finder:
             live=self.live,
             differentiable=self.differentiable,
             of_examples=self.of_examples,
+            batch=batch_of(program, arguments),
             is_number=self.activations.is_number,
         )
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from suite.core import likelihoods
 from suite.core.checks import check_flag, check_integer
@@ -31,7 +33,7 @@ class Fisher:
             for each, without noise; else sample labels from the model. A pass takes its column at all
             terms at once, each with a sign of its own. Where a layer's output reaches several terms
             (attention before outputs (n, t, C), batch norms), products of two terms' columns come in
-            with two random signs, the same in every step, as noise; samples' noise is new in each.
+            with two random signs, as noise; of the signs the outputs decide, and there is no key.
         samples: how many times to sample: as many backward passes.
     """
 
@@ -58,11 +60,12 @@ class Fisher:
         dtype = at_least_float32(outputs.dtype)
         if self.exact:
             column = self.likelihood.square_root(outputs, index)  # type: ignore[arg-type]
-            key = jax.random.fold_in(jax.random.key(0), index)  # the same signs in every step
-            signs: jax.Array = likelihoods.with_signs(
-                column, jax.random.rademacher(key, outputs.shape[:-1], dtype)
-            )
-            return signs
+            # There is no key: what the outputs add up to is another number in each step and shard.
+            total = lax.bitcast_convert_type(jnp.sum(outputs, dtype=jnp.float32), jnp.uint32)
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), total), index)
+            noise = jax.random.rademacher(key, outputs.shape[:-1], dtype)
+            signed: jax.Array = likelihoods.with_signs(column, noise)
+            return signed
         assert key is not None
         shape = self.likelihood.noise_shape(outputs.shape)
         noise = jax.random.uniform(jax.random.fold_in(key, index), shape, dtype)

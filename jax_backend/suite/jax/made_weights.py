@@ -34,6 +34,7 @@ class MadeWeights:
         live: Set[int],
         differentiable: Set[int],
         of_examples: Set[int],
+        batch: int,
         is_number: Callable[[int], bool],
     ) -> None:
         """
@@ -43,6 +44,7 @@ class MadeWeights:
             live: values that the loss depends on.
             differentiable: values through which a gradient may flow to leaves.
             of_examples: those that differ between examples.
+            batch: how many examples there are.
             is_number: whether a value is one number, broadcast.
         """
         self.program, self.live, self.differentiable = program, live, differentiable
@@ -61,6 +63,7 @@ class MadeWeights:
             is_constant=lambda value, shape: (
                 self.shape(value) == () or bool(self._constant_axes(value, shape))
             ),
+            is_data=lambda value: value in of_examples and batch in self.shape(value),
         )
         self._of_leaf: dict[int, set[int]] = {}
         self._leading: dict[int, bool] = {}

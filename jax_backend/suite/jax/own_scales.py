@@ -7,7 +7,7 @@ What the gradient has besides, as the number changes with the weight, is left ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any
 
 from suite.jax import jaxprs, operations
@@ -27,6 +27,7 @@ class OwnScales:
         live: Set[int],
         differentiable: Set[int],
         is_constant: Callable[[int, Any], bool],
+        is_data: Callable[[int], bool],
     ) -> None:
         """
         Args:
@@ -35,14 +36,16 @@ class OwnScales:
             live: values that the loss depends on.
             differentiable: values through which a gradient may flow to leaves.
             is_constant: whether a value is the same along some axis of a shape, or is one number.
+            is_data: whether a value has an axis of examples.
         """
         self.program, self.live, self.differentiable = program, live, differentiable
-        self.is_constant = is_constant
+        self.is_constant, self.is_data = is_constant, is_data
         self.makers = {out: i for i, node in enumerate(program.nodes) for out in node.outputs}
         self.places = {id(node): at for at, node in enumerate(program.nodes)}
         self.serving: dict[int, set[int]] = {}  # by place of an operation: of which leaves
         self.applied: dict[tuple[int, int], int] = {}  # of an operation and an operand: of which leaf
         self.ends = {*roots, *(out for _, out in program.back)}
+        self.matrices: dict[int | None, int] = {}  # values that are a leaf, changed at most: which
         candidates = self._candidates(leaves)
         self.readers = self._read() if candidates else {}
         for leaf in sorted({leaf for leaf, _, _ in candidates}):
@@ -62,7 +65,7 @@ class OwnScales:
 
     def _candidates(self, leaves: int) -> list[tuple[int, int, int]]:
         """(leaf, operation, operand) where what is computed of a leaf may change it."""
-        nodes, matrices = self.program.nodes, dict[int | None, int]()
+        nodes, matrices = self.program.nodes, self.matrices
         for i, leaf in enumerate(self.program.inputs[:leaves]):
             if len(self.program.avals[leaf].shape) > 1:
                 matrices[leaf] = i
@@ -107,38 +110,62 @@ class OwnScales:
         return found
 
     def _settle(self, leaf: int, candidates: set[tuple[int, int]]) -> None:
-        """Of one leaf: whether what leads to these operands leads to nothing else."""
-        nodes, start = self.program.nodes, self.program.inputs[leaf]
-        operands = [nodes[at].inputs[place] for at, place in candidates]
-        before = self._nodes_before(v for v in operands if v is not None)
-        made = {start}
+        """Of one leaf: which operands are such numbers, whose computation leads to nothing else."""
+        nodes = self.program.nodes
+        cones = {each: self._nodes_before(nodes[each[0]].inputs[each[1]]) for each in candidates}
+        before = sorted({at for own in cones.values() for at in own})
+        made = {self.program.inputs[leaf]}
         for at in before:
             if any(v in made for v in nodes[at].inputs):
                 made.update(out for out in nodes[at].outputs if out in self.differentiable)
-        serving: set[int] = set()
+        # What is still the weight is followed as such.
+        numbers = made - self.matrices.keys()
+        makers: dict[tuple[int, int], set[int]] = {
+            each: {at for at in own if any(out in numbers for out in nodes[at].outputs)}
+            for each, own in cones.items()
+            if nodes[each[0]].inputs[each[1]] in numbers
+        }
+        serving, left = set[int](), -1
+        while len(makers) != left:
+            left = len(makers)
+            serving = self._serving(before, made, makers)
+            makers = {
+                each: own
+                for each, own in makers.items()
+                if own and own <= serving and not any(map(self._has_data, own))
+            }
+        self.applied |= dict.fromkeys(makers, leaf)
+        for at in serving if makers else ():
+            self.serving.setdefault(at, set()).add(leaf)
+
+    def _serving(
+        self, before: Sequence[int], made: Set[int], operands: Collection[tuple[int, int]]
+    ) -> set[int]:
+        """Those of the operations `before` whose outputs that are `made` of a leaf all lead there."""
+        found: set[int] = set()
 
         def leads_there(value: int) -> bool:
             if value in self.ends:
                 return False
             readers = self.readers.get(value, ())
-            return all(at in serving or (at, place) in candidates for at, place in readers)
+            return all(at in found or (at, place) in operands for at, place in readers)
 
         for at in reversed(before):
-            outs = [out for out in nodes[at].outputs if out in made]
+            outs = [out for out in self.program.nodes[at].outputs if out in made]
             if outs and all(map(leads_there, outs)):
-                serving.add(at)
-        for at, place in candidates:
-            value = nodes[at].inputs[place]
-            if value in made and self.makers.get(value) in serving:
-                self.applied[at, place] = leaf
-        for at in serving:
-            self.serving.setdefault(at, set()).add(leaf)
+                found.add(at)
+        return found
 
-    def _nodes_before(self, values: Any) -> list[int]:
-        """Places of the operations that make these values, and what they are made of, in order."""
-        waiting, found = list(values), set[int]()
+    def _has_data(self, at: int) -> bool:
+        """Whether something that examples have each of their own goes into an operation."""
+        given = [v for v in self.program.nodes[at].inputs if v is not None]
+        return any(self.is_data(v) for v in given)
+
+    def _nodes_before(self, value: int | None) -> list[int]:
+        """Places of the operations that make a value, and what it is made of, in order."""
+        waiting, found = [value], set[int]()
         while waiting:
-            at = self.makers.get(waiting.pop())
+            at = self.makers.get(waiting.pop())  # type: ignore[arg-type]
             if at is None or at in found or jaxprs.stops_gradients(self.program, self.program.nodes[at]):
                 continue
             found.add(at)

@@ -74,7 +74,10 @@ class Attention:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As nn.MultiheadAttention's forward, whose documentation holds."""
         module = self.module
-        if not module.training or query.is_nested:
+        swapped = module.batch_first and query.ndim == 3
+        if not module.training or not _fit(
+            query, key, value, attn_mask, key_padding_mask, module.num_heads, module.embed_dim, swapped
+        ):
             return nn.MultiheadAttention.forward(
                 module, query, key, value, key_padding_mask, need_weights, attn_mask,
                 average_attn_weights, is_causal,
@@ -192,6 +195,42 @@ def _turned(x: torch.Tensor) -> torch.Tensor:
     return x[None] if x.ndim == 2 else x.transpose(0, 1)
 
 
+def _fit(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    heads: int,
+    width: int,
+    swapped: bool = False,
+) -> bool:
+    """Whether arguments are what torch takes; all else is for torch to refuse.
+
+    Args:
+        query, key, value: (length, batch, features), or without the batch.
+        swapped: whether they are (batch, length, features).
+    """
+    if query.is_nested or query.ndim not in (2, 3) or key.ndim != query.ndim or value.ndim != query.ndim:
+        return False
+    if query.shape[-1] != width or width % heads or key.shape[:-1] != value.shape[:-1]:
+        return False
+    lengths = query.shape[swapped], key.shape[swapped]
+    batch = () if query.ndim == 2 else (query.shape[not swapped],)
+    if query.ndim == 3 and key.shape[not swapped] != query.shape[not swapped]:
+        return False
+    count = heads * math.prod(batch)
+    if attn_mask is not None and tuple(attn_mask.shape) not in (lengths, (count, *lengths)):
+        return False
+    if key_padding_mask is not None and tuple(key_padding_mask.shape) != (*batch, lengths[1]):
+        return False
+    kinds = {mask.dtype for mask in (attn_mask, key_padding_mask) if mask is not None} - {torch.bool}
+    # Of several precisions autocast makes one.
+    return kinds <= {query.dtype} or (
+        torch.is_autocast_enabled(query.device.type) and all(kind.is_floating_point for kind in kinds)
+    )
+
+
 def _mask(
     attn_mask: torch.Tensor | None,
     key_padding_mask: torch.Tensor | None,
@@ -230,7 +269,11 @@ def weights_of(given: Mapping[str, Any]) -> list[Any]:
 def can_be_written_out(given: Mapping[str, Any]) -> bool:
     """Whether a call is one that `attention` knows, and each of its layers gets one input."""
     query, key, value = given["query"], given["key"], given["value"]
-    if query.is_nested or not given.get("training", True):
+    masks = given.get("attn_mask"), given.get("key_padding_mask")
+    heads, width = given["num_heads"], given["embed_dim_to_check"]
+    if not given.get("training", True) or not _fit(query, key, value, *masks, heads, width):
+        return False
+    if (given["bias_k"] is None) != (given["bias_v"] is None):
         return False
     if given.get("static_k") is not None or given.get("static_v") is not None:
         return False

@@ -110,7 +110,8 @@ class FisherSampler:
         if f._version != version:
             raise RuntimeError(
                 f"the model's output must be as the model returned it for fisher={self.fisher!r}, got "
-                "one that was changed in place: mask or scale a copy (masked_fill for masked_fill_)"
+                "one that was changed in place, or shares its memory with what was: change a copy "
+                "(masked_fill for masked_fill_)"
             )
         slots = [slot for capture in self.captures for slot in capture.slots()]
         columns = self.likelihood.columns(tuple(f.shape))

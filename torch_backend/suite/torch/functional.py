@@ -63,7 +63,7 @@ from suite.torch.lookup_sums import Lookups
 from suite.torch.made_weights import Made, node_of, reached_from, scale_of, tensors_in
 from suite.torch.rows import Axes, LayerSpec
 
-_JOINS = (torch.cat, torch.concat, torch.concatenate)
+_JOINS = (torch.cat, torch.concat, torch.concatenate, torch.hstack)
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
 
 
@@ -354,7 +354,8 @@ class _Watching(Mode):
         self.known: list[_Known] = []
         self.products: list[_Product] = []
         self.made: list[Made] = []
-        self.joined: list[tuple[torch.Tensor, tuple[Any, ...]]] = []  # biases, one behind the other
+        # Biases one behind the other, and their version then.
+        self.joined: list[tuple[torch.Tensor, int, tuple[Any, ...]]] = []
         self._ids: tuple[int, set[int]] = -1, set()  # of the tensors in `known` and `made`, so many
         # And in `products` and `lookups.moved`. All only grow, but for `_changed`, which forgets both.
         self._followed: tuple[int, set[int]] = -1, set()
@@ -409,9 +410,11 @@ class _Watching(Mode):
             args, kwargs = summed(args, kwargs)
         if self.lookups is not None:
             self.lookups.follow(function, args, kwargs, output)
-        if function in _JOINS and args and all([self._places(x, "bias") for x in args[0]]):  # noqa: C419
-            self.joined.append((output, tuple(args[0])))
-            return output
+        if function in _JOINS:
+            parts = tuple(args[0] if args else kwargs["tensors"])
+            if any([self._places(x, "bias") for x in parts]):  # noqa: C419
+                self.joined.append((output, _version(output), parts))
+                return output
         if function in CASTS:
             self._follow(args[0], output)
             return output
@@ -478,12 +481,12 @@ class _Watching(Mode):
         ours = [bool(self._places(x, "weight")) for x in attention.weights_of(given)]
         if not any(ours) or not attention.can_be_written_out(given):
             return None
-        bias, biases = given["in_proj_bias"], None
-        for joined, parts in self.joined:
-            if joined is bias and len(parts) == 3:
+        bias: Any = given["in_proj_bias"]
+        biases: Any = (None, None, None) if bias is None else bias.chunk(3)
+        for joined, version, parts in self.joined:
+            alike = joined is bias and [x.shape for x in parts] == [x.shape for x in biases]
+            if alike and version == _version(bias):
                 biases = parts
-        if biases is None:
-            biases = (None, None, None) if bias is None else bias.chunk(3)
 
         def linear(*args: Any) -> Any:
             return self.__torch_function__(F.linear, (), args)
@@ -675,3 +678,8 @@ class _Watching(Mode):
         turned = [k for role in ("weight", "transpose") for k in self._found(tensor, role)]
         self.known += [k._replace(tensor=output) for k in turned if k.tensor is not tensor]
         self._view(tensor, output)
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often it was changed in place, which a graph does not tell."""
+    return 0 if torch.compiler.is_compiling() else x._version

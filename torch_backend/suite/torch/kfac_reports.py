@@ -189,9 +189,9 @@ class Reports:
             names = ", ".join(repr(self.layers[i].name) for i in unseen)
             warn_user(
                 "these layers got a gradient but were not seen running in training mode, and keep "
-                "their plain gradient (times kl_clip's coefficient) until they are (calls by torch.func, "
-                "inside of another's autograd.Function such as odeint_adjoint's, or by functions that "
-                f"K-FAC does not know are not seen): {names}"
+                "their plain gradient (times kl_clip's coefficient) until they are (what is not seen: "
+                "calls by torch.func, or inside of another's autograd.Function as by odeint_adjoint, "
+                f"and functions that K-FAC does not know): {names}"
             )
 
     def thawed(self) -> None:
