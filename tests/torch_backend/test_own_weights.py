@@ -706,6 +706,13 @@ def handed_to_torch(self, x):
     return torch.nn.functional.cosine_similarity(x, self.weight)
 
 
+def gain_handed_to_a_lambda(self, x):
+    return unreadable(F.linear(x, self.weight), self.gain)
+
+
+unreadable = lambda x, gain: x * gain  # noqa: E731
+
+
 def spread(self, x):
     return F.linear(*(x, self.weight))
 
@@ -766,6 +773,7 @@ SAID = [
     (handed_to_itself, []),
     (handed_twice_as_large, []),
     (handed_to_torch, []),
+    (gain_handed_to_a_lambda, one()),
     (spread, []),
     (by_property, []),
     (by_index, []),

@@ -478,20 +478,27 @@ class _Watching(Mode):
         """What attention by its function returns, if some of its weights are layers'; else None."""
         if packs_with() is not self.saving:  # a checkpoint's second run will be torch's
             return None
-        ours = [bool(self._places(x, "weight")) for x in attention.weights_of(given)]
-        if not any(ours) or not attention.can_be_written_out(given):
-            return None
-        bias: Any = given["in_proj_bias"]
-        biases: Any = (None, None, None) if bias is None else bias.chunk(3)
-        for joined, version, parts in self.joined:
-            alike = joined is bias and [x.shape for x in parts] == [x.shape for x in biases]
-            if alike and version == _version(bias):
-                biases = parts
+        with self.looking():
+            ours = [bool(self._places(x, "weight")) for x in attention.weights_of(given)]
+            if not any(ours) or not attention.can_be_written_out(given):
+                return None
+            biases = self._biases(given["in_proj_bias"])
 
         def linear(*args: Any) -> Any:
             return self.__torch_function__(F.linear, (), args)
 
         return attention.written_out(given, biases, linear)
+
+    def _biases(self, bias: Any) -> Any:
+        """Of q, k and v, in one tensor: those of layers where it was joined of such."""
+        if bias is None:
+            return None, None, None
+        biases = bias.chunk(3)
+        for joined, version, parts in self.joined:
+            alike = joined is bias and [x.shape for x in parts] == [x.shape for x in biases]
+            if alike and version == _version(bias):
+                return parts
+        return biases
 
     def _meet_einsum(self, equation: Any, operands: Sequence[Any], output: torch.Tensor) -> Any:
         weights = [self._is_weight(operand) or self._is_made(operand) for operand in operands]

@@ -311,7 +311,10 @@ class _Reader:
             arguments = [*node.args, *(k.value for k in node.keywords)]
             if not any(self._handed(x) for x in arguments):
                 continue
-            given = parameters_of(node, function, int(is_method))
+            try:
+                given = parameters_of(node, function, int(is_method))
+            except Exception:  # its source is not there, or no function's
+                continue
             if given is None:
                 continue
             bound = {name: self._handed(x) for name, x in given.items()}
