@@ -153,6 +153,26 @@ def test_a_kernel_that_known_indices_look_up_is_computed_once_for_all_examples()
     assert "give `terms` if that is wrong" in str(plan)
 
 
+@pytest.mark.parametrize("how", ["arguments", "as many as examples"])
+def test_kernels_of_coefficients_in_a_constant_basis_are_no_examples(how):
+    """As of steerable networks; a constant with as many rows as examples may be their features."""
+    n = N if how == "arguments" else 6
+    bases = normal(6, D, 4), normal(6, 4, 2, seed=1)
+
+    def loss(p, x, y):
+        first, second = (
+            jnp.einsum("k,kio->io", c, b) for c, b in zip((p["c"], p["d"]), bases, strict=True)
+        )
+        return jnp.mean(jnp.sum((jnp.tanh(x @ first + p["b"]) @ second - y) ** 2, 1))
+
+    params = {"b": normal(4), "c": normal(6, seed=2), "d": normal(6, seed=3)}
+    plan = value_and_grad(loss).plan(params, normal(n, D, seed=5), normal(n, 2, seed=6))
+    once = "once for all examples, of whose summed gradient G is" in plan.routing["['c']"].reason
+    assert once == (how == "arguments")
+    if once:
+        assert f"terms of the loss: {n}, by the layer that runs last, ['b']" in str(plan)
+
+
 # by name: of leaves, frozen weights and x
 FROZEN_ARGUMENTS = {
     "dense": lambda p, w, x: x @ (w["square"] * p["s"]),

@@ -27,7 +27,8 @@ def of_examples(
     given: set[int] = {*program.inputs[leaves:], *program.constants}
     trained = jaxprs.dependent_values(program, program.inputs[:leaves])
     trained -= jaxprs.dependent_values(program, given)
-    trained |= _times_constants(program, trained)
+    shaped = [v for v in program.inputs[leaves:] if v in arguments and _shape(program, v)]
+    trained |= _times_constants(program, trained, batch_of(program, shaped))
     if _meet(program, trained, jaxprs.dependent_values(program, arguments)):
         given = set(program.inputs[leaves:])
     weights = _weights(program, given, trained)
@@ -72,9 +73,12 @@ def _repeats(program: jaxprs.Program, node: jaxprs.Node, batch: int) -> bool:
     return before.pop(first, 1) == 1 and any(n > 1 for n in before.values())
 
 
-def _times_constants(program: jaxprs.Program, trained: Collection[int]) -> set[int]:
+def _times_constants(program: jaxprs.Program, trained: Collection[int], batch: int) -> set[int]:
     """What becomes of values of leaves alone that are multiplied with constants, as with a mask, or that
-    known indices look up (kernels of symmetric networks).
+    known indices look up (kernels of symmetric networks), or that are coefficients in a basis.
+
+    Args:
+        batch: how many examples there are: a constant with as many rows may be theirs.
     """
     constant = jaxprs.dependent_values(program, program.constants)
     constant -= jaxprs.dependent_values(program, program.inputs)
@@ -87,7 +91,10 @@ def _times_constants(program: jaxprs.Program, trained: Collection[int]) -> set[i
             continue
         whole = any(_shape(program, v) == _shape(program, node.outputs[0]) for v in own)
         looks_up = isinstance(node.operation, operations.Gather) and node.inputs[0] in own
-        if (whole and isinstance(node.operation, alike)) or looks_up or not others:
+        mixes = isinstance(node.operation, operations.DotGeneral) and not any(
+            batch in _shape(program, v) for v in others
+        )
+        if (whole and isinstance(node.operation, alike)) or looks_up or mixes or not others:
             found.update(node.outputs)
     return found
 
