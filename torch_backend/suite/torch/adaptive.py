@@ -275,8 +275,8 @@ class AdaptiveKFAC(torch.optim.Optimizer):
             moves.append((p, value, p - value))
         # Losses are seldom below zero: a model that promises more than the loss itself is off.
         self._last = _LastStep(moves, max(float(predicted), -abs(mean[0])))
-        clipped = self.kfac.metrics()["kl_clip_coefficient"]  # the direction is so many times as long
-        self._found |= {"learning_rate": -rate * clipped, "momentum": momentum}
+        rate *= self.kfac._engine.clipped_by()  # of the direction as it was before
+        self._found |= {"learning_rate": -rate, "momentum": momentum}
         if self.fallback is not None:
             self.fallback.step()
         return True

@@ -370,12 +370,15 @@ class KFACEngine:
         """The routing report; `moves`: whether a parameter is the optimizer's."""
         return self.reports.routing(self.factors, moves)
 
+    def clipped_by(self) -> float:
+        """What `kl_clip` multiplied the last directions with."""
+        return 1.0 if self.clip_coefficient is None else float(self.clip_coefficient)
+
     def metrics(self, damping: float, step: int) -> dict[str, Any]:
         """Plain numbers for loggers; see `KFAC.metrics`."""
-        coefficient = self.clip_coefficient
         return {
             "damping": damping,
-            "kl_clip_coefficient": 1.0 if coefficient is None else float(coefficient),
+            "kl_clip_coefficient": self.clipped_by(),
             "steps_since_refresh": None if self.refreshed_at is None else step - self.refreshed_at,
             "retries": self.factors.retries,
             "layers": self.reports.metrics(self.factors),

@@ -317,12 +317,10 @@ class _Reader:
                 continue
             if given is None:
                 continue
-            bound = {name: self._handed(x) for name, x in given.items()}
-            self.handed.update(x for x in given.values() if self._handed(x))
-            names = {name: own for name, own in bound.items() if own}
-            tree = tree_of(function.__code__)
-            settings: dict[str, Any] = {"is_method": is_method, "bound": names}
-            yield _Reader(self.module, self.own, self.lists, function, tree, **settings)
+            bound = {name: own for name, x in given.items() if (own := self._handed(x))}
+            self.handed.update(given[name] for name in bound)
+            tree, where = tree_of(function.__code__), (self.module, self.own, self.lists)
+            yield _Reader(*where, function, tree, is_method=is_method, bound=bound)
 
     def _handed(self, node: ast.expr) -> str:
         """The name of the parameter that an argument is, as it is; '': it is something else."""
@@ -399,7 +397,8 @@ class _Reader:
             if name and not self._is_asked(used):
                 found.add(name)
             if weight is None and isinstance(used, ast.Name):  # perhaps behind its loop, or set anew
-                found.update(self.bound[name] for name in [used.id] if name in self.bound)
+                if used.id in self.bound:
+                    found.add(self.bound[used.id])
                 scopes = self.loops.get(used.id, {}).items()
                 found.update(lost.name for scope, lost in scopes if isinstance(scope, ast.For))
         return found
