@@ -13,6 +13,7 @@ from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.torch.adaptive import AdaptiveKFAC
 from suite.torch.attached import detach
+from suite.torch.graphed import GraphedStep
 from suite.torch.kfac import KFAC, KFACPreconditioner
 from suite.torch.kron import Kron
 from suite.torch.lra import LRA, DenseNewton
@@ -35,6 +36,7 @@ __all__ = [
     "DistributedStrategy",
     "GRUCell",
     "Gaussian",
+    "GraphedStep",
     "KFACParamScheduler",
     "KFACPreconditioner",
     "Kron",

@@ -201,7 +201,7 @@ class Agreements:
         if self.terms is not None:
             given = self.terms() if callable(self.terms) else self.terms
             check_terms(given, at_least=0)  # of all ranks there may be more
-            return torch.as_tensor(given).to(rows[0]).reshape(())
+            return _number_like(rows[0], given)
         pairs = zip(self.layers, taken, strict=True)
         seen = [(layer, t.positions) for layer, t in pairs if t is not None]
         last = clock.last_run()
@@ -209,7 +209,7 @@ class Agreements:
             if layer.name == last.layer:
                 return transposed if last.transposed and transposed is not None else positions
         if clock.last_positions is not None:  # of a layer that is not covered, perhaps frozen
-            return torch.as_tensor(clock.last_positions).to(rows[0])
+            return _number_like(rows[0], clock.last_positions)
         known = {layer.name: positions for layer, positions in seen if layer.spec.kind != "free"}
         compiled = clock.compiled_looked_up
         table = clock.looked_up.layer if compiled is None else compiled.layer.name
@@ -226,6 +226,13 @@ class Agreements:
                 "there are more, give terms=lambda: n"
             )
         return torch.zeros_like(rows[0])
+
+
+def _number_like(like: torch.Tensor, number: Any) -> torch.Tensor:
+    """(), of `like`'s dtype and on its device."""
+    if isinstance(number, torch.Tensor):
+        return number.to(like).reshape(())
+    return torch.full_like(like, float(number))
 
 
 def check_terms(terms: Any, **bounds: float) -> None:

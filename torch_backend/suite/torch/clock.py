@@ -52,6 +52,10 @@ class CaptureClock:
         self.stream = torch.zeros(1, dtype=torch.int32)  # of the noise that chooses examples
         self._examples: tuple[Any, torch.Tensor] | None = None
 
+    def move(self, device: torch.device) -> None:
+        """Have what noise is made of where it is used."""
+        self.count, self.stream = self.count.to(device), self.stream.to(device)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What runs meanwhile is not seen."""

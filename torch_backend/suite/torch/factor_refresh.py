@@ -154,6 +154,32 @@ class FactorRefresh(FactorStore):
                     for kept, new in zip(self.products[number], ekfac.restart(A, G), strict=True):
                         kept[m.start : m.stop] = new
 
+    def derived(self) -> Any:
+        """The memory of what was derived from averages: for `return_to`."""
+        sides = [(number, side) for number in range(len(self.buckets)) for side in ("A", "G")]
+        apart = [key for key in sides if self._neighbours(*key) is None and not self.storage.packed]
+        joined = {key: self._gathered(*key)[0] for key in apart}
+        return list(self.factors), list(self.products), joined
+
+    def return_to(self, derived: Any) -> None:
+        """Bring new inverses to the memory of others, where recorded kernels read them."""
+        factors, products, joined = derived
+        for number, (old, factor) in enumerate(zip(factors, self.factors, strict=True)):
+            if factor.inverse is not old.inverse:
+                copy_inverse(old.inverse, factor.inverse)
+                self.factors[number] = factor._replace(inverse=old.inverse)
+        for number, (kept, new) in enumerate(zip(products, self.products, strict=True)):
+            if new is not kept:
+                torch._foreach_copy_(kept, new)
+                self.products[number] = kept
+        for number in range(len(self.buckets)):
+            for side in ("A", "G"):
+                self._cache.pop((number, side), None)
+        for key, kept in joined.items():
+            inverse, ready = self._gathered(*key)
+            copy_inverse(kept, inverse)
+            self._cache[key] = kept, ready
+
     def _groups(self) -> list[Group]:
         """Layers that share an A, in the order of the layers that have it."""
         groups: dict[int, list[int]] = {}
@@ -370,21 +396,26 @@ class FactorRefresh(FactorStore):
         known: Any = self._cache.get((number, side))
         if known is not None:
             return known
-        members = self.buckets[number].members
-        places = [self.places.get(self._key(m.index, side)) for m in members]
-        here = [place for place in places if place is not None]
-        if len(here) == len(places) and all(
-            a.bucket == b.bucket and a.stop == b.start for a, b in itertools.pairwise(here)
-        ):
-            factor, index = self.factors[here[0].bucket], slice(here[0].start, here[-1].stop)
+        neighbours = self._neighbours(number, side)
+        if neighbours is not None:
+            factor, index = self.factors[neighbours[0]], neighbours[1]
             found = rows_of(factor.inverse, index), factor.ready[index]
         else:
-            parts = [self._inverse_of(m.index, side) for m in members]
+            parts = [self._inverse_of(m.index, side) for m in self.buckets[number].members]
             found = _joined([part[0] for part in parts]), torch.cat([part[1] for part in parts])
             if self.storage.packed:  # to save memory: no second copy is kept
                 return found
         self._cache[number, side] = found
         return found
+
+    def _neighbours(self, number: int, side: str) -> tuple[int, slice] | None:
+        """The stack, and its part, that a side of a bucket's layers is; None: it is in several."""
+        places = [self.places.get(self._key(m.index, side)) for m in self.buckets[number].members]
+        here = [place for place in places if place is not None]
+        pairs = itertools.pairwise(here)
+        if len(here) < len(places) or any(a.bucket != b.bucket or a.stop != b.start for a, b in pairs):
+            return None
+        return here[0].bucket, slice(here[0].start, here[-1].stop)
 
 
 def _runs(bucket: buckets.Bucket, chosen: Sequence[bool]) -> list[slice]:

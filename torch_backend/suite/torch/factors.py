@@ -131,6 +131,16 @@ class LayerFactors(FactorRefresh):
         found: torch.Tensor | None = self._cache[number, "ready"]
         return found
 
+    def readiness(self) -> tuple[list[torch.Tensor | None], list[tuple[bool, ...] | None]]:
+        """`_ready` of all buckets, and the numbers in it. Only asked after a refresh."""
+        known = (-1, "readiness")
+        if known not in self._cache:
+            masks = [self._ready(number) for number in range(len(self.buckets))]
+            flags = [None if mask is None else tuple(mask.tolist()) for mask in masks]
+            self._cache[known] = masks, flags
+        found: tuple[list[torch.Tensor | None], list[tuple[bool, ...] | None]] = self._cache[known]
+        return found
+
     def rows_fit(
         self,
         index: int,

@@ -33,6 +33,7 @@ from suite.torch.grad_scaling import (
 )
 from suite.torch.kfac_engine import RANK_STRIDE, KFACEngine
 from suite.torch.overdue import Overdue
+from suite.torch.recorders import is_recorded
 from suite.torch.settings import (
     AssignmentStrategy,
     ComputeMethod,
@@ -354,6 +355,7 @@ class KFAC(torch.optim.Optimizer):
         super().__init__(list(covered.values()), {"lr": lr} if optimizer is None else {})
         self._base = optimizer
         self._steps = 0
+        self.is_recording = False  # whether GraphedStep records this step
         self._compared = False  # whether ranks have the same parameters
         self._skipped = SkippedSteps()
         self._counted_terms: torch.Tensor | None = None
@@ -543,6 +545,11 @@ class KFAC(torch.optim.Optimizer):
         return loss
 
     def _take_step(self) -> None:
+        if is_recorded() and not self.is_recording:
+            raise RuntimeError(
+                "a step in a CUDA graph would never take statistics or new inverses when they are due: "
+                "GraphedStep(kfac, loss_of) records each kind of step"
+            )
         factor_update_steps = self.hyperparameter("factor_update_steps")
         inv_update_steps = self.hyperparameter("inv_update_steps")
         damping = self.hyperparameter("damping")

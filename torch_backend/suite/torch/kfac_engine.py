@@ -296,6 +296,11 @@ class KFACEngine:
             self.refreshed_at = step if self.factors.allocated else None
         self._tell_captures()
 
+    def return_to(self, derived: Any) -> None:
+        """`LayerFactors.return_to`."""
+        self.factors.return_to(derived)
+        self._tell_captures()
+
     def precondition(
         self,
         damping: float,

@@ -75,6 +75,11 @@ class ModelCapture:
                     self.kept[i] = capture.kept = KeptRows(capture.layer, self.clock)
                     self._attached.append(capture.kept)
         self.clock.captures = self.by_layer
+        devices = {layer.device for layer in self.layers}
+        if len(devices) == 1 and any(
+            s.spec.max_rows or s.spec.max_examples for x in self.layers for s in x.sites
+        ):
+            self.clock.move(*devices)
         self._slots = [slot for capture in self.by_layer for slot in capture.slots()]
         self._watch_passes(True)  # until it is known that the model is not compiled
         self._uses = UseCounter(model, self.by_layer)

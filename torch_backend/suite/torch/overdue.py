@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 _NEVER = -1  # had statistics
 _UNSEEN = -2  # they were wanted in a step in which it had a gradient, and its hooks saw nothing
@@ -19,13 +20,14 @@ class Overdue:
         self.waits = [_NEVER] * layers
         self._asked: dict[int, int] = {}  # layer -> steps for which they are still wanted
         self._tries = [0] * layers
+        self.last: tuple[Any, ...] = ()  # what `note` was called with
 
     @property
     def layers(self) -> set[int]:
         """Those that statistics are wanted for."""
         return set(self._asked)
 
-    def note(self, present: Iterable[int], seen: Sequence[bool], wanted: bool, period: int) -> None:
+    def note(self, present: Sequence[int], seen: Sequence[bool], wanted: bool, period: int) -> None:
         """A step was taken.
 
         Args:
@@ -34,6 +36,7 @@ class Overdue:
             wanted: whether the step was to take any.
             period: steps from one that does to the next.
         """
+        self.last = present, seen, wanted, period
         for i, left in list(self._asked.items()):
             if left > 1:
                 self._asked[i] = left - 1

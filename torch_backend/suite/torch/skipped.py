@@ -17,16 +17,16 @@ class SkippedSteps:
 
     def __init__(self) -> None:
         self._seen = 0
-        self._unread: torch.Tensor | None = None  # (): those that the host did not wait to see
+        self.unread: torch.Tensor | None = None  # (): those that the host did not wait to see
         self._moved: set[int] = set()  # by id: what the base optimizer has moved, and has a state for
 
     def count(self) -> int:
         """Of all; waits for the device, if that was left to stop the optimizer."""
-        return self._seen + (0 if self._unread is None else int(self._unread))
+        return self._seen + (0 if self.unread is None else int(self.unread))
 
     def load(self, count: int) -> None:
         """Go on from a checkpoint's number."""
-        self._seen, self._unread = count, None
+        self._seen, self.unread = count, None
 
     def can_be_left_to_device(self, base: Any, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the device can keep the base optimizer from a step, and the host need not wait.
@@ -49,7 +49,9 @@ class SkippedSteps:
             base.step()
         else:
             bad = (~finite).to(torch.float32)
-            self._unread = bad if self._unread is None else self._unread + bad
+            if self.unread is None:
+                self.unread = torch.zeros_like(bad)
+            self.unread += bad  # in place: a recorded step runs again
             base.grad_scale, base.found_inf = None, bad
             try:
                 base.step()
@@ -60,9 +62,10 @@ class SkippedSteps:
     def look(self, agreed: Agreement, finite: torch.Tensor, step: int) -> Agreement:
         """`agreed` when the host has waited to see whether all is `finite`, and was before this step."""
         bad = (~finite).to(torch.float32)
-        unread = torch.zeros_like(bad) if self._unread is None else self._unread.to(bad.device)
+        unread = torch.zeros_like(bad) if self.unread is None else self.unread.to(bad.device)
         now, before = torch.stack([bad, unread]).tolist()
-        self._unread = None
+        if self.unread is not None:
+            self.unread.zero_()
         self._seen += int(before)
         if before:
             warn_user(
