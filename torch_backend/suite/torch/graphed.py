@@ -78,7 +78,8 @@ class GraphedStep:
         self._recorder = None if make is None else make(self._device)
         self._recorded: dict[Any, _Recorded] = {}
         self._met: set[Any] = set()
-        self._memory: list[Any] = []  # what recorded steps read and write, besides inverses
+        self._memory: list[int] = []  # which tensors recorded steps read and write, besides inverses
+        self._held: list[torch.Tensor] = []  # those of them that are not the model's parameters
         self._derived: Any = None  # where they read inverses
         self.replayed = 0
         self.as_ever = Counter[str]()  # steps that were not replayed, by reason
@@ -145,21 +146,20 @@ class GraphedStep:
 
     def _forget_what_moved(self) -> None:
         """Drop what is recorded, if tensors that it reads or writes are not in use any more."""
-        kfac = self.kfac
-        parameters = list({id(p): p for p in (*kfac.model.parameters(), *kfac._parameters())}.values())
-        memory: list[Any] = [factor.average for factor in kfac._engine.factors.factors]
-        memory += [x for own in kfac.state.values() for x in own.values() if _is_tensor(x)]
-        memory += [group["lr"] for group in kfac.param_groups if not is_at_hand(group["lr"])]
-        memory += [b for module in self._modules for b in module._buffers.values() if b is not None]
-        memory.append(kfac._skipped.unread)
-        memory += [p.data_ptr() for p in parameters]
-        # Tensors are held, so that none takes the place of another.
-        pairs = zip(memory, self._memory, strict=False)
-        same = len(memory) == len(self._memory)
-        if not same or not all(a is b or (type(a) is type(b) is int and a == b) for a, b in pairs):
+        kfac, modules = self.kfac, self._modules
+        parameters = [p for group in kfac.param_groups for p in group["params"]]
+        parameters += [p for module in modules for p in module._parameters.values() if p is not None]
+        tensors = [factor.average for factor in kfac._engine.factors.factors]
+        tensors += [x for own in kfac.state.values() for x in own.values() if _is_tensor(x)]
+        tensors += [group["lr"] for group in kfac.param_groups if not is_at_hand(group["lr"])]
+        tensors += [b for module in modules for b in module._buffers.values() if b is not None]
+        tensors += [] if kfac._skipped.unread is None else [kfac._skipped.unread]
+        memory = [*map(id, tensors), *[p.data_ptr() for p in parameters]]
+        if memory != self._memory:
             self._recorded.clear()
             self._met.clear()
-            self._memory, self._derived = memory, None
+            self._derived = None
+            self._memory, self._held = memory, tensors  # so that none takes the place of another
 
     # ---- steps ---------------------------------------------------------------------------------
 
