@@ -16,8 +16,9 @@ import torch
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older versions describe devices otherwise")
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
-def test_the_tests_for_a_gpu_pass_on_a_simulated_one():
-    file = Path(__file__).with_name("test_gpu.py")
+@pytest.mark.parametrize("name", ["test_gpu.py", "test_graphed.py"])
+def test_the_tests_for_a_gpu_pass_on_a_simulated_one(name):
+    file = Path(__file__).with_name(name)
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", str(file)]
     environment = {**os.environ, "SUITE_SIMULATE": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
