@@ -78,6 +78,34 @@ class FactorRefresh(FactorStore):
             self._settle(list(attempts.values()))
         self._restart_products(set(range(len(self.layers))))
 
+    def refresh_in_place(self, damping: float) -> list[Attempt]:
+        """`refresh` in one process into the memory of the inverses before, without anybody's looking.
+
+        To be recorded, where all inverses are known to be ready: see `settle`.
+        """
+        dampings = self._dampings(damping, self._groups())
+        attempts = [
+            self._refresh_rows(number, slice(0, bucket.blocks), dampings[number])
+            for number, bucket in enumerate(self.factor_buckets)
+        ]
+        self._renew_joined()
+        return attempts
+
+    def settle(self, attempts: Sequence[Attempt]) -> None:
+        """Look which of `refresh_in_place`'s factorizations failed, and try those again."""
+        if self._settle(attempts):
+            self._renew_joined()
+
+    def _renew_joined(self) -> None:
+        """Bring inverses to where they are once more, beside those of layers that are not neighbours."""
+        for number in range(len(self.buckets)):
+            for side in ("A", "G"):
+                kept = self._cache.get((number, side))
+                if kept is not None and self._neighbours(number, side) is None:
+                    del self._cache[number, side]
+                    copy_inverse(kept[0], self._gathered(number, side)[0])
+                    self._cache[number, side] = kept
+
     def _refresh_some(self, damping: float, turn: Turn) -> None:
         """Of layers that share an A all at once: their dampings depend on each other."""
         step, steps = turn
@@ -344,8 +372,12 @@ class FactorRefresh(FactorStore):
         self.factors[number] = new
         return Attempt(number, slice(0, len(old.failures)), new.failures > old.failures, damping)
 
-    def _settle(self, attempts: Sequence[Attempt]) -> None:
-        """Look which factorizations failed, of all attempts in one wait, and try those again."""
+    def _settle(self, attempts: Sequence[Attempt]) -> bool:
+        """Look which factorizations failed, of all attempts in one wait, and try those again.
+
+        Returns:
+            Whether any failed.
+        """
         ready = [self.factors[attempt.number].ready for attempt in attempts]
         flags = read_flags([attempt.failed for attempt in attempts] + ready)
         for attempt, mask, failed, known in zip(
@@ -355,6 +387,7 @@ class FactorRefresh(FactorStore):
                 self._try_again(attempt)
                 known = mask.tolist()
             self._cache[attempt.number, "stack is ready"] = all(known)
+        return any(map(any, flags[: len(attempts)]))
 
     def _try_again(self, attempt: Attempt) -> None:
         """A factor that failed gets more damping, then float64, then keeps the inverse before it."""

@@ -12,11 +12,13 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from suite.torch.checks import is_at_hand
+from suite.torch.factor_refresh import Attempt
 from suite.torch.kfac import KFAC
 from suite.torch.recorders import RECORDERS
 
 _MOST = 16  # kinds of steps that are recorded
 _KNOWN = 256  # kinds that were met once
+_NEW_INVERSES = "with new inverses"
 _ASIDE = ("params", "param_names", "lr", "initial_lr")  # of a group: what kernels do not depend on
 
 
@@ -30,6 +32,7 @@ class _Recorded(NamedTuple):
     overdue: tuple[Any, ...]  # what it tells K-FAC of the layers that ran
     terms: torch.Tensor | None  # where it leaves how many terms the loss had ...
     clipped: torch.Tensor | None  # ... and what kl_clip multiplied directions with
+    attempts: list[Attempt]  # at new inverses: what the host is to look at
     held: Any  # what else it reads
 
 
@@ -44,11 +47,14 @@ class GraphedStep:
         for x, y in loader:
             loss = step(x, y)
 
-    A kind of step (with statistics or without, shapes of the batch, settings, which modules train and
-    which parameters) runs as ever when it is met first, is recorded when it comes again, and replayed
-    from then on. Steps with new inverses always run as ever, for the host looks at these. The learning
-    rate of each group may be another in each step; a damping or factor decay that is makes every step
-    another kind. On a device without graphs all steps run as ever, and give the same numbers.
+    A kind of step (with statistics or new inverses or without, shapes of the batch, settings, which
+    modules train and which parameters) runs as ever when it is met first, is recorded when it comes
+    again, and replayed from then on. The learning rate of each group may be another in each step; a
+    damping or factor decay that is makes every step another kind. Eigenbases ('eigen', 'ekfac') are not
+    recorded, for the host looks while they are computed; steps with new ones run as ever. So do all on a
+    device without graphs, with the same numbers. Of a factorization that fails in a recorded step the
+    second try comes after the step, which takes the inverse before it. Hooks on steps run, like other
+    code of Python, where a step runs as ever.
 
     Memory for activations is taken twice, for steps that are replayed and for those that are not.
 
@@ -81,6 +87,7 @@ class GraphedStep:
         self._memory: list[int] = []  # which tensors recorded steps read and write, besides inverses
         self._held: list[torch.Tensor] = []  # those of them that are not the model's parameters
         self._derived: Any = None  # where they read inverses
+        self._records_inverses = not kfac._engine.rule.keeps_eigenbases
         self.replayed = 0
         self.as_ever = Counter[str]()  # steps that were not replayed, by reason
 
@@ -100,7 +107,7 @@ class GraphedStep:
             elif len(self._recorded) == _MOST:
                 reason = f"of another kind than the {_MOST} that are recorded"
             else:
-                self._recorded[kind] = self._record(leaves, structure)
+                reason = self._record(kind, leaves, structure)
         if reason:
             self.as_ever[reason] += 1
             return self._run(tree_unflatten(leaves, structure))
@@ -120,8 +127,9 @@ class GraphedStep:
         self._forget_what_moved()
         if engine.capture.clock.discovering or not engine.factors.refreshed:
             return None, "before there are inverses"
-        if kfac.steps % kfac.inv_update_steps == 0:
-            return None, "with new inverses"
+        ready, due = tuple(engine.factors.readiness()[1]), self._is_due()
+        if due and (any(ready) or not self._records_inverses):
+            return None, _NEW_INVERSES
         if kfac._overdue.layers:
             return None, "with layers that run in turn"
         groups = kfac.param_groups
@@ -136,13 +144,17 @@ class GraphedStep:
         )
         modes = tuple(module.training for module in self._modules)
         trained = tuple(p.requires_grad for p in engine.model.parameters())
-        wanted, ready = engine.capture.clock.wanted, tuple(engine.factors.readiness()[1])
-        kind = wanted, ready, settings, repr(of_groups), batch, str(structure), modes, trained
+        wanted = engine.capture.clock.wanted
+        kind = due, wanted, ready, settings, repr(of_groups), batch, str(structure), modes, trained
         try:
             hash(kind)
         except TypeError:
             return None, "of a batch with parts that are neither tensors nor hashable"
         return kind, ""
+
+    def _is_due(self) -> bool:
+        """Whether the coming step has new inverses."""
+        return bool(self.kfac.steps % self.kfac.inv_update_steps == 0)
 
     def _forget_what_moved(self) -> None:
         """Drop what is recorded, if tensors that it reads or writes are not in use any more."""
@@ -156,10 +168,13 @@ class GraphedStep:
         tensors += [] if kfac._skipped.unread is None else [kfac._skipped.unread]
         memory = [*map(id, tensors), *[p.data_ptr() for p in parameters]]
         if memory != self._memory:
-            self._recorded.clear()
-            self._met.clear()
-            self._derived = None
+            self._forget()
             self._memory, self._held = memory, tensors  # so that none takes the place of another
+
+    def _forget(self) -> None:
+        self._recorded.clear()
+        self._met.clear()
+        self._derived = None
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -188,13 +203,14 @@ class GraphedStep:
             self.kfac._engine.return_to(self._derived)
         return found
 
-    def _record(self, leaves: list[Any], structure: Any) -> _Recorded:
-        """K-FAC's own attributes are as before afterwards: nothing has run."""
+    def _record(self, kind: Any, leaves: list[Any], structure: Any) -> str:
+        """Why it was not recorded, or ''. Nothing has run: K-FAC's own attributes are as before."""
         kfac, engine = self.kfac, self.kfac._engine
         assert self._recorder is not None
         inputs = [x.clone().requires_grad_(x.requires_grad) if _is_tensor(x) else x for x in leaves]
         if self._derived is None:
             self._derived = engine.factors.derived()
+        is_due = self._is_due()
         before = kfac.steps, copy.deepcopy(kfac._overdue), kfac._counted_terms, engine.clip_coefficient
         kfac.is_recording = True
         try:
@@ -202,20 +218,25 @@ class GraphedStep:
                 replay, outputs = self._recorder.record(
                     lambda: self._body(tree_unflatten(inputs, structure))
                 )
-            left = kfac._overdue.last, kfac._counted_terms, engine.clip_coefficient
+            left = kfac._overdue.last, kfac._counted_terms, engine.clip_coefficient, engine.attempts
         except Exception as error:
+            self._forget()
             kfac.zero_grad()
             kfac.reset_batch()
+            if is_due:  # another kind tells whether it is because of `loss_of`
+                self._records_inverses = False
+                return _NEW_INVERSES
             raise RuntimeError(
                 "this step cannot be recorded, as the error before this one says: loss_of must not read "
                 "numbers of the device, nor bring any from the host"
             ) from error
         finally:
-            kfac.is_recording = False
+            kfac.is_recording, engine.attempts = False, []
             kfac._steps, kfac._overdue, kfac._counted_terms, engine.clip_coefficient = before
             kfac._set_clock()
         own, held = [x for x in inputs if _is_tensor(x)], engine.factors.readiness()[0]
-        return _Recorded(replay, own, rates, outputs, *left, held)
+        self._recorded[kind] = _Recorded(replay, own, rates, outputs, *left, held)
+        return ""
 
     def _replay(self, recorded: _Recorded, leaves: list[Any]) -> Any:
         kfac, given = self.kfac, [x for x in leaves if _is_tensor(x)]
@@ -227,6 +248,10 @@ class GraphedStep:
                     rate.fill_(float(group["lr"]))
             recorded.replay()
             found = tree_map(lambda x: x.clone() if _is_tensor(x) else x, recorded.outputs)
+            if recorded.attempts:
+                kfac._engine.factors.settle(recorded.attempts)
+                kfac._engine.refreshed_at = kfac.steps
+                kfac._skipped.look_back(kfac.steps)
         kfac._overdue.note(*recorded.overdue)
         kfac._counted_terms = recorded.terms
         kfac._engine.clip_coefficient = recorded.clipped

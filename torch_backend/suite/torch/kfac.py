@@ -574,7 +574,7 @@ class KFAC(torch.optim.Optimizer):
             if self._grad_scaler is None and self._sampler is None:
                 warn_of_unknown_scaler(parameters)
             self._compared = True
-        by_device = not due and self._engine.is_alone
+        by_device = (not due or self.is_recording) and self._engine.is_alone
         by_device = by_device and self._skipped.can_be_left_to_device(self._base, parameters)
         if agreed.finite is not None and not by_device:
             agreed = self._skipped.look(agreed, agreed.finite, self._steps)
@@ -597,8 +597,8 @@ class KFAC(torch.optim.Optimizer):
             if self._spread_inverses:
                 turn = self._steps % inv_update_steps, inv_update_steps
                 self._engine.refresh(damping, self._steps, turn)
-            elif self._steps % inv_update_steps == 0:
-                self._engine.refresh(damping, self._steps)
+            elif due:
+                self._engine.refresh(damping, self._steps, in_place=self.is_recording)
             self._engine.precondition(damping, kl_clip, lr_of, moves, agreed)
             if self._base is not None:
                 self._skipped.step(self._base, parameters, agreed.finite)

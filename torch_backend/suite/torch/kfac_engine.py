@@ -16,7 +16,7 @@ from suite.core.step_size import kl_clip_coefficient
 from suite.torch.agreement import Agreement, Agreements, Terms
 from suite.torch.collectives import GATHERING, Ranks
 from suite.torch.directions import Directions, squared_rates_times
-from suite.torch.factor_refresh import Turn
+from suite.torch.factor_refresh import Attempt, Turn
 from suite.torch.factors import LayerFactors
 from suite.torch.find_layers import FoundLayers
 from suite.torch.gradients import GradientExchange
@@ -117,6 +117,7 @@ class KFACEngine:
         self.gradients = GradientExchange(self.layers, self.factors)
         self.clip_coefficient: torch.Tensor | None = None
         self.refreshed_at: int | None = None
+        self.attempts: list[Attempt] = []  # of the last `refresh` in place
 
     def _require_the_same_layers(self) -> None:
         """ValueError, on all ranks, if some have other layers."""
@@ -289,8 +290,17 @@ class KFACEngine:
 
     # ---- directions ----------------------------------------------------------------------------
 
-    def refresh(self, damping: float, step: int, turn: Turn | None = None) -> None:
-        """Recompute all inverses or eigenbases, or those whose turn it is in this step of a cycle."""
+    def refresh(
+        self, damping: float, step: int, turn: Turn | None = None, *, in_place: bool = False
+    ) -> None:
+        """Recompute all inverses or eigenbases, or those whose turn it is in this step of a cycle.
+
+        Args:
+            in_place: see `LayerFactors.refresh_in_place`; `attempts` are what it returns.
+        """
+        if in_place:
+            self.attempts = self.factors.refresh_in_place(damping)
+            return
         self.factors.refresh(damping, turn)
         if turn is None or turn[0] == 0 or self.refreshed_at is None:
             self.refreshed_at = step if self.factors.allocated else None

@@ -394,7 +394,7 @@ class Kron(torch.optim.Optimizer):
         assert self._skipped is not None
         products = [h for pair in pairs if pair is not None for h in pair.products]
         finite, absent = self._agree(parameters, [local(g) for g in gradients] + products)
-        self._skipped += (~finite).to(self._skipped.device)
+        self._skipped.add_((~finite).to(self._skipped.device))
         # Alone on an accelerator reading `finite` would make the host wait; there a skipped step ticks.
         known = not self._ranks.alone or finite.device.type in HOST_DEVICES
         if known and not finite:

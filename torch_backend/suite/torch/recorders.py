@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-_built = torch.backends.cuda.is_built()
-_is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing if _built else bool
-
 
 def is_recorded() -> bool:
     """Whether what this thread starts on a device is only recorded, to run later and again."""
     return not torch.compiler.is_compiling() and _is_capturing()
+
+
+def _is_capturing() -> bool:
+    # What is not initialized captures nothing, and may be a build for CUDA where there is no driver.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class CUDAGraphs:

@@ -64,15 +64,23 @@ class SkippedSteps:
         bad = (~finite).to(torch.float32)
         unread = torch.zeros_like(bad) if self.unread is None else self.unread.to(bad.device)
         now, before = torch.stack([bad, unread]).tolist()
+        self._tell(int(before), step)
+        return agreed._replace(finite=None, unusable=(0,) if now else ())
+
+    def look_back(self, step: int) -> None:
+        """Wait to see whether all was finite before this step."""
+        if self.unread is not None:
+            self._tell(int(self.unread), step)
+
+    def _tell(self, unread: int, step: int) -> None:
         if self.unread is not None:
             self.unread.zero_()
-        self._seen += int(before)
-        if before:
+        self._seen += unread
+        if unread:
             warn_user(
-                f"{int(before)} of the steps before step {step} were skipped: a gradient or a "
+                f"{unread} of the steps before step {step} were skipped: a gradient or a "
                 f"statistic was not finite ({self._seen} skipped so far)"
             )
-        return agreed._replace(finite=None, unusable=(0,) if now else ())
 
     def skip(self, parameters: Sequence[torch.Tensor], step: int, where: str) -> None:
         """This step changes nothing: gradients are dropped."""
