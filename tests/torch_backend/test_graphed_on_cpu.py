@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -48,7 +49,8 @@ def test_steps_are_as_ever():
         ({"spread_inverses": True}, "spread_inverses must be False"),
         ({"fisher": "mc", "likelihood": "categorical"}, "fisher must be 'empirical'"),
         ({"grad_scaler": torch.amp.GradScaler("cpu")}, "grad_scaler must be None"),
-        ({"terms": lambda: 4.0}, "terms must be no function"),
+        ({"terms": lambda: 4.0}, "terms must be a number.*got function"),
+        ({"terms": torch.tensor(4.0)}, "terms must be a number.*got Tensor"),
     ],
 )
 def test_what_needs_the_host_in_each_step_is_refused(settings, message):
@@ -69,6 +71,32 @@ def test_what_is_no_loss_is_an_error(found):
     step = GraphedStep(made(network()), lambda: found)
     with pytest.raises(TypeError, match="must return a loss"):
         step()
+
+
+def test_it_cannot_be_copied():
+    """The copy's K-FAC would be of another model than its loss."""
+    step = GraphedStep(made(network()), lambda x: x.sum())
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(step)
+
+
+def test_a_batch_is_data():
+    model = network()
+    step = GraphedStep(made(model), lambda x: model(x).sum())
+    with pytest.raises(ValueError, match="batch must be of data"):
+        step(nn.Linear(6, 6).double()(torch.zeros(4, 6, dtype=torch.float64)))
+
+
+def test_gradients_go_to_the_models_parameters_alone():
+    """As of a discriminator, whose own step would find them."""
+    model, other = network(), nn.Linear(3, 1).double()
+    step = GraphedStep(made(model), lambda x: other(model(x)).sum())
+    x = torch.zeros(4, 6, dtype=torch.float64, requires_grad=True)
+    before = copy.deepcopy(model.state_dict())
+    step(x)
+    assert x.grad is None
+    assert all(p.grad is None for p in (*model.parameters(), *other.parameters()))
+    assert not torch.equal(before["2.weight"], model[2].weight)
 
 
 def test_a_loss_is_one_number():

@@ -20,10 +20,15 @@ def inverses(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     compute = by_library
     if is_itself(x) and not x.requires_grad:
         if x.device.type != "cpu":
-            compute = on_device if x.shape[-1] > 1 else by_library
+            compute = on_device if x.shape[-1] > 1 else of_numbers
         elif x.shape[-1] > _LARGEST_WHOLE:
             compute = by_strips
     return compute(x)
+
+
+def of_numbers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`inverses` of matrices of one number."""
+    return x.reciprocal(), x[..., 0, 0] > 0
 
 
 def by_library(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

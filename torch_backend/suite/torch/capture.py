@@ -171,6 +171,10 @@ class LayerCapture:
             self._nodes[transposed] = torch.autograd.graph.get_gradient_edge(slot).node
         return torch._C._will_engine_execute_node(self._nodes[transposed])
 
+    def forget_nodes(self) -> None:
+        """Forget what `is_awaited` asks for."""
+        self._nodes.clear()
+
     def is_trained_by_pass(self) -> bool:
         """Whether the backward pass that runs adds to its sums, or to its parameters' gradients."""
         # Where a rank has no examples there are only counts in the graph.

@@ -145,12 +145,12 @@ class FactorRefresh(FactorStore):
             full = self.storage.full_factor(here)
             new = self.rule.refresh_factor(full, _rows(damping, part), warm=warm)
             failed.append(new.failures > here.failures)
-            self._put(here, new)
+            self._put(here, new._replace(inverse=self.storage.keep(new.inverse)))
         return Attempt(number, at, torch.cat(failed), damping)
 
     def _put(self, here: core_kfac.Factor, new: core_kfac.Factor) -> None:
-        """Inverses or eigenbases in the place of others."""
-        copy_inverse(here.inverse, self.storage.keep(new.inverse))
+        """Inverses or eigenbases, as they are kept, in the place of others."""
+        copy_inverse(here.inverse, new.inverse)
         here.ready.copy_(new.ready)
         here.failures.copy_(new.failures)
 
@@ -192,10 +192,14 @@ class FactorRefresh(FactorStore):
     def return_to(self, derived: Any) -> None:
         """Bring new inverses to the memory of others, where recorded kernels read them."""
         factors, products, joined = derived
+        stacks = zip(factors, self.factors, strict=True)
+        pairs = zip(products, self.products, strict=True)
+        if all(a.inverse is b.inverse for a, b in stacks) and all(a is b for a, b in pairs):
+            return
         for number, (old, factor) in enumerate(zip(factors, self.factors, strict=True)):
             if factor.inverse is not old.inverse:
-                copy_inverse(old.inverse, factor.inverse)
-                self.factors[number] = factor._replace(inverse=old.inverse)
+                self._put(old, factor)
+                self.factors[number] = old
         for number, (kept, new) in enumerate(zip(products, self.products, strict=True)):
             if new is not kept:
                 torch._foreach_copy_(kept, new)
@@ -409,7 +413,7 @@ class FactorRefresh(FactorStore):
                     failures=new.failures - saved.to(new.failures),
                 )
                 failed = failed & ~saved
-            self._put(here, new)
+            self._put(here, new._replace(inverse=self.storage.keep(new.inverse)))
             left.append(failed)
         lost = torch.cat(left).tolist()
         first = attempt.at.start

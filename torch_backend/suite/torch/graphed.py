@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from suite.torch.checks import is_at_hand
+from suite.torch.checks import is_at_hand, warn_user
 from suite.torch.factor_refresh import Attempt
 from suite.torch.kfac import KFAC
-from suite.torch.recorders import RECORDERS
+from suite.torch.recorders import RECORDERS, BrokenRecording
 
-_MOST = 16  # kinds of steps that are recorded
+_MOST = 16  # kinds of steps that stay recorded
 _KNOWN = 256  # kinds that were met once
-_NEW_INVERSES = "with new inverses"
+_PATIENCE = 50  # steps of which some should have been replayed
 _ASIDE = ("params", "param_names", "lr", "initial_lr")  # of a group: what kernels do not depend on
+_NEW_INVERSES = "with new inverses"
+_HYPERPARAMETERS = ("damping", "factor_decay", "kl_clip", "lr")
+
+
+class _Kind(NamedTuple):
+    """What a step's kernels depend on and the host knows."""
+
+    new_inverses: bool
+    statistics: bool
+    layers_with_inverses: tuple[Any, ...]
+    hyperparameters: tuple[Any, ...]  # of K-FAC
+    settings: str  # of the optimizer
+    batch: tuple[Any, ...]
+    training_modules: tuple[bool, ...]
+    trained_parameters: tuple[bool, ...]
 
 
 class _Recorded(NamedTuple):
@@ -29,8 +44,8 @@ class _Recorded(NamedTuple):
     inputs: list[torch.Tensor]  # where it reads a batch
     rates: list[torch.Tensor | None]  # and learning rates of groups; None: the user's own tensor
     outputs: Any  # where it leaves what `loss_of` returned
-    overdue: tuple[Any, ...]  # what it tells K-FAC of the layers that ran
-    terms: torch.Tensor | None  # where it leaves how many terms the loss had ...
+    layers: Any  # what it tells K-FAC of the layers that ran
+    terms: torch.Tensor | None  # where it leaves how many terms the loss had, if it has statistics ...
     clipped: torch.Tensor | None  # ... and what kl_clip multiplied directions with
     attempts: list[Attempt]  # at new inverses: what the host is to look at
     held: Any  # what else it reads
@@ -50,21 +65,26 @@ class GraphedStep:
     A kind of step (with statistics or new inverses or without, shapes of the batch, settings, which
     modules train and which parameters) runs as ever when it is met first, is recorded when it comes
     again, and replayed from then on. The learning rate of each group may be another in each step; a
-    damping or factor decay that is makes every step another kind. Eigenbases ('eigen', 'ekfac') are not
-    recorded, for the host looks while they are computed; steps with new ones run as ever. So do all on a
-    device without graphs, with the same numbers. Of a factorization that fails in a recorded step the
-    second try comes after the step, which takes the inverse before it. Hooks on steps run, like other
-    code of Python, where a step runs as ever.
+    damping, factor decay or momentum that is makes every step another kind. `print(step)` says how many
+    steps were replayed, and why others were not; there is a warning if none of the first are.
 
-    Memory for activations is taken twice, for steps that are replayed and for those that are not.
+    Eigenbases ('eigen', 'ekfac') are not recorded, for the host looks while they are computed: steps
+    with new ones run as ever. So do all on a device without graphs. The numbers are the same, but for
+    the learning rate, which is one of single precision. Of a factorization that fails in a replayed step
+    the second try comes after the step, which takes the inverse before it.
+
+    Gradients are None before and after. Only parameters of the model and the optimizer get any. Memory
+    for activations is taken twice, for steps that are replayed and for those that are not. Steps of
+    `kfac` itself, other passes and checkpoints may come in between.
 
     Args:
         kfac: in one process, with a fused base optimizer; `fisher='empirical'`, no `grad_scaler`, no
             `spread_inverses`, and `terms` no function. Other parameters of the base optimizer are moved
             as it does.
-        loss_of: (*batch) -> the loss, (), or a tuple of it and of other tensors. It reads no numbers of
-            the device (`item`, `if` on a tensor), takes nothing that changes but its arguments and what
-            is on the device, and calls no `backward`. Autocast belongs in here.
+        loss_of: (*batch) -> the loss, (), or a tuple of it and of other tensors. What it does besides
+            starting kernels happens only where a step runs as ever: it must not take numbers of the
+            device to the host (`item`, `if` on a tensor), or what changes but by its arguments or in
+            place. Autocast belongs in here, `backward` does not.
 
     Raises:
         ValueError: a setting of `kfac` that needs the host in each step.
@@ -82,12 +102,14 @@ class GraphedStep:
         self._device = kfac._engine.layers[0].device
         make = RECORDERS.get(self._device.type)
         self._recorder = None if make is None else make(self._device)
-        self._recorded: dict[Any, _Recorded] = {}
-        self._met: set[Any] = set()
+        self._recorded: OrderedDict[_Kind, _Recorded] = OrderedDict()
+        self._met: set[_Kind] = set()
+        self._waited = Counter[_Kind]()  # how often their first steps made the host wait
+        self._refused: dict[_Kind, str] = {}  # why they cannot be recorded
+        self._has_told = False  # that there are some
         self._memory: list[int] = []  # which tensors recorded steps read and write, besides inverses
         self._held: list[torch.Tensor] = []  # those of them that are not the model's parameters
         self._derived: Any = None  # where they read inverses
-        self._records_inverses = not kfac._engine.rule.keeps_eigenbases
         self.replayed = 0
         self.as_ever = Counter[str]()  # steps that were not replayed, by reason
 
@@ -95,57 +117,85 @@ class GraphedStep:
         """Take a step; what `loss_of` returned, detached. Tensors of the batch may be on the host.
 
         Raises:
-            RuntimeError: `loss_of` does what cannot be recorded. Nothing has changed then.
+            ValueError: a tensor of the batch was computed from what has a gradient.
+            RuntimeError: CUDA could not record the step, and the process should go no further.
         """
         leaves, structure = tree_flatten(batch)
+        if any(_is_tensor(x) and x.grad_fn is not None for x in leaves):
+            raise ValueError("batch must be of data, got a tensor that has a gradient to pass on")
         leaves = [x.to(self._device, non_blocking=True) if _is_tensor(x) else x for x in leaves]
+        if any(p.grad is not None for p in self._parameters()):
+            self._clear()
         kind, reason = self._kind(leaves, structure)
-        if not reason and kind not in self._recorded:
-            if kind not in self._met:
-                self._met = {kind} if len(self._met) >= _KNOWN else self._met | {kind}
-                reason = "of a kind that is new"
-            elif len(self._recorded) == _MOST:
-                reason = f"of another kind than the {_MOST} that are recorded"
-            else:
-                reason = self._record(kind, leaves, structure)
-        if reason:
-            self.as_ever[reason] += 1
-            return self._run(tree_unflatten(leaves, structure))
-        return self._replay(self._recorded[kind], leaves)
+        if kind is None:
+            found = self._run(leaves, structure)
+        elif kind in self._recorded:
+            return self._replay(kind, leaves)
+        elif kind in self._refused:
+            reason = self._refused[kind]
+            found = self._run(leaves, structure)
+        elif kind not in self._met:
+            reason = self._news_in(kind)
+            found = self._watch(kind, leaves, structure)
+        elif self._record(kind, leaves, structure):
+            return self._replay(kind, leaves)
+        else:
+            reason = self._refused[kind]
+            found = self._run(leaves, structure)
+        self.as_ever[reason] += 1
+        if self._recorder is not None and not self.replayed and self.as_ever.total() == _PATIENCE:
+            warn_user(f"none of {_PATIENCE} steps could be replayed: {self!r}")
+        return found
 
     def __repr__(self) -> str:
         reasons = "".join(f", {count} {reason}" for reason, count in self.as_ever.items())
         return f"GraphedStep({self.replayed} steps replayed{reasons})"
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a GraphedStep cannot be copied or pickled: make one of the copied model and K-FAC"
+        )
+
     # ---- kinds of steps ------------------------------------------------------------------------
 
-    def _kind(self, leaves: list[Any], structure: Any) -> tuple[Any, str]:
-        """(what a step's kernels depend on and the host knows, why it is not to be recorded or '')."""
+    def _kind(self, leaves: list[Any], structure: Any) -> tuple[_Kind | None, str]:
+        """(the coming step's, '') or (None, why that is not to be recorded)."""
+        kfac, engine = self.kfac, self.kfac._engine
         if self._recorder is None:
             return None, f"on a device without graphs ({self._device.type})"
-        kfac, engine = self.kfac, self.kfac._engine
         self._forget_what_moved()
         if engine.capture.clock.discovering or not engine.factors.refreshed:
             return None, "before there are inverses"
+        if self._derived is not None:  # others may have computed inverses, into other memory
+            engine.return_to(self._derived)
+        hyperparameters = tuple(getattr(kfac, name) for name in _HYPERPARAMETERS)
+        groups = kfac.param_groups
+        of_groups = [(k, v) for group in groups for k, v in group.items() if k not in _ASIDE]
         ready, due = tuple(engine.factors.readiness()[1]), self._is_due()
-        if due and (any(ready) or not self._records_inverses):
+        if due and (engine.rule.keeps_eigenbases or any(ready)):
             return None, _NEW_INVERSES
         if kfac._overdue.layers:
             return None, "with layers that run in turn"
-        groups = kfac.param_groups
-        if any(is_at_hand(group["lr"]) and not float(group["lr"]) for group in groups):
+        if all(is_at_hand(group["lr"]) and not float(group["lr"]) for group in groups):
             return None, "with a learning rate of 0"
-        settings = kfac.damping, kfac.factor_decay, kfac.kl_clip, kfac.lr
-        of_groups = tuple(
-            (key, value) for group in groups for key, value in group.items() if key not in _ASIDE
+        if any(map(_is_tensor, (*hyperparameters, *(value for _, value in of_groups)))):
+            return None, "with settings that are tensors"
+        if torch.is_autocast_enabled(self._device.type):
+            return None, "with autocast around them, which belongs into loss_of"
+        if _has_hooks(kfac) or _has_hooks(kfac.optimizer):
+            return None, "with hooks on the optimizer's step"
+        if any(_is_tensor(x) and (x.layout is not torch.strided or x.is_nested) for x in leaves):
+            return None, "of a batch with tensors that are sparse or nested"
+        kind = _Kind(
+            due,
+            engine.capture.clock.wanted,
+            ready,
+            hyperparameters,
+            repr(of_groups),
+            (str(structure), *_signature(leaves)),
+            tuple(module.training for module in self._modules),
+            tuple(p.requires_grad for p in self._parameters()),
         )
-        batch = tuple(
-            (x.shape, x.stride(), x.dtype, x.requires_grad) if _is_tensor(x) else x for x in leaves
-        )
-        modes = tuple(module.training for module in self._modules)
-        trained = tuple(p.requires_grad for p in engine.model.parameters())
-        wanted = engine.capture.clock.wanted
-        kind = due, wanted, ready, settings, repr(of_groups), batch, str(structure), modes, trained
         try:
             hash(kind)
         except TypeError:
@@ -156,25 +206,37 @@ class GraphedStep:
         """Whether the coming step has new inverses."""
         return bool(self.kfac.steps % self.kfac.inv_update_steps == 0)
 
+    def _news_in(self, kind: _Kind) -> str:
+        """What is new in a kind that is."""
+        if not self._met:
+            return "that are the first with parameters and state where they are"
+        last = min(self._met, key=lambda other: len(_differences(kind, other)))
+        return f"of a kind that is new ({' and '.join(_differences(kind, last))})"
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """The optimizer's, and the model's once more."""
+        found = [p for group in self.kfac.param_groups for p in group["params"]]
+        found += [p for module in self._modules for p in module._parameters.values() if p is not None]
+        return found
+
     def _forget_what_moved(self) -> None:
-        """Drop what is recorded, if tensors that it reads or writes are not in use any more."""
-        kfac, modules = self.kfac, self._modules
-        parameters = [p for group in kfac.param_groups for p in group["params"]]
-        parameters += [p for module in modules for p in module._parameters.values() if p is not None]
+        """Drop what is recorded, if it reads or writes tensors that are not in use any more."""
+        kfac = self.kfac
         tensors = [factor.average for factor in kfac._engine.factors.factors]
         tensors += [x for own in kfac.state.values() for x in own.values() if _is_tensor(x)]
         tensors += [group["lr"] for group in kfac.param_groups if not is_at_hand(group["lr"])]
-        tensors += [b for module in modules for b in module._buffers.values() if b is not None]
+        tensors += [b for module in self._modules for b in module._buffers.values() if b is not None]
         tensors += [] if kfac._skipped.unread is None else [kfac._skipped.unread]
-        memory = [*map(id, tensors), *[p.data_ptr() for p in parameters]]
+        memory = [*map(id, tensors), *[p.data_ptr() for p in self._parameters()]]
         if memory != self._memory:
-            self._forget()
+            self._recorded.clear()
+            self._met.clear()
+            self._waited.clear()
+            self._refused.clear()
+            self._derived = None
+            if self._recorder is not None:
+                self._recorder.forget()
             self._memory, self._held = memory, tensors  # so that none takes the place of another
-
-    def _forget(self) -> None:
-        self._recorded.clear()
-        self._met.clear()
-        self._derived = None
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -183,63 +245,98 @@ class GraphedStep:
         kfac = self.kfac
         with torch.enable_grad():
             found = self.loss_of(*batch)
-            loss = found[0] if isinstance(found, tuple) else found
+            loss = found[0] if isinstance(found, tuple) and found else found
             if not _is_tensor(loss) or loss.ndim:
                 got = tuple(loss.shape) if _is_tensor(loss) else type(loss).__name__
                 raise TypeError(
                     f"loss_of must return a loss of shape (), or a tuple that begins with it, got {got}"
                 )
-            loss.backward()
+            # What is neither the model's nor the optimizer's would keep a gradient from step to step.
+            own = [p for p in self._parameters() if p.requires_grad and p.is_leaf]
+            loss.backward(inputs=[*{id(p): p for p in (*own, *kfac._engine.capture.slots())}.values()])
         kfac.step()
-        kfac.zero_grad()
+        self._clear()
         return tree_map(lambda x: x.detach() if _is_tensor(x) else x, found)
 
-    def _run(self, batch: Any) -> Any:
-        """A step that is not recorded."""
+    def _clear(self) -> None:
+        """Gradients and statistics."""
+        for p in self._parameters():
+            p.grad = None
+        self.kfac.zero_grad()
+
+    def _run(self, leaves: list[Any], structure: Any) -> Any:
+        """A step as ever."""
+        self.kfac._engine.capture.forget_streams()
+        batch = tree_unflatten(leaves, structure)
         if self._recorder is None:
             return self._body(batch)
-        found = self._recorder.run(lambda: self._body(batch))
-        if self._derived is not None:
-            self.kfac._engine.return_to(self._derived)
+        return self._recorder.run(lambda: self._body(batch))
+
+    def _watch(self, kind: _Kind, leaves: list[Any], structure: Any) -> Any:
+        """A step as ever, the first of its kind."""
+        self.kfac._engine.capture.forget_streams()
+        assert self._recorder is not None
+        found, waits = self._recorder.watched(lambda: self._body(tree_unflatten(leaves, structure)))
+        if waits and not kind.new_inverses:  # where K-FAC itself looks
+            self._waited[kind] += 1
+            if self._waited[kind] > 1:  # once K-FAC itself may have had something to settle
+                self._refuse(kind, f"that make the host wait ({waits})")
+            return found
+        self._met = {kind} if len(self._met) >= _KNOWN else self._met | {kind}
         return found
 
-    def _record(self, kind: Any, leaves: list[Any], structure: Any) -> str:
-        """Why it was not recorded, or ''. Nothing has run: K-FAC's own attributes are as before."""
+    def _refuse(self, kind: _Kind, why: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            warn_user(f"there are steps that cannot be recorded, and run as ever: {why}")
+        self._refused[kind] = why
+
+    def _record(self, kind: _Kind, leaves: list[Any], structure: Any) -> bool:
+        """Whether it could be recorded. Nothing has run: K-FAC's own attributes are as before."""
         kfac, engine = self.kfac, self.kfac._engine
         assert self._recorder is not None
-        inputs = [x.clone().requires_grad_(x.requires_grad) if _is_tensor(x) else x for x in leaves]
+        copies = {
+            id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in leaves if _is_tensor(x)
+        }
+        batch = tree_unflatten([copies.get(id(x), x) for x in leaves], structure)
         if self._derived is None:
             self._derived = engine.factors.derived()
-        is_due = self._is_due()
+        engine.capture.forget_streams()
         before = kfac.steps, copy.deepcopy(kfac._overdue), kfac._counted_terms, engine.clip_coefficient
-        kfac.is_recording = True
+        kfac.is_recording, done = True, False
         try:
             with _rates_on_device(kfac.param_groups, self._device) as rates:
-                replay, outputs = self._recorder.record(
-                    lambda: self._body(tree_unflatten(inputs, structure))
-                )
-            left = kfac._overdue.last, kfac._counted_terms, engine.clip_coefficient, engine.attempts
-        except Exception as error:
-            self._forget()
-            kfac.zero_grad()
-            kfac.reset_batch()
-            if is_due:  # another kind tells whether it is because of `loss_of`
-                self._records_inverses = False
-                return _NEW_INVERSES
+                replay, outputs = self._recorder.record(lambda: self._body(batch))
+            terms = kfac._counted_terms if kind.statistics else None
+            left = kfac._overdue.last, terms, engine.clip_coefficient, engine.attempts
+            done = True
+        except BrokenRecording as error:
             raise RuntimeError(
-                "this step cannot be recorded, as the error before this one says: loss_of must not read "
-                "numbers of the device, nor bring any from the host"
+                f"CUDA could not record a step ({error}): loss_of must not take numbers to the host; "
+                "begin anew without what does, or without GraphedStep"
             ) from error
+        except Exception as error:
+            self._refuse(kind, f"that cannot be recorded ({error})")
         finally:
+            if not done:
+                self._recorder.forget()
+                self._clear()
+                kfac.reset_batch()
             kfac.is_recording, engine.attempts = False, []
             kfac._steps, kfac._overdue, kfac._counted_terms, engine.clip_coefficient = before
             kfac._set_clock()
-        own, held = [x for x in inputs if _is_tensor(x)], engine.factors.readiness()[0]
-        self._recorded[kind] = _Recorded(replay, own, rates, outputs, *left, held)
-        return ""
+        if done:
+            if len(self._recorded) == _MOST:
+                self._recorded.popitem(last=False)
+            held = engine.factors.readiness()[0]
+            own = [copies[key] for key in copies]
+            self._recorded[kind] = _Recorded(replay, own, rates, outputs, *left, held)
+        return done
 
-    def _replay(self, recorded: _Recorded, leaves: list[Any]) -> Any:
-        kfac, given = self.kfac, [x for x in leaves if _is_tensor(x)]
+    def _replay(self, kind: _Kind, leaves: list[Any]) -> Any:
+        kfac, engine, recorded = self.kfac, self.kfac._engine, self._recorded[kind]
+        self._recorded.move_to_end(kind)
+        given = list({id(x): x for x in leaves if _is_tensor(x)}.values())
         with torch.no_grad():
             if given:
                 torch._foreach_copy_(recorded.inputs, given)
@@ -248,13 +345,14 @@ class GraphedStep:
                     rate.fill_(float(group["lr"]))
             recorded.replay()
             found = tree_map(lambda x: x.clone() if _is_tensor(x) else x, recorded.outputs)
-            if recorded.attempts:
-                kfac._engine.factors.settle(recorded.attempts)
-                kfac._engine.refreshed_at = kfac.steps
+            if kind.new_inverses:
+                engine.factors.settle(recorded.attempts)
+                engine.refreshed_at = kfac.steps
                 kfac._skipped.look_back(kfac.steps)
-        kfac._overdue.note(*recorded.overdue)
-        kfac._counted_terms = recorded.terms
-        kfac._engine.clip_coefficient = recorded.clipped
+        present, seen, wanted = recorded.layers
+        kfac._overdue.note(present, seen, wanted, kfac.factor_update_steps)
+        kfac._counted_terms = recorded.terms if kind.statistics else kfac._counted_terms
+        engine.clip_coefficient = recorded.clipped
         kfac._steps += 1
         kfac._set_clock()
         self.replayed += 1
@@ -263,6 +361,24 @@ class GraphedStep:
 
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
+
+
+def _differences(kind: _Kind, other: _Kind) -> list[str]:
+    return [n.replace("_", " ") for n in _Kind._fields if getattr(kind, n) != getattr(other, n)]
+
+
+def _signature(leaves: list[Any]) -> list[Any]:
+    """What is known of a batch without looking; equal tensors may be one and the same."""
+    first = {id(x): i for i, x in reversed([*enumerate(leaves)])}
+    return [
+        (x.shape, x.stride(), x.dtype, x.requires_grad, first[id(x)]) if _is_tensor(x) else x
+        for x in leaves
+    ]
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
+    return any(map(bool, hooks))
 
 
 @contextlib.contextmanager
@@ -278,10 +394,11 @@ def _rates_on_device(
     ]
     rates: list[torch.Tensor | None] = []
     for group in groups:
-        known = is_at_hand(group["lr"])
-        rate = torch.full((), float(group["lr"]), device=device) if known else None
+        rate = None
+        if is_at_hand(group["lr"]):  # single precision is what fused optimizers read
+            rate = torch.full((), float(group["lr"]), dtype=torch.float32, device=device)
+            group["lr"] = rate
         rates.append(rate)
-        group["lr"] = group["lr"] if rate is None else rate
         if "capturable" in group:
             group["capturable"] = True
     try:
@@ -309,5 +426,6 @@ def _require_recordable(kfac: KFAC) -> None:
             raise ValueError(
                 f"{name} must be {allowed!r} in recorded steps, got {kfac._settings[name]!r}"
             )
-    if callable(engine.agreements.terms):
-        raise ValueError("terms must be no function in recorded steps, which would not call it")
+    terms = engine.agreements.terms
+    if callable(terms) or (_is_tensor(terms) and is_at_hand(terms)):
+        raise ValueError(f"terms must be a number in recorded steps, got {type(terms).__name__}")

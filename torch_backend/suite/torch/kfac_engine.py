@@ -309,7 +309,8 @@ class KFACEngine:
     def return_to(self, derived: Any) -> None:
         """`LayerFactors.return_to`."""
         self.factors.return_to(derived)
-        self._tell_captures()
+        if self.rule.compute_method == "ekfac":
+            self._tell_captures()
 
     def precondition(
         self,

@@ -80,7 +80,7 @@ class ModelCapture:
             s.spec.max_rows or s.spec.max_examples for x in self.layers for s in x.sites
         ):
             self.clock.move(*devices)
-        self._slots = [slot for capture in self.by_layer for slot in capture.slots()]
+        self._slots = self.slots()
         self._watch_passes(True)  # until it is known that the model is not compiled
         self._uses = UseCounter(model, self.by_layer)
         self._attached.append(self._uses)
@@ -231,6 +231,15 @@ class ModelCapture:
             return {}
         calls = min((c.first.calls for c in ran if c.first.examples == examples), default=1)
         return {c.layer.name: None for c in ran if c.ran_once_for_all(examples, calls)}
+
+    def slots(self) -> list[torch.Tensor]:
+        """The leaves that statistics are gradients of."""
+        return [slot for capture in self.by_layer for slot in capture.slots()]
+
+    def forget_streams(self) -> None:
+        """Forget what autograd knows of slots: the stream that they were first used in."""
+        for capture in self.by_layer:
+            capture.forget_nodes()
 
     def forget_rows(self) -> None:
         """Drop what passes left for directions."""

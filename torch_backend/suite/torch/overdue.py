@@ -20,7 +20,7 @@ class Overdue:
         self.waits = [_NEVER] * layers
         self._asked: dict[int, int] = {}  # layer -> steps for which they are still wanted
         self._tries = [0] * layers
-        self.last: tuple[Any, ...] = ()  # what `note` was called with
+        self.last: tuple[Any, ...] = ()  # what `note` was called with, but for the period
 
     @property
     def layers(self) -> set[int]:
@@ -36,7 +36,7 @@ class Overdue:
             wanted: whether the step was to take any.
             period: steps from one that does to the next.
         """
-        self.last = present, seen, wanted, period
+        self.last = present, seen, wanted
         for i, left in list(self._asked.items()):
             if left > 1:
                 self._asked[i] = left - 1

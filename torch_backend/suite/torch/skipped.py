@@ -57,7 +57,9 @@ class SkippedSteps:
                 base.step()
             finally:
                 del base.grad_scale, base.found_inf
-        self._moved = {id(p) for p in parameters if p.grad is not None}
+        # Others may have their turn: heads, of which each batch has one.
+        self._moved &= {id(p) for p in parameters}
+        self._moved |= {id(p) for p in parameters if p.grad is not None}
 
     def look(self, agreed: Agreement, finite: torch.Tensor, step: int) -> Agreement:
         """`agreed` when the host has waited to see whether all is `finite`, and was before this step."""
