@@ -2,8 +2,8 @@
 
 Numbers of the host are part of what is noted. Reading a number of the device while it is noted is an
 error, and so is bringing one from the host. Memory that was made while noting has no numbers before it
-is replayed; afterwards only what somebody else has a tensor of. To go on with memory from outside that
-nobody else has a tensor of any more is an error.
+is replayed; afterwards only what somebody else has a tensor of, until another is replayed. To go on with
+memory from outside that nobody else has a tensor of any more is an error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ class SimulatedGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.noted: list[_Notes] = []  # that share their memory
 
     def forget(self) -> None:
-        pass
+        self.noted = []
 
     def run(self, body: Callable[[], Any]) -> Any:
         return body()
@@ -42,7 +43,15 @@ class SimulatedGraphs:
                 found = body()
         finally:
             notes.undo()
-        return notes.replay, found
+        self.noted.append(notes)
+        together = self.noted
+
+        def replay() -> None:
+            for other in together:
+                other.spoil()
+            notes.replay()
+
+        return replay, found
 
 
 class _Reads(TorchDispatchMode):
@@ -109,8 +118,12 @@ class _Notes(TorchDispatchMode):
         for flat, content in self.before.values():
             flat.copy_(content)
         self.before.clear()
+        self.spoil()
+
+    def spoil(self) -> None:
+        """Fill with what is no number in any precision, and no flag or index that makes sense."""
         for flat in self.made.values():
-            _spoil(flat)
+            flat.fill_(255)
 
     def replay(self) -> None:
         ours = Counter(map(_place, (*self.ours, *self.made.values())))
@@ -125,7 +138,7 @@ class _Notes(TorchDispatchMode):
                         kept.copy_(new)
         for place, flat in self.made.items():
             if others.get(place, 0) <= 0:
-                _spoil(flat)
+                flat.fill_(255)
 
 
 def _is(x: Any) -> bool:
@@ -140,11 +153,6 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     """All bytes of a tensor's memory."""
     with torch.no_grad():
         return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
-
-
-def _spoil(flat: torch.Tensor) -> None:
-    """Bytes that are no numbers in any precision, and no flags or indices that make sense."""
-    flat.fill_(255)
 
 
 def _uses(x: torch.Tensor) -> int:

@@ -521,7 +521,7 @@ def test_an_interrupt_while_recording_leaves_nothing():
             left: list[bool] = left,
         ) -> torch.Tensor:
             loss = F.cross_entropy(model(x), y)
-            if kfac.is_recording and left[0]:
+            if kfac.is_graphed and left[0]:
                 left[0] = False
                 loss.backward(retain_graph=True)
                 raise KeyboardInterrupt
@@ -642,7 +642,7 @@ def test_a_buffer_that_is_made_anew_is_told_of():
     for batch in batches(12):
         step(*batch)
     assert step.replayed == 0
-    assert step.as_ever["that are the first with parameters and state where they are"] > 9
+    assert step.as_ever["that are the first with parameters and state where they are"] >= 9
 
 
 def test_groups_may_stand_still():

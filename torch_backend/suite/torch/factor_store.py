@@ -18,7 +18,7 @@ from suite.core.placement import LayerShape, Placement
 from suite.torch.collectives import GATHERING, Parcel, Ranks
 from suite.torch.factor_storage import FactorStorage
 from suite.torch.layers import Layer
-from suite.torch.recorders import is_recorded
+from suite.torch.recorders import is_recording
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Key = tuple[int, str]  # a layer's number, 'A' or 'G'
@@ -79,7 +79,7 @@ class FactorStore:
 
     def _plan(self, input_of: Mapping[int, int]) -> None:
         """Decide who owns what, given which layer shares whose A, and what is here."""
-        if is_recorded():
+        if is_recording():
             raise RuntimeError("layers that had one input have others now")
         self.input_of = dict(input_of)
         shapes = [self._shape(i) for i in range(len(self.layers))]

@@ -20,7 +20,6 @@ _MOST = 16  # kinds of steps that stay recorded
 _KNOWN = 256  # kinds that were met once
 _PATIENCE = 50  # steps of which some should have been replayed
 _ASIDE = ("params", "param_names", "lr", "initial_lr")  # of a group: what kernels do not depend on
-_NEW_INVERSES = "with new inverses"
 _HYPERPARAMETERS = ("damping", "factor_decay", "kl_clip", "lr")
 
 
@@ -172,8 +171,10 @@ class GraphedStep:
         groups = kfac.param_groups
         of_groups = [(k, v) for group in groups for k, v in group.items() if k not in _ASIDE]
         ready, due = tuple(engine.factors.readiness()[1]), self._is_due()
-        if due and (engine.rule.keeps_eigenbases or any(ready)):
-            return None, _NEW_INVERSES
+        # Whether `loss_of` makes the host wait shows in other steps, where K-FAC itself does not.
+        known = any(not other.new_inverses for other in self._recorded)
+        if due and (engine.rule.keeps_eigenbases or any(ready) or not known):
+            return None, "with new inverses"
         if kfac._overdue.layers:
             return None, "with layers that run in turn"
         if all(is_at_hand(group["lr"]) and not float(group["lr"]) for group in groups):
@@ -242,7 +243,8 @@ class GraphedStep:
 
     def _body(self, batch: Any) -> Any:
         """A step, whether it is recorded or not."""
-        kfac = self.kfac
+        kfac, capture = self.kfac, self.kfac._engine.capture
+        capture.forget_streams()
         with torch.enable_grad():
             found = self.loss_of(*batch)
             loss = found[0] if isinstance(found, tuple) and found else found
@@ -253,9 +255,10 @@ class GraphedStep:
                 )
             # What is neither the model's nor the optimizer's would keep a gradient from step to step.
             own = [p for p in self._parameters() if p.requires_grad and p.is_leaf]
-            loss.backward(inputs=[*{id(p): p for p in (*own, *kfac._engine.capture.slots())}.values()])
+            loss.backward(inputs=[*{id(p): p for p in (*own, *capture.slots())}.values()])
         kfac.step()
         self._clear()
+        capture.forget_streams()
         return tree_map(lambda x: x.detach() if _is_tensor(x) else x, found)
 
     def _clear(self) -> None:
@@ -266,7 +269,6 @@ class GraphedStep:
 
     def _run(self, leaves: list[Any], structure: Any) -> Any:
         """A step as ever."""
-        self.kfac._engine.capture.forget_streams()
         batch = tree_unflatten(leaves, structure)
         if self._recorder is None:
             return self._body(batch)
@@ -274,7 +276,6 @@ class GraphedStep:
 
     def _watch(self, kind: _Kind, leaves: list[Any], structure: Any) -> Any:
         """A step as ever, the first of its kind."""
-        self.kfac._engine.capture.forget_streams()
         assert self._recorder is not None
         found, waits = self._recorder.watched(lambda: self._body(tree_unflatten(leaves, structure)))
         if waits and not kind.new_inverses:  # where K-FAC itself looks
@@ -301,9 +302,8 @@ class GraphedStep:
         batch = tree_unflatten([copies.get(id(x), x) for x in leaves], structure)
         if self._derived is None:
             self._derived = engine.factors.derived()
-        engine.capture.forget_streams()
         before = kfac.steps, copy.deepcopy(kfac._overdue), kfac._counted_terms, engine.clip_coefficient
-        kfac.is_recording, done = True, False
+        kfac.is_graphed, done = True, False
         try:
             with _rates_on_device(kfac.param_groups, self._device) as rates:
                 replay, outputs = self._recorder.record(lambda: self._body(batch))
@@ -322,7 +322,7 @@ class GraphedStep:
                 self._recorder.forget()
                 self._clear()
                 kfac.reset_batch()
-            kfac.is_recording, engine.attempts = False, []
+            kfac.is_graphed, engine.attempts = False, []
             kfac._steps, kfac._overdue, kfac._counted_terms, engine.clip_coefficient = before
             kfac._set_clock()
         if done:
@@ -344,15 +344,18 @@ class GraphedStep:
                 if rate is not None:
                     rate.fill_(float(group["lr"]))
             recorded.replay()
+            # The next replay of another kind may use the same memory.
             found = tree_map(lambda x: x.clone() if _is_tensor(x) else x, recorded.outputs)
+            if recorded.terms is not None:
+                kfac._counted_terms = recorded.terms.clone()
+            if recorded.clipped is not None:
+                engine.clip_coefficient = recorded.clipped.clone()
             if kind.new_inverses:
                 engine.factors.settle(recorded.attempts)
                 engine.refreshed_at = kfac.steps
                 kfac._skipped.look_back(kfac.steps)
         present, seen, wanted = recorded.layers
         kfac._overdue.note(present, seen, wanted, kfac.factor_update_steps)
-        kfac._counted_terms = recorded.terms if kind.statistics else kfac._counted_terms
-        engine.clip_coefficient = recorded.clipped
         kfac._steps += 1
         kfac._set_clock()
         self.replayed += 1

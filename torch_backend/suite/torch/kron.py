@@ -39,7 +39,7 @@ from suite.torch.kron_settings import (
     rule_of,
     turns,
 )
-from suite.torch.recorders import is_recorded
+from suite.torch.recorders import is_recording
 from suite.torch.same_parameters import require_same_parameters
 
 
@@ -358,7 +358,7 @@ class Kron(torch.optim.Optimizer):
                 or `state` a part of it.
             ValueError: a setting of a group is not valid, or cannot be changed any more.
         """
-        if is_recorded():
+        if is_recording():
             raise RuntimeError(
                 "a step in a CUDA graph would repeat one step's noise and not update factors when due: "
                 "torch.compile(optimizer.step) makes graphs of what can be in one"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def is_recorded() -> bool:
+def is_recording() -> bool:
     """Whether what this thread starts on a device is only recorded, to run later and again."""
     return not torch.compiler.is_compiling() and _is_capturing()
 

@@ -19,7 +19,7 @@ from suite.core.statistics import (
     unit_second_moment_sum,
 )
 from suite.torch.hooks import can_be_read
-from suite.torch.recorders import is_recorded
+from suite.torch.recorders import is_recording
 
 Bases = tuple[torch.Tensor | None, torch.Tensor | None]  # eigenvectors of (A, G)
 
@@ -460,7 +460,7 @@ def _channel_rows(gradient: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
 def counts_like(like: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
     """(2,), of `like`'s dtype or of single precision, on its device; the host does not wait."""
     dtype = like.dtype if like.dtype.itemsize >= 4 else torch.float32
-    if torch.compiler.is_compiling() or type(like) is not torch.Tensor or is_recorded():
+    if torch.compiler.is_compiling() or type(like) is not torch.Tensor or is_recording():
         return torch.stack([like.new_full((), float(n), dtype=dtype) for n in (rows, positions)])
     return _known_counts(rows, positions, dtype, like.device)
 
