@@ -1232,6 +1232,7 @@ class Inside(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:statistics miss some uses of these weights:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:these layers ran once for all examples:RuntimeWarning")
 def test_a_checkpoint_inside_of_the_forward_trains_and_waits():
     model, x = built(Inside, 4), inputs(words)
     kfac = KFAC(model)

@@ -140,7 +140,8 @@ class AdaptiveKFAC(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a closure that calls backward(), does not return the same each time, or whose
-                outputs do not lead to the loss; parameters have not changed then.
+                outputs do not lead to the loss; parameters have not changed then. Of an error in a later
+                call factors have the batch's statistics.
         """
         model, devices = self.kfac.model, list({p.device for p in self._covered})
         draws, buffers, damping = Draws(devices), Buffers(model), self.damping

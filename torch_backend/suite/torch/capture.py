@@ -535,7 +535,7 @@ class LayerCapture:
             index, axis = found
             if is_of_each(one.x, index, result.movedim(axis, -1)):
                 return  # once an example, for all its rows
-        self.clock.strays.add(self.layer.name)
+        self.clock.lookups.add(self.layer.name)
 
     def observe_sum_in_graph(
         self,

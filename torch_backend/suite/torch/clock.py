@@ -43,6 +43,7 @@ class CaptureClock:
         self.strangers: set[str] = set()  # layers that turned out not to
         self.not_covered: list[int] = []  # of what ran and is not covered, the length of the first axis
         self.strays: set[str] = set()  # names of what has a use that is missed
+        self.lookups: set[str] = set()  # what was looked up once for all, in what is not followed
         self.transformed: set[str] = set()  # layers that ran where there are no statistics
         self.missed: set[str] = set()  # layers whose uses in derivatives are not understood
         self._passing: set[int] = set()  # the backward passes that came to a layer and are not over

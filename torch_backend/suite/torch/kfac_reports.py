@@ -230,8 +230,9 @@ class Reports:
 
     def ran_once_for_all(self) -> None:
         """Once: warn about layers whose G is of gradients that were summed over the examples."""
+        found = dict.fromkeys((*self.capture.once_for_all, *sorted(self.capture.clock.lookups)))
         said = self.capture.clock.strays
-        names = ", ".join(repr(name) for name in self.capture.once_for_all if name not in said)
+        names = ", ".join(repr(name) for name in found if name not in said)
         if names:
             warn_user(
                 "these layers ran once for all examples, it seems, and their second moments are of the "
