@@ -587,8 +587,8 @@ def test_heads_may_take_turns():
     assert graphed.replayed > 20
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_layers_that_share_an_input_by_the_same_tensor(same):
+@pytest.mark.parametrize(("same", "host"), [(True, False), (True, True), (False, False)])
+def test_layers_that_share_an_input_by_the_same_tensor(same, host):
     """A step that is given another tensor for one of them has more factors from then on."""
     ends = []
     for recorded in (False, True):
@@ -605,7 +605,8 @@ def test_layers_that_share_an_input_by_the_same_tensor(same):
             a = torch.randn(16, 6, generator=generator, dtype=torch.float64).to(DEVICE)
             b = a if same or i < 12 else a.clone()
             y = torch.randint(3, (16,), generator=generator).to(DEVICE)
-            _ = step(a, b, y) if recorded else as_ever(kfac, loss_of, a, b, y)
+            own = a.cpu() if host else a
+            _ = step(own, own if host else b, y) if recorded else as_ever(kfac, loss_of, a, b, y)
         assert not recorded or step.replayed > 6
         assert (len(kfac._engine.factors.input_of) == 1) == same
         ends.append([p.detach().clone() for p in model.parameters()])

@@ -122,7 +122,8 @@ class GraphedStep:
         leaves, structure = tree_flatten(batch)
         if any(_is_tensor(x) and x.grad_fn is not None for x in leaves):
             raise ValueError("batch must be of data, got a tensor that has a gradient to pass on")
-        leaves = [x.to(self._device, non_blocking=True) if _is_tensor(x) else x for x in leaves]
+        here = {id(x): x.to(self._device, non_blocking=True) for x in leaves if _is_tensor(x)}
+        leaves = [here.get(id(x), x) for x in leaves]  # what is one tensor stays one
         if any(p.grad is not None for p in self._parameters()):
             self._clear()
         kind, reason = self._kind(leaves, structure)
