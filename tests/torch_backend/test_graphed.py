@@ -94,7 +94,7 @@ def compared(
         ends.append(([x.double().clone() for x in model.state_dict().values()], kfac.metrics()))
     (expected, theirs), (found, ours) = ends
     start = [x.double() for x in network(**options).state_dict().values()]
-    torch.testing.assert_close(torch.tensor(seen[1]), torch.tensor(seen[0]), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(*map(torch.tensor, seen), rtol=1e-5, atol=1e-7, equal_nan=True)
     for a, b, c in zip(found, expected, start, strict=True):
         assert float((a - b).norm()) <= 1e-9 * float(b.norm() + c.norm())
     assert any(
@@ -196,7 +196,7 @@ def test_what_a_step_depends_on_makes_kinds():
         kfac.model[0].weight.requires_grad_(i < 30)
 
     graphed = compared(batches(42, (32, 32, 20)), change=change)
-    assert new_kinds(graphed) == 2 * 2 * 3 + 1
+    assert sum(not kind.new_inverses for kind in graphed._recorded) == 2 * 3
     assert graphed.replayed > 20
 
 
@@ -506,6 +506,95 @@ def test_gradients_that_are_left_over_have_no_part(kind):
         assert float((a - b).norm()) <= 1e-9 * float(b.norm())
 
 
+def test_examples_are_chosen_anew_after_other_passes_of_the_same_step():
+    def change(i: int, kfac: KFAC) -> None:
+        model: Any = kfac.model
+        if i in (2, 3, 4, 9, 14):
+            x, y = batches(1)[0]
+            F.cross_entropy(model(x), y).backward()
+            kfac.zero_grad()
+
+    graphed = compared(batches(24), lambda model: made(model, max_examples=8), change)
+    assert graphed.replayed > 12
+
+
+@pytest.mark.parametrize("step", [10, 15, 16])
+@pytest.mark.filterwarnings("ignore:.*skipped:RuntimeWarning")
+def test_steps_that_are_not_finite_are_the_same_steps(step):
+    """Also those that new inverses are due in, and what comes after them."""
+    given = batches(30)
+    given[step] = (given[step][0] * torch.nan, given[step][1])
+
+    def change(i: int, kfac: KFAC) -> None:
+        if i == step + 1:  # running statistics are the model's own
+            kfac.model[1].reset_running_stats()
+
+    with pytest.warns(RuntimeWarning) as caught:
+        graphed = compared(given, change=change)
+    assert graphed.replayed > 15
+    told = [str(one.message) for one in caught]
+    assert len(told) == 2
+    assert told[0] == told[1]
+
+
+def test_what_waits_for_some_batches_is_recorded_for_others():
+    def take(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x), y)
+        return loss * 2 if len(x) == 20 and float(loss.detach()) > 1e9 else loss
+
+    with pytest.warns(RuntimeWarning, match="run as ever: that make the host wait"):
+        graphed = compared(batches(40, (32, 20)), take=take)
+    assert graphed.replayed > 10
+    assert {kind.batch[1][0][0] for kind in graphed._recorded} == {32}
+
+
+def test_parts_of_a_batch_that_are_no_tensors():
+    """Plain values are told apart; in what else a batch is one cannot look."""
+
+    class Batch:
+        def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+            self.x, self.y = x, y
+
+    model = network()
+    kfac = made(model)
+
+    def loss_of(batch: Any, flag: Any = None) -> torch.Tensor:
+        if isinstance(batch, Batch):
+            return F.cross_entropy(model(batch.x), batch.y)
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])
+        return loss * 2 if flag is True else loss
+
+    step = GraphedStep(kfac, loss_of)
+    for x, y in batches(8):
+        step(Batch(x, y))
+    assert step.as_ever["of a batch with parts that are neither tensors nor plain values"] > 4
+    x, y = batches(1)[0]
+    losses = {}
+    for flag in (1, 1, 1, True, 1, True, 1.0, True):
+        before = float(loss_of({"x": x, "y": y}, flag).detach())
+        losses[flag, type(flag)] = float(step({"x": x, "y": y}, flag)) == pytest.approx(before, rel=1e-6)
+    assert all(losses.values())
+    assert step.replayed >= 2
+
+
+def test_a_buffer_whose_memory_is_another_is_seen():
+    def change(i: int, kfac: KFAC) -> None:
+        if i == 13:
+            kfac.model[1].running_mean.data = kfac.model[1].running_mean.data.clone()
+
+    assert compared(batches(24), change=change).replayed > 10
+
+
+@pytest.mark.filterwarnings("ignore:K-FAC was detached:RuntimeWarning")
+def test_without_hooks_nothing_is_recorded_any_more():
+    def change(i: int, kfac: KFAC) -> None:
+        if i == 12:
+            kfac.detach()
+
+    graphed = compared(batches(16), lambda model: made(model, inv_update_steps=9), change)
+    assert graphed.as_ever["after detach()"] == 4
+
+
 def test_an_interrupt_while_recording_leaves_nothing():
     ends = []
     for interrupted in (False, True):
@@ -521,7 +610,7 @@ def test_an_interrupt_while_recording_leaves_nothing():
             left: list[bool] = left,
         ) -> torch.Tensor:
             loss = F.cross_entropy(model(x), y)
-            if kfac.is_graphed and left[0]:
+            if kfac._is_graphed and left[0]:
                 left[0] = False
                 loss.backward(retain_graph=True)
                 raise KeyboardInterrupt
@@ -662,11 +751,30 @@ def test_groups_may_stand_still():
 
 def test_kinds_that_have_not_come_for_long_make_room():
     def change(i: int, kfac: KFAC) -> None:
-        kfac.damping = 0.03 * 1.1 ** (i // 4)
+        kfac.damping = 0.03 * 1.1 ** (i // 11)
 
-    graphed = compared(batches(100), change=change)
+    graphed = compared(batches(120), change=change)
     assert len(graphed._recorded) == 16
-    assert graphed.replayed > 40
+    assert graphed.replayed > 60
+
+
+def test_kinds_that_are_too_many_are_not_recorded_over_and_over():
+    model = network()
+    kfac = made(model, inv_update_steps=1000)
+    recorded = []
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if kfac._is_graphed:
+            recorded.append(len(x))
+        return F.cross_entropy(model(x), y)
+
+    step = GraphedStep(kfac, loss_of)
+    x, y = batches(1, (40,))[0]
+    for i in range(120):
+        step(x[: 20 + i % 20], y[: 20 + i % 20])
+    assert len(recorded) == len({*recorded}) == 16
+    assert step.as_ever["of another kind than the 16 that are recorded"] > 8
+    assert step.replayed > 40
 
 
 def test_rates_are_of_single_precision_whatever_the_default_is():

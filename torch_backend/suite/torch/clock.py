@@ -87,6 +87,10 @@ class CaptureClock:
             self._examples = key, self.chosen(self.stream, count, total, device)
         return self._examples[1]
 
+    def forget_examples(self) -> None:
+        """Choose them anew, with the same result."""
+        self._examples = None
+
     def ran(
         self,
         owner: LayerCapture,

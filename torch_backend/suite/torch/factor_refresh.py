@@ -102,9 +102,14 @@ class FactorRefresh(FactorStore):
             for side in ("A", "G"):
                 kept = self._cache.get((number, side))
                 if kept is not None and self._neighbours(number, side) is None:
-                    del self._cache[number, side]
-                    copy_inverse(kept[0], self._gathered(number, side)[0])
-                    self._cache[number, side] = kept
+                    self._join_into(kept[0], number, side)
+
+    def _join_into(self, kept: Any, number: int, side: str) -> None:
+        """`_gathered` of layers that are not neighbours, in the memory that there is for it."""
+        self._cache.pop((number, side), None)
+        inverse, ready = self._gathered(number, side)
+        copy_inverse(kept, inverse)
+        self._cache[number, side] = kept, ready
 
     def _refresh_some(self, damping: float, turn: Turn) -> None:
         """Of layers that share an A all at once: their dampings depend on each other."""
@@ -208,9 +213,7 @@ class FactorRefresh(FactorStore):
             for side in ("A", "G"):
                 self._cache.pop((number, side), None)
         for key, kept in joined.items():
-            inverse, ready = self._gathered(*key)
-            copy_inverse(kept, inverse)
-            self._cache[key] = kept, ready
+            self._join_into(kept, *key)
 
     def _groups(self) -> list[Group]:
         """Layers that share an A, in the order of the layers that have it."""

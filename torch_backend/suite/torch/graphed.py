@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from suite.torch.checks import is_at_hand, warn_user
@@ -16,9 +18,11 @@ from suite.torch.factor_refresh import Attempt
 from suite.torch.kfac import KFAC
 from suite.torch.recorders import RECORDERS, BrokenRecording
 
-_MOST = 16  # kinds of steps that stay recorded
+_MOST, _IDLE = 16, 64  # kinds of steps that stay recorded, and steps without one after which it goes
 _KNOWN = 256  # kinds that were met once
 _PATIENCE = 50  # steps of which some should have been replayed
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type(None))
+_NEW_INVERSES = "with new inverses"
 _ASIDE = ("params", "param_names", "lr", "initial_lr")  # of a group: what kernels do not depend on
 _HYPERPARAMETERS = ("damping", "factor_decay", "kl_clip", "lr")
 
@@ -70,7 +74,8 @@ class GraphedStep:
     Eigenbases ('eigen', 'ekfac') are not recorded, for the host looks while they are computed: steps
     with new ones run as ever. So do all on a device without graphs. The numbers are the same, but for
     the learning rate, which is one of single precision. Of a factorization that fails in a replayed step
-    the second try comes after the step, which takes the inverse before it.
+    the second try comes after the step, which takes the inverse before it. With `inv_update_steps=1`
+    nothing is recorded: whether `loss_of` can be shows where K-FAC itself does not look.
 
     Gradients are None before and after. Only parameters of the model and the optimizer get any. Memory
     for activations is taken twice, for steps that are replayed and for those that are not. Steps of
@@ -83,7 +88,8 @@ class GraphedStep:
         loss_of: (*batch) -> the loss, (), or a tuple of it and of other tensors. What it does besides
             starting kernels happens only where a step runs as ever: it must not take numbers of the
             device to the host (`item`, `if` on a tensor), or what changes but by its arguments or in
-            place. Autocast belongs in here, `backward` does not.
+            place. These are tensors and plain values, in tuples, lists and dicts. Autocast belongs in
+            here, `backward` does not.
 
     Raises:
         ValueError: a setting of `kfac` that needs the host in each step.
@@ -101,10 +107,11 @@ class GraphedStep:
         self._device = kfac._engine.layers[0].device
         make = RECORDERS.get(self._device.type)
         self._recorder = None if make is None else make(self._device)
-        self._recorded: OrderedDict[_Kind, _Recorded] = OrderedDict()
+        self._recorded: dict[_Kind, _Recorded] = {}
         self._met: set[_Kind] = set()
         self._waited = Counter[_Kind]()  # how often their first steps made the host wait
         self._refused: dict[_Kind, str] = {}  # why they cannot be recorded
+        self._used: dict[_Kind, int] = {}  # by what is recorded, the step that was one last
         self._has_told = False  # that there are some
         self._memory: list[int] = []  # which tensors recorded steps read and write, besides inverses
         self._held: list[torch.Tensor] = []  # those of them that are not the model's parameters
@@ -137,6 +144,9 @@ class GraphedStep:
         elif kind not in self._met:
             reason = self._news_in(kind)
             found = self._watch(kind, leaves, structure)
+        elif not self._has_room():
+            reason = f"of another kind than the {_MOST} that are recorded"
+            found = self._run(leaves, structure)
         elif self._record(kind, leaves, structure):
             return self._replay(kind, leaves)
         else:
@@ -172,10 +182,10 @@ class GraphedStep:
         groups = kfac.param_groups
         of_groups = [(k, v) for group in groups for k, v in group.items() if k not in _ASIDE]
         ready, due = tuple(engine.factors.readiness()[1]), self._is_due()
-        # Whether `loss_of` makes the host wait shows in other steps, where K-FAC itself does not.
-        known = any(not other.new_inverses for other in self._recorded)
-        if due and (engine.rule.keeps_eigenbases or any(ready) or not known):
-            return None, "with new inverses"
+        if due and (engine.rule.keeps_eigenbases or any(ready)):
+            return None, _NEW_INVERSES
+        if not engine.capture.attached:
+            return None, "after detach()"
         if kfac._overdue.layers:
             return None, "with layers that run in turn"
         if all(is_at_hand(group["lr"]) and not float(group["lr"]) for group in groups):
@@ -188,6 +198,8 @@ class GraphedStep:
             return None, "with hooks on the optimizer's step"
         if any(_is_tensor(x) and (x.layout is not torch.strided or x.is_nested) for x in leaves):
             return None, "of a batch with tensors that are sparse or nested"
+        if not all(map(_is_known, leaves)):
+            return None, "of a batch with parts that are neither tensors nor plain values"
         kind = _Kind(
             due,
             engine.capture.clock.wanted,
@@ -198,10 +210,10 @@ class GraphedStep:
             tuple(module.training for module in self._modules),
             tuple(p.requires_grad for p in self._parameters()),
         )
-        try:
-            hash(kind)
-        except TypeError:
-            return None, "of a batch with parts that are neither tensors nor hashable"
+        # Whether `loss_of` makes the host wait shows in other steps, where K-FAC itself does not.
+        others = (k._replace(new_inverses=due, statistics=kind.statistics) for k in self._recorded)
+        if due and kind not in self._recorded and kind not in others:
+            return None, _NEW_INVERSES
         return kind, ""
 
     def _is_due(self) -> bool:
@@ -229,9 +241,10 @@ class GraphedStep:
         tensors += [group["lr"] for group in kfac.param_groups if not is_at_hand(group["lr"])]
         tensors += [b for module in self._modules for b in module._buffers.values() if b is not None]
         tensors += [] if kfac._skipped.unread is None else [kfac._skipped.unread]
-        memory = [*map(id, tensors), *[p.data_ptr() for p in self._parameters()]]
+        memory = [*map(id, tensors), *[x.data_ptr() for x in (*tensors, *self._parameters())]]
         if memory != self._memory:
             self._recorded.clear()
+            self._used.clear()
             self._met.clear()
             self._waited.clear()
             self._refused.clear()
@@ -245,7 +258,7 @@ class GraphedStep:
     def _body(self, batch: Any) -> Any:
         """A step, whether it is recorded or not."""
         kfac, capture = self.kfac, self.kfac._engine.capture
-        capture.forget_streams()
+        capture.begin_apart()
         with torch.enable_grad():
             found = self.loss_of(*batch)
             loss = found[0] if isinstance(found, tuple) and found else found
@@ -259,7 +272,7 @@ class GraphedStep:
             loss.backward(inputs=[*{id(p): p for p in (*own, *capture.slots())}.values()])
         kfac.step()
         self._clear()
-        capture.forget_streams()
+        capture.begin_apart()
         return tree_map(lambda x: x.detach() if _is_tensor(x) else x, found)
 
     def _clear(self) -> None:
@@ -287,6 +300,19 @@ class GraphedStep:
         self._met = {kind} if len(self._met) >= _KNOWN else self._met | {kind}
         return found
 
+    def _has_room(self) -> bool:
+        """Whether another kind may be recorded; one that has not come for long makes room."""
+        if len(self._recorded) < _MOST:
+            return True
+        oldest = min(self._recorded, key=self._used.__getitem__)
+        if self._steps() - self._used[oldest] <= _IDLE:
+            return False
+        del self._recorded[oldest], self._used[oldest]
+        return True
+
+    def _steps(self) -> int:
+        return self.replayed + self.as_ever.total()
+
     def _refuse(self, kind: _Kind, why: str) -> None:
         if not self._has_told:
             self._has_told = True
@@ -304,11 +330,13 @@ class GraphedStep:
         if self._derived is None:
             self._derived = engine.factors.derived()
         before = kfac.steps, copy.deepcopy(kfac._overdue), kfac._counted_terms, engine.clip_coefficient
-        kfac.is_graphed, done = True, False
+        kfac._is_graphed, done = True, False
         try:
             with _rates_on_device(kfac.param_groups, self._device) as rates:
                 replay, outputs = self._recorder.record(lambda: self._body(batch))
-            terms = kfac._counted_terms if kind.statistics else None
+            if not all(map(_is_known, tree_flatten(outputs)[0])):
+                raise TypeError("loss_of returns what is neither tensors nor plain values")
+            terms = None if kfac._counted_terms is before[2] else kfac._counted_terms
             left = kfac._overdue.last, terms, engine.clip_coefficient, engine.attempts
             done = True
         except BrokenRecording as error:
@@ -323,12 +351,10 @@ class GraphedStep:
                 self._recorder.forget()
                 self._clear()
                 kfac.reset_batch()
-            kfac.is_graphed, engine.attempts = False, []
+            kfac._is_graphed, engine.attempts = False, []
             kfac._steps, kfac._overdue, kfac._counted_terms, engine.clip_coefficient = before
             kfac._set_clock()
         if done:
-            if len(self._recorded) == _MOST:
-                self._recorded.popitem(last=False)
             held = engine.factors.readiness()[0]
             own = [copies[key] for key in copies]
             self._recorded[kind] = _Recorded(replay, own, rates, outputs, *left, held)
@@ -336,7 +362,7 @@ class GraphedStep:
 
     def _replay(self, kind: _Kind, leaves: list[Any]) -> Any:
         kfac, engine, recorded = self.kfac, self.kfac._engine, self._recorded[kind]
-        self._recorded.move_to_end(kind)
+        self._used[kind] = self._steps()
         given = list({id(x): x for x in leaves if _is_tensor(x)}.values())
         with torch.no_grad():
             if given:
@@ -344,27 +370,35 @@ class GraphedStep:
             for rate, group in zip(recorded.rates, kfac.param_groups, strict=True):
                 if rate is not None:
                     rate.fill_(float(group["lr"]))
+            if kind.new_inverses:
+                kfac._skipped.look_back(kfac.steps)
             recorded.replay()
             # The next replay of another kind may use the same memory.
             found = tree_map(lambda x: x.clone() if _is_tensor(x) else x, recorded.outputs)
+            self.replayed += 1
+            if kind.new_inverses:
+                engine.factors.settle(recorded.attempts)
+                if kfac._skipped.was_skipped(kfac.steps):  # new inverses are due in the next
+                    return found
+                engine.refreshed_at = kfac.steps
             if recorded.terms is not None:
                 kfac._counted_terms = recorded.terms.clone()
             if recorded.clipped is not None:
                 engine.clip_coefficient = recorded.clipped.clone()
-            if kind.new_inverses:
-                engine.factors.settle(recorded.attempts)
-                engine.refreshed_at = kfac.steps
-                kfac._skipped.look_back(kfac.steps)
         present, seen, wanted = recorded.layers
         kfac._overdue.note(present, seen, wanted, kfac.factor_update_steps)
         kfac._steps += 1
         kfac._set_clock()
-        self.replayed += 1
         return found
 
 
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
+
+
+def _is_known(x: Any) -> bool:
+    """Whether what is recorded can be told to be of this part of a batch, or to return it."""
+    return isinstance(x, (torch.Tensor, *_PLAIN))
 
 
 def _differences(kind: _Kind, other: _Kind) -> list[str]:
@@ -375,14 +409,14 @@ def _signature(leaves: list[Any]) -> list[Any]:
     """What is known of a batch without looking; equal tensors may be one and the same."""
     first = {id(x): i for i, x in reversed([*enumerate(leaves)])}
     return [
-        (x.shape, x.stride(), x.dtype, x.requires_grad, first[id(x)]) if _is_tensor(x) else x
+        (x.shape, x.stride(), x.dtype, x.requires_grad, first[id(x)]) if _is_tensor(x) else (type(x), x)
         for x in leaves
     ]
 
 
 def _has_hooks(optimizer: Any) -> bool:
-    hooks = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
-    return any(map(bool, hooks))
+    own = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
+    return any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks, *own))
 
 
 @contextlib.contextmanager

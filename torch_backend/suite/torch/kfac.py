@@ -355,7 +355,7 @@ class KFAC(torch.optim.Optimizer):
         super().__init__(list(covered.values()), {"lr": lr} if optimizer is None else {})
         self._base = optimizer
         self._steps = 0
-        self.is_graphed = False  # whether GraphedStep records this step
+        self._is_graphed = False  # whether GraphedStep records this step
         self._compared = False  # whether ranks have the same parameters
         self._skipped = SkippedSteps()
         self._counted_terms: torch.Tensor | None = None
@@ -545,7 +545,7 @@ class KFAC(torch.optim.Optimizer):
         return loss
 
     def _take_step(self) -> None:
-        if is_recording() and not self.is_graphed:
+        if is_recording() and not self._is_graphed:
             raise RuntimeError(
                 "a step in a CUDA graph would never take statistics or new inverses when they are due: "
                 "GraphedStep(kfac, loss_of) records each kind of step"
@@ -574,7 +574,7 @@ class KFAC(torch.optim.Optimizer):
             if self._grad_scaler is None and self._sampler is None:
                 warn_of_unknown_scaler(parameters)
             self._compared = True
-        by_device = (not due or self.is_graphed) and self._engine.is_alone
+        by_device = (not due or self._is_graphed) and self._engine.is_alone
         by_device = by_device and self._skipped.can_be_left_to_device(self._base, parameters)
         if agreed.finite is not None and not by_device:
             agreed = self._skipped.look(agreed, agreed.finite, self._steps)
@@ -598,7 +598,7 @@ class KFAC(torch.optim.Optimizer):
                 turn = self._steps % inv_update_steps, inv_update_steps
                 self._engine.refresh(damping, self._steps, turn)
             elif due:
-                self._engine.refresh(damping, self._steps, in_place=self.is_graphed)
+                self._engine.refresh(damping, self._steps, in_place=self._is_graphed)
             self._engine.precondition(damping, kl_clip, lr_of, moves, agreed)
             if self._base is not None:
                 self._skipped.step(self._base, parameters, agreed.finite)

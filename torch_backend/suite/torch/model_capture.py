@@ -236,8 +236,9 @@ class ModelCapture:
         """The leaves that statistics are gradients of."""
         return [slot for capture in self.by_layer for slot in capture.slots()]
 
-    def forget_streams(self) -> None:
-        """Forget what autograd knows of slots: the stream that they were first used in."""
+    def begin_apart(self) -> None:
+        """Forget what passes before found: examples, and autograd's nodes, which know of streams."""
+        self.clock.forget_examples()
         for capture in self.by_layer:
             capture.forget_nodes()
 

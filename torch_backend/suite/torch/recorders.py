@@ -72,7 +72,7 @@ class CUDAGraphs:
             BrokenRecording: the process should go no further.
         """
         graph, found, error = torch.cuda.CUDAGraph(), None, None
-        before = torch.cuda.current_stream(self._stream.device)
+        device, before = torch.cuda.current_device(), torch.cuda.current_stream(self._stream.device)
         # Other threads, of data loaders, may go on with what recording forbids.
         recording = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -88,6 +88,7 @@ class CUDAGraphs:
         except Exception as broken:
             self._pool = None
             torch.cuda.set_stream(before)
+            torch.cuda.set_device(device)
             with contextlib.suppress(Exception):
                 graph.reset()
             raise BrokenRecording(str(error or broken)) from (error or broken)

@@ -74,6 +74,14 @@ class SkippedSteps:
         if self.unread is not None:
             self._tell(int(self.unread), step)
 
+    def was_skipped(self, step: int) -> bool:
+        """Wait to see whether this step, the only one since `look_back`, was not finite."""
+        skipped = self.unread is not None and bool(self.unread)
+        if skipped:
+            self.skip((), step, "")
+            self.unread.zero_()  # type: ignore[union-attr]
+        return skipped
+
     def _tell(self, unread: int, step: int) -> None:
         if self.unread is not None:
             self.unread.zero_()
