@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from suite.core import linalg
+from suite.core import _torch_inverses, linalg
 from suite.torch import KFAC, LRA, AdaptiveKFAC, Kron, replace_recurrent
 from torch_backend.accelerator import DEVICE, SIMULATED, host_must_not_wait, is_available
 from torch_backend.models import MODELS
@@ -221,6 +221,17 @@ def test_inverses_are_of_full_precision_where_others_products_are_not(n):
         iterated = linalg.newton_schulz_inverse(given, 0.0, torch.zeros_like(given), 30)
     for found in (inverse, iterated):
         assert float((found[1].cpu().double() - exact).norm()) < 2e-3 * float(exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inverses_of_matrices_of_one_number(dtype):
+    numbers = [2.0, 1e-30, 3e38, 0.0, -0.0, -1.0, float("nan"), float("inf")]
+    found, factored = _torch_inverses.inverses(
+        torch.tensor(numbers, dtype=dtype, device=DEVICE)[:, None, None]
+    )
+    assert factored.tolist() == [True, True, True, False, False, False, False, True]
+    expected = [1 / x for x in numbers[:3]]
+    np.testing.assert_allclose(found[:3].flatten().tolist(), expected, rtol=1e-6)
 
 
 FUSED = {
