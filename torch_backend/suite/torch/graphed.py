@@ -22,7 +22,6 @@ _MOST, _IDLE = 16, 64  # kinds of steps that stay recorded, and steps without on
 _KNOWN = 256  # kinds that were met once
 _PATIENCE = 50  # steps of which some should have been replayed
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type(None))
-_NEW_INVERSES = "with new inverses"
 _ASIDE = ("params", "param_names", "lr", "initial_lr")  # of a group: what kernels do not depend on
 _HYPERPARAMETERS = ("damping", "factor_decay", "kl_clip", "lr")
 
@@ -74,8 +73,7 @@ class GraphedStep:
     Eigenbases ('eigen', 'ekfac') are not recorded, for the host looks while they are computed: steps
     with new ones run as ever. So do all on a device without graphs. The numbers are the same, but for
     the learning rate, which is one of single precision. Of a factorization that fails in a replayed step
-    the second try comes after the step, which takes the inverse before it. With `inv_update_steps=1`
-    nothing is recorded: whether `loss_of` can be shows where K-FAC itself does not look.
+    the second try comes after the step, which takes the inverse before it.
 
     Gradients are None before and after. Only parameters of the model and the optimizer get any. Memory
     for activations is taken twice, for steps that are replayed and for those that are not. Steps of
@@ -181,9 +179,9 @@ class GraphedStep:
         hyperparameters = tuple(getattr(kfac, name) for name in _HYPERPARAMETERS)
         groups = kfac.param_groups
         of_groups = [(k, v) for group in groups for k, v in group.items() if k not in _ASIDE]
-        ready, due = tuple(engine.factors.readiness()[1]), self._is_due()
+        ready, due = tuple(engine.factors.readiness()[1]), kfac.steps % kfac.inv_update_steps == 0
         if due and (engine.rule.keeps_eigenbases or any(ready)):
-            return None, _NEW_INVERSES
+            return None, "with new inverses"
         if not engine.capture.attached:
             return None, "after detach()"
         if kfac._overdue.layers:
@@ -210,15 +208,7 @@ class GraphedStep:
             tuple(module.training for module in self._modules),
             tuple(p.requires_grad for p in self._parameters()),
         )
-        # Whether `loss_of` makes the host wait shows in other steps, where K-FAC itself does not.
-        others = (k._replace(new_inverses=due, statistics=kind.statistics) for k in self._recorded)
-        if due and kind not in self._recorded and kind not in others:
-            return None, _NEW_INVERSES
         return kind, ""
-
-    def _is_due(self) -> bool:
-        """Whether the coming step has new inverses."""
-        return bool(self.kfac.steps % self.kfac.inv_update_steps == 0)
 
     def _news_in(self, kind: _Kind) -> str:
         """What is new in a kind that is."""
@@ -240,7 +230,7 @@ class GraphedStep:
         tensors += [x for own in kfac.state.values() for x in own.values() if _is_tensor(x)]
         tensors += [group["lr"] for group in kfac.param_groups if not is_at_hand(group["lr"])]
         tensors += [b for module in self._modules for b in module._buffers.values() if b is not None]
-        tensors += [] if kfac._skipped.unread is None else [kfac._skipped.unread]
+        tensors.append(kfac._skipped.begin_on(self._device))
         memory = [*map(id, tensors), *[x.data_ptr() for x in (*tensors, *self._parameters())]]
         if memory != self._memory:
             self._recorded.clear()
@@ -257,7 +247,13 @@ class GraphedStep:
 
     def _body(self, batch: Any) -> Any:
         """A step, whether it is recorded or not."""
-        kfac, capture = self.kfac, self.kfac._engine.capture
+        found = self._passes(batch)
+        self._take_step()
+        return _detached(found)
+
+    def _passes(self, batch: Any) -> Any:
+        """Forward and backward; what `loss_of` returned."""
+        capture = self.kfac._engine.capture
         capture.begin_apart()
         with torch.enable_grad():
             found = self.loss_of(*batch)
@@ -270,10 +266,12 @@ class GraphedStep:
             # What is neither the model's nor the optimizer's would keep a gradient from step to step.
             own = [p for p in self._parameters() if p.requires_grad and p.is_leaf]
             loss.backward(inputs=[*{id(p): p for p in (*own, *capture.slots())}.values()])
-        kfac.step()
+        return found
+
+    def _take_step(self) -> None:
+        self.kfac.step()
         self._clear()
-        capture.begin_apart()
-        return tree_map(lambda x: x.detach() if _is_tensor(x) else x, found)
+        self.kfac._engine.capture.begin_apart()
 
     def _clear(self) -> None:
         """Gradients and statistics."""
@@ -290,15 +288,21 @@ class GraphedStep:
 
     def _watch(self, kind: _Kind, leaves: list[Any], structure: Any) -> Any:
         """A step as ever, the first of its kind."""
-        assert self._recorder is not None
-        found, waits = self._recorder.watched(lambda: self._body(tree_unflatten(leaves, structure)))
-        if waits and not kind.new_inverses:  # where K-FAC itself looks
+        recorder = self._recorder
+        assert recorder is not None
+
+        def body() -> Any:
+            found, waits = recorder.watched(lambda: self._passes(tree_unflatten(leaves, structure)))
+            self._take_step()  # in which K-FAC itself may look
+            if not waits:
+                self._met = {kind} if len(self._met) >= _KNOWN else self._met | {kind}
+                return found
             self._waited[kind] += 1
             if self._waited[kind] > 1:  # once K-FAC itself may have had something to settle
                 self._refuse(kind, f"that make the host wait ({waits})")
             return found
-        self._met = {kind} if len(self._met) >= _KNOWN else self._met | {kind}
-        return found
+
+        return _detached(recorder.run(body))
 
     def _has_room(self) -> bool:
         """Whether another kind may be recorded; one that has not come for long makes room."""
@@ -394,6 +398,10 @@ class GraphedStep:
 
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
+
+
+def _detached(found: Any) -> Any:
+    return tree_map(lambda x: x.detach() if _is_tensor(x) else x, found)
 
 
 def _is_known(x: Any) -> bool:

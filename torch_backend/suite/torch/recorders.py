@@ -46,13 +46,16 @@ class CUDAGraphs:
             current.wait_stream(self._stream)
 
     def watched(self, body: Callable[[], Any]) -> tuple[Any, str]:
-        """(what `body` returns, what makes the host wait in it or ''): that cannot be recorded."""
+        """(what `body` returns, what makes the host wait in it or ''): that cannot be recorded.
+
+        Others' threads should not make the host wait meanwhile.
+        """
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 torch.cuda.set_sync_debug_mode("warn")
-                found = self.run(body)
+                found = body()
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
         waits = ""

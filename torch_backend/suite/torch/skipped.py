@@ -24,6 +24,12 @@ class SkippedSteps:
         """Of all; waits for the device, if that was left to stop the optimizer."""
         return self._seen + (0 if self.unread is None else int(self.unread))
 
+    def begin_on(self, device: torch.device) -> torch.Tensor:
+        """What steps that the host did not wait to see are counted in, (), made if there is none."""
+        if self.unread is None:
+            self.unread = torch.zeros((), dtype=torch.float32, device=device)
+        return self.unread
+
     def load(self, count: int) -> None:
         """Go on from a checkpoint's number."""
         self._seen, self.unread = count, None
@@ -49,9 +55,7 @@ class SkippedSteps:
             base.step()
         else:
             bad = (~finite).to(torch.float32)
-            if self.unread is None:
-                self.unread = torch.zeros_like(bad)
-            self.unread += bad  # in place: a recorded step runs again
+            self.begin_on(bad.device).add_(bad)  # in place: a recorded step runs again
             base.grad_scale, base.found_inf = None, bad
             try:
                 base.step()
