@@ -6,37 +6,20 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from enum import Enum
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from suite.torch.checks import is_at_hand, warn_user
 from suite.torch.factor_refresh import Attempt
+from suite.torch.graph_kinds import Kind, is_known, kind_of, why_not
 from suite.torch.kfac import KFAC
 from suite.torch.recorders import RECORDERS, BrokenRecording
 
 _MOST, _IDLE = 16, 64  # kinds of steps that stay recorded, and steps without one after which it goes
 _KNOWN = 256  # kinds that were met once
 _PATIENCE = 50  # steps of which some should have been replayed
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type(None))
-_ASIDE = ("params", "param_names", "lr", "initial_lr")  # of a group: what kernels do not depend on
-_HYPERPARAMETERS = ("damping", "factor_decay", "kl_clip", "lr")
-
-
-class _Kind(NamedTuple):
-    """What a step's kernels depend on and the host knows."""
-
-    new_inverses: bool
-    statistics: bool
-    layers_with_inverses: tuple[Any, ...]
-    hyperparameters: tuple[Any, ...]  # of K-FAC
-    settings: str  # of the optimizer
-    batch: tuple[Any, ...]
-    training_modules: tuple[bool, ...]
-    trained_parameters: tuple[bool, ...]
 
 
 class _Recorded(NamedTuple):
@@ -105,11 +88,11 @@ class GraphedStep:
         self._device = kfac._engine.layers[0].device
         make = RECORDERS.get(self._device.type)
         self._recorder = None if make is None else make(self._device)
-        self._recorded: dict[_Kind, _Recorded] = {}
-        self._met: set[_Kind] = set()
-        self._waited = Counter[_Kind]()  # how often their first steps made the host wait
-        self._refused: dict[_Kind, str] = {}  # why they cannot be recorded
-        self._used: dict[_Kind, int] = {}  # by what is recorded, the step that was one last
+        self._recorded: dict[Kind, _Recorded] = {}
+        self._met: set[Kind] = set()
+        self._waited = Counter[Kind]()  # how often their first steps made the host wait
+        self._refused: dict[Kind, str] = {}  # why they cannot be recorded
+        self._used: dict[Kind, int] = {}  # by what is recorded, the step that was one last
         self._has_told = False  # that there are some
         self._memory: list[int] = []  # which tensors recorded steps read and write, besides inverses
         self._held: list[torch.Tensor] = []  # those of them that are not the model's parameters
@@ -129,9 +112,10 @@ class GraphedStep:
             raise ValueError("batch must be of data, got a tensor that has a gradient to pass on")
         here = {id(x): x.to(self._device, non_blocking=True) for x in leaves if _is_tensor(x)}
         leaves = [here.get(id(x), x) for x in leaves]  # what is one tensor stays one
-        if any(p.grad is not None for p in self._parameters()):
+        parameters = self._parameters()
+        if any(p.grad is not None for p in parameters):
             self._clear()
-        kind, reason = self._kind(leaves, structure)
+        kind, reason = self._kind(leaves, structure, parameters)
         if kind is None:
             found = self._run(leaves, structure)
         elif kind in self._recorded:
@@ -166,56 +150,29 @@ class GraphedStep:
 
     # ---- kinds of steps ------------------------------------------------------------------------
 
-    def _kind(self, leaves: list[Any], structure: Any) -> tuple[_Kind | None, str]:
+    def _kind(
+        self, leaves: list[Any], structure: Any, parameters: list[torch.Tensor]
+    ) -> tuple[Kind | None, str]:
         """(the coming step's, '') or (None, why that is not to be recorded)."""
         kfac, engine = self.kfac, self.kfac._engine
         if self._recorder is None:
             return None, f"on a device without graphs ({self._device.type})"
-        self._forget_what_moved()
+        self._forget_what_moved(parameters)
         if engine.capture.clock.discovering or not engine.factors.refreshed:
             return None, "before there are inverses"
         if self._derived is not None:  # others may have computed inverses, into other memory
             engine.return_to(self._derived)
-        hyperparameters = tuple(getattr(kfac, name) for name in _HYPERPARAMETERS)
-        groups = kfac.param_groups
-        of_groups = [(k, v) for group in groups for k, v in group.items() if k not in _ASIDE]
-        ready, due = tuple(engine.factors.readiness()[1]), kfac.steps % kfac.inv_update_steps == 0
-        if due and (engine.rule.keeps_eigenbases or any(ready)):
-            return None, "with new inverses"
-        if not engine.capture.attached:
-            return None, "after detach()"
-        if kfac._overdue.layers:
-            return None, "with layers that run in turn"
-        if all(is_at_hand(group["lr"]) and not float(group["lr"]) for group in groups):
-            return None, "with a learning rate of 0"
-        if any(map(_is_tensor, (*hyperparameters, *(value for _, value in of_groups)))):
-            return None, "with settings that are tensors"
-        if torch.is_autocast_enabled(self._device.type):
-            return None, "with autocast around them, which belongs into loss_of"
-        if _has_hooks(kfac) or _has_hooks(kfac.optimizer):
-            return None, "with hooks on the optimizer's step"
-        if any(_is_tensor(x) and (x.layout is not torch.strided or x.is_nested) for x in leaves):
-            return None, "of a batch with tensors that are sparse or nested"
-        if not all(map(_is_known, leaves)):
-            return None, "of a batch with parts that are neither tensors nor plain values"
-        kind = _Kind(
-            due,
-            engine.capture.clock.wanted,
-            ready,
-            hyperparameters,
-            repr(of_groups),
-            (str(structure), *_signature(leaves)),
-            tuple(module.training for module in self._modules),
-            tuple(p.requires_grad for p in self._parameters()),
-        )
-        return kind, ""
+        reason = why_not(kfac, self._device, leaves)
+        if reason:
+            return None, reason
+        return kind_of(kfac, leaves, structure, self._modules, parameters), ""
 
-    def _news_in(self, kind: _Kind) -> str:
+    def _news_in(self, kind: Kind) -> str:
         """What is new in a kind that is."""
         if not self._met:
             return "that are the first with parameters and state where they are"
-        last = min(self._met, key=lambda other: len(_differences(kind, other)))
-        return f"of a kind that is new ({' and '.join(_differences(kind, last))})"
+        news = min(map(kind.differences, self._met), key=len)
+        return f"of a kind that is new ({' and '.join(news)})"
 
     def _parameters(self) -> list[torch.Tensor]:
         """The optimizer's, and the model's once more."""
@@ -223,7 +180,7 @@ class GraphedStep:
         found += [p for module in self._modules for p in module._parameters.values() if p is not None]
         return found
 
-    def _forget_what_moved(self) -> None:
+    def _forget_what_moved(self, parameters: list[torch.Tensor]) -> None:
         """Drop what is recorded, if it reads or writes tensors that are not in use any more."""
         kfac = self.kfac
         tensors = [factor.average for factor in kfac._engine.factors.factors]
@@ -231,7 +188,7 @@ class GraphedStep:
         tensors += [group["lr"] for group in kfac.param_groups if not is_at_hand(group["lr"])]
         tensors += [b for module in self._modules for b in module._buffers.values() if b is not None]
         tensors.append(kfac._skipped.begin_on(self._device))
-        memory = [*map(id, tensors), *[x.data_ptr() for x in (*tensors, *self._parameters())]]
+        memory = [*map(id, tensors), *[x.data_ptr() for x in (*tensors, *parameters)]]
         if memory != self._memory:
             self._recorded.clear()
             self._used.clear()
@@ -286,7 +243,7 @@ class GraphedStep:
             return self._body(batch)
         return self._recorder.run(lambda: self._body(batch))
 
-    def _watch(self, kind: _Kind, leaves: list[Any], structure: Any) -> Any:
+    def _watch(self, kind: Kind, leaves: list[Any], structure: Any) -> Any:
         """A step as ever, the first of its kind."""
         recorder = self._recorder
         assert recorder is not None
@@ -317,13 +274,13 @@ class GraphedStep:
     def _steps(self) -> int:
         return self.replayed + self.as_ever.total()
 
-    def _refuse(self, kind: _Kind, why: str) -> None:
+    def _refuse(self, kind: Kind, why: str) -> None:
         if not self._has_told:
             self._has_told = True
             warn_user(f"there are steps that cannot be recorded, and run as ever: {why}")
         self._refused[kind] = why
 
-    def _record(self, kind: _Kind, leaves: list[Any], structure: Any) -> bool:
+    def _record(self, kind: Kind, leaves: list[Any], structure: Any) -> bool:
         """Whether it could be recorded. Nothing has run: K-FAC's own attributes are as before."""
         kfac, engine = self.kfac, self.kfac._engine
         assert self._recorder is not None
@@ -338,7 +295,7 @@ class GraphedStep:
         try:
             with _rates_on_device(kfac.param_groups, self._device) as rates:
                 replay, outputs = self._recorder.record(lambda: self._body(batch))
-            if not all(map(_is_known, tree_flatten(outputs)[0])):
+            if not all(map(is_known, tree_flatten(outputs)[0])):
                 raise TypeError("loss_of returns what is neither tensors nor plain values")
             terms = None if kfac._counted_terms is before[2] else kfac._counted_terms
             left = kfac._overdue.last, terms, engine.clip_coefficient, engine.attempts
@@ -364,7 +321,7 @@ class GraphedStep:
             self._recorded[kind] = _Recorded(replay, own, rates, outputs, *left, held)
         return done
 
-    def _replay(self, kind: _Kind, leaves: list[Any]) -> Any:
+    def _replay(self, kind: Kind, leaves: list[Any]) -> Any:
         kfac, engine, recorded = self.kfac, self.kfac._engine, self._recorded[kind]
         self._used[kind] = self._steps()
         given = list({id(x): x for x in leaves if _is_tensor(x)}.values())
@@ -402,29 +359,6 @@ def _is_tensor(x: Any) -> bool:
 
 def _detached(found: Any) -> Any:
     return tree_map(lambda x: x.detach() if _is_tensor(x) else x, found)
-
-
-def _is_known(x: Any) -> bool:
-    """Whether what is recorded can be told to be of this part of a batch, or to return it."""
-    return isinstance(x, (torch.Tensor, *_PLAIN))
-
-
-def _differences(kind: _Kind, other: _Kind) -> list[str]:
-    return [n.replace("_", " ") for n in _Kind._fields if getattr(kind, n) != getattr(other, n)]
-
-
-def _signature(leaves: list[Any]) -> list[Any]:
-    """What is known of a batch without looking; equal tensors may be one and the same."""
-    first = {id(x): i for i, x in reversed([*enumerate(leaves)])}
-    return [
-        (x.shape, x.stride(), x.dtype, x.requires_grad, first[id(x)]) if _is_tensor(x) else (type(x), x)
-        for x in leaves
-    ]
-
-
-def _has_hooks(optimizer: Any) -> bool:
-    own = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
-    return any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks, *own))
 
 
 @contextlib.contextmanager
