@@ -1,62 +1,98 @@
-"""Kinds of K-FAC's steps: what the kernels of a step depend on, as far as the host knows it."""
+"""Kinds of an optimizer's steps: what the kernels of a step depend on, as far as the host knows it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from suite.torch.checks import is_at_hand
-from suite.torch.kfac import KFAC
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum, type(None))
 _ASIDE = ("params", "param_names", "lr", "initial_lr")  # of a group: what kernels do not depend on
-_HYPERPARAMETERS = ("damping", "factor_decay", "kl_clip", "lr")
+
+
+class Recordable(Protocol):
+    """What `GraphedStep` asks of an optimizer."""
+
+    device: torch.device
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    def memory(self) -> list[torch.Tensor]:
+        """What a step reads and writes, besides parameters, buffers and what records hold."""
+
+    def forget(self) -> None:
+        """There are no records any more."""
+
+    def not_yet(self) -> str:
+        """Why no step can be recorded or replayed so far, or ''; the coming one is prepared."""
+
+    def why_not(self) -> str:
+        """Why the coming step is not to be recorded, or ''."""
+
+    def kind(self) -> Mapping[str, Any]:
+        """What the kernels of the coming step depend on besides settings of groups, by name."""
+
+    def aside(self) -> Sequence[str]:
+        """Settings of groups that they do not depend on, or that `kind` has."""
+
+    def begin_pass(self) -> None:
+        """Forward and backward follow, of a step by itself."""
+
+    def slots(self) -> list[torch.Tensor]:
+        """What else backward has to reach."""
+
+    def reset(self) -> None:
+        """Forget passes that had no step."""
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """A step is taken that does not run; what has a `record()` of it, which replays are given.
+
+        Afterwards the optimizer is as before.
+        """
+
+    def begin_replay(self, record: Any) -> None: ...
+
+    def end_replay(self, record: Any) -> None: ...
 
 
 class Kind(NamedTuple):
     """Steps of one kind differ in numbers that are on the device alone, and in learning rates."""
 
-    new_inverses: bool
-    statistics: bool
-    layers_with_inverses: tuple[Any, ...]
-    hyperparameters: tuple[Any, ...]  # of K-FAC
-    settings: str  # of the optimizer
+    of_optimizer: tuple[tuple[str, Any], ...]
+    settings: str  # of its groups
     batch: tuple[Any, ...]
     training_modules: tuple[bool, ...]
     trained_parameters: tuple[bool, ...]
 
     def differences(self, other: Kind) -> list[str]:
         """In words, for users."""
-        return [n.replace("_", " ") for n in self._fields if getattr(self, n) != getattr(other, n)]
+        ours, theirs = ([*kind.of_optimizer, *kind._asdict().items()] for kind in (self, other))
+        names = [name for (name, a), (_, b) in zip(ours, theirs, strict=True) if a != b]
+        return [name.replace("_", " ") for name in names if name != "of_optimizer"]
 
 
-def why_not(kfac: KFAC, device: torch.device, leaves: Sequence[Any]) -> str:
+def why_not(part: Recordable, leaves: Sequence[Any]) -> str:
     """Why the coming step is not to be recorded, or ''.
 
     Args:
-        kfac: with inverses.
         leaves: the parts of a batch.
     """
-    engine, groups = kfac._engine, kfac.param_groups
-    if _is_due(kfac) and (engine.rule.keeps_eigenbases or any(engine.factors.readiness()[1])):
-        return "with new inverses"
-    if not engine.capture.attached:
-        return "after detach()"
-    if kfac._overdue.layers:
-        return "with layers that run in turn"
-    if all(is_at_hand(group["lr"]) and not float(group["lr"]) for group in groups):
-        return "with a learning rate of 0"
-    settings = [*_hyperparameters(kfac), *(value for _, value in _settings(kfac))]
-    if any(isinstance(value, torch.Tensor) for value in settings):
+    reason = part.why_not()
+    if reason:
+        return reason
+    if any(isinstance(value, torch.Tensor) for _, value in _settings(part)):
         return "with settings that are tensors"
-    if torch.is_autocast_enabled(device.type):
+    if torch.is_autocast_enabled(part.device.type):
         return "with autocast around them, which belongs into loss_of"
-    if _has_hooks(kfac) or _has_hooks(kfac.optimizer):
+    if _has_hooks(part.optimizer) or _has_hooks(getattr(part.optimizer, "optimizer", None)):
         return "with hooks on the optimizer's step"
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     if any(x.layout is not torch.strided or x.is_nested for x in tensors):
@@ -67,7 +103,7 @@ def why_not(kfac: KFAC, device: torch.device, leaves: Sequence[Any]) -> str:
 
 
 def kind_of(
-    kfac: KFAC,
+    part: Recordable,
     leaves: Sequence[Any],
     structure: Any,
     modules: Sequence[nn.Module],
@@ -80,11 +116,8 @@ def kind_of(
         modules, parameters: of the model; and of the optimizer.
     """
     return Kind(
-        _is_due(kfac),
-        kfac._engine.capture.clock.wanted,
-        tuple(kfac._engine.factors.readiness()[1]),
-        _hyperparameters(kfac),
-        repr(_settings(kfac)),
+        tuple(part.kind().items()),
+        repr(_settings(part)),
         (str(structure), *_signature(leaves)),
         tuple(module.training for module in modules),
         tuple(p.requires_grad for p in parameters),
@@ -96,18 +129,51 @@ def is_known(x: Any) -> bool:
     return isinstance(x, (torch.Tensor, *_PLAIN))
 
 
-def _is_due(kfac: KFAC) -> bool:
-    """Whether the coming step has new inverses."""
-    return bool(kfac.steps % kfac.inv_update_steps == 0)
+@contextmanager
+def rates_on_device(
+    groups: Sequence[dict[str, Any]], device: torch.device, dtypes: Sequence[torch.dtype]
+) -> Iterator[list[torch.Tensor | None]]:
+    """Meanwhile learning rates that the host knows are numbers of the device, which can be changed.
+
+    And optimizers that ask whether they may be recorded are told so: they are fused.
+
+    Args:
+        dtypes: by group, of rates.
+
+    Yields:
+        By group, the number; None: it is the user's own.
+    """
+    before: list[dict[str, Any]] = [
+        {key: group[key] for key in ("lr", "capturable") if key in group} for group in groups
+    ]
+    rates: list[torch.Tensor | None] = []
+    for group, dtype in zip(groups, dtypes, strict=True):
+        rate = None
+        if is_at_hand(group["lr"]):
+            rate = torch.full((), float(group["lr"]), dtype=dtype, device=device)
+            group["lr"] = rate
+        rates.append(rate)
+        if "capturable" in group:
+            group["capturable"] = True
+    try:
+        yield rates
+    finally:
+        for group, own in zip(groups, before, strict=True):
+            group.update(own)
 
 
-def _hyperparameters(kfac: KFAC) -> tuple[Any, ...]:
-    return tuple(getattr(kfac, name) for name in _HYPERPARAMETERS)
+def set_rates(rates: Sequence[torch.Tensor | None], groups: Sequence[dict[str, Any]]) -> None:
+    """Have those of `rates_on_device` be the groups'."""
+    for rate, group in zip(rates, groups, strict=True):
+        if rate is not None:
+            rate.fill_(float(group["lr"]))
 
 
-def _settings(kfac: KFAC) -> list[tuple[str, Any]]:
+def _settings(part: Recordable) -> list[tuple[str, Any]]:
     """Of the optimizer, by group."""
-    return [item for group in kfac.param_groups for item in group.items() if item[0] not in _ASIDE]
+    aside = {*_ASIDE, *part.aside()}
+    groups = part.optimizer.param_groups
+    return [item for group in groups for item in group.items() if item[0] not in aside]
 
 
 def _signature(leaves: Sequence[Any]) -> list[Any]:

@@ -1,20 +1,21 @@
-"""Whole steps of K-FAC without Python: recorded once for each kind of step, and replayed."""
+"""Whole steps without Python: recorded once for each kind of step, and replayed."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from suite.torch.checks import is_at_hand, warn_user
-from suite.torch.factor_refresh import Attempt
-from suite.torch.graph_kinds import Kind, is_known, kind_of, why_not
+from suite.torch.graph_kinds import Kind, Recordable, is_known, kind_of, why_not
+from suite.torch.graphed_kfac import RecordableKFAC
+from suite.torch.graphed_kron import RecordableKron
 from suite.torch.kfac import KFAC
+from suite.torch.kron import Kron
 from suite.torch.recorders import RECORDERS, BrokenRecording
 
 _MOST, _IDLE = 16, 64  # kinds of steps that stay recorded, and steps without one after which it goes
@@ -27,17 +28,12 @@ class _Recorded(NamedTuple):
 
     replay: Callable[[], None]
     inputs: list[torch.Tensor]  # where it reads a batch
-    rates: list[torch.Tensor | None]  # and learning rates of groups; None: the user's own tensor
     outputs: Any  # where it leaves what `loss_of` returned
-    layers: Any  # what it tells K-FAC of the layers that ran
-    terms: torch.Tensor | None  # where it leaves how many terms the loss had, if it has statistics ...
-    clipped: torch.Tensor | None  # ... and what kl_clip multiplied directions with
-    attempts: list[Attempt]  # at new inverses: what the host is to look at
-    held: Any  # what else it reads
+    record: Any  # what the optimizer needs to know at a replay
 
 
 class GraphedStep:
-    """Forward pass, backward pass and K-FAC's step as one CUDA graph.
+    """Forward pass, backward pass and step of `KFAC` or `Kron` as one CUDA graph.
 
     On a GPU a step of a small model is Python starting kernels, a dozen for each layer in a step with
     statistics. A graph starts them all at once:
@@ -47,45 +43,58 @@ class GraphedStep:
         for x, y in loader:
             loss = step(x, y)
 
-    A kind of step (with statistics or new inverses or without, shapes of the batch, settings, which
-    modules train and which parameters) runs as ever when it is met first, is recorded when it comes
-    again, and replayed from then on. The learning rate of each group may be another in each step; a
-    damping, factor decay or momentum that is makes every step another kind. `print(step)` says how many
-    steps were replayed, and why others were not; there is a warning if none of the first are.
+    A kind of step (with statistics, new inverses or factors or without, shapes of the batch, settings,
+    which modules train and which parameters) runs as ever when it is met first, is recorded when it
+    comes again, and replayed from then on. The learning rate of each group may be another in each step,
+    and with Kron the rate and the schedule of its factors; another setting that changes, like a damping
+    or momentum, makes every step another kind. `print(step)` says how many steps were replayed, and why
+    others were not; there is a warning if none of the first are.
 
     Eigenbases ('eigen', 'ekfac') are not recorded, for the host looks while they are computed: steps
     with new ones run as ever. So do all on a device without graphs. The numbers are the same, but for
-    the learning rate, which is one of single precision. Of a factorization that fails in a replayed step
-    the second try comes after the step, which takes the inverse before it.
+    the learning rate of K-FAC, which is one of single precision. Of a factorization that fails in a
+    replayed step the second try comes after the step, which takes the inverse before it.
 
     Gradients are None before and after. Only parameters of the model and the optimizer get any. Memory
     for activations is taken twice, for steps that are replayed and for those that are not. Steps of
-    `kfac` itself, other passes and checkpoints may come in between.
+    the optimizer itself, other passes and checkpoints may come in between.
 
     Args:
-        kfac: in one process, with a fused base optimizer; `fisher='empirical'`, no `grad_scaler`, no
-            `spread_inverses`, and `terms` no function. Other parameters of the base optimizer are moved
-            as it does.
+        optimizer: in one process, on one device. KFAC with a fused base optimizer, `fisher='empirical'`,
+            no `grad_scaler`, no `spread_inverses`, and `terms` no function; other parameters of the base
+            optimizer are moved as it does. Or Kron without `hvp`.
         loss_of: (*batch) -> the loss, (), or a tuple of it and of other tensors. What it does besides
             starting kernels happens only where a step runs as ever: it must not take numbers of the
             device to the host (`item`, `if` on a tensor), or what changes but by its arguments or in
             place. These are tensors and plain values, in tuples, lists and dicts. Autocast belongs in
             here, `backward` does not.
+        model: what `loss_of` runs. Default: K-FAC's; Kron has none.
 
     Raises:
-        ValueError: a setting of `kfac` that needs the host in each step.
+        ValueError: a setting that needs the host in each step.
     """
 
-    def __init__(self, kfac: KFAC, loss_of: Callable[..., Any]) -> None:
-        if not isinstance(kfac, KFAC):
+    def __init__(
+        self, optimizer: KFAC | Kron, loss_of: Callable[..., Any], model: nn.Module | None = None
+    ) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        self.optimizer, self.loss_of = optimizer, loss_of
+        self._part: Recordable
+        if isinstance(optimizer, KFAC):
+            self._part = RecordableKFAC(optimizer)
+            model = optimizer.model if model is None else model
+        elif isinstance(optimizer, Kron):
+            self._part = RecordableKron(optimizer)
+        else:
             raise TypeError(
-                f"kfac must be a suite.torch.KFAC, got {type(kfac).__name__}: of other optimizers, Kron "
-                "too, torch.compile(optimizer.step) makes graphs"
+                f"optimizer must be a suite.torch.KFAC or Kron, got {type(optimizer).__name__}: of "
+                "others torch.compile(optimizer.step) makes graphs"
             )
-        _require_recordable(kfac)
-        self.kfac, self.loss_of = kfac, loss_of
-        self._modules = list(kfac.model.modules())
-        self._device = kfac._engine.layers[0].device
+        if model is None:
+            raise TypeError("model must be what loss_of runs, got None: Kron knows but parameters")
+        self._modules = list(model.modules())
+        self._device = self._part.device
         make = RECORDERS.get(self._device.type)
         self._recorder = None if make is None else make(self._device)
         self._recorded: dict[Kind, _Recorded] = {}
@@ -94,9 +103,8 @@ class GraphedStep:
         self._refused: dict[Kind, str] = {}  # why they cannot be recorded
         self._used: dict[Kind, int] = {}  # by what is recorded, the step that was one last
         self._has_told = False  # that there are some
-        self._memory: list[int] = []  # which tensors recorded steps read and write, besides inverses
+        self._memory: list[int] = []  # which tensors recorded steps read and write
         self._held: list[torch.Tensor] = []  # those of them that are not the model's parameters
-        self._derived: Any = None  # where they read inverses
         self.replayed = 0
         self.as_ever = Counter[str]()  # steps that were not replayed, by reason
 
@@ -154,18 +162,13 @@ class GraphedStep:
         self, leaves: list[Any], structure: Any, parameters: list[torch.Tensor]
     ) -> tuple[Kind | None, str]:
         """(the coming step's, '') or (None, why that is not to be recorded)."""
-        kfac, engine = self.kfac, self.kfac._engine
         if self._recorder is None:
             return None, f"on a device without graphs ({self._device.type})"
         self._forget_what_moved(parameters)
-        if engine.capture.clock.discovering or not engine.factors.refreshed:
-            return None, "before there are inverses"
-        if self._derived is not None:  # others may have computed inverses, into other memory
-            engine.return_to(self._derived)
-        reason = why_not(kfac, self._device, leaves)
+        reason = self._part.not_yet() or why_not(self._part, leaves)
         if reason:
             return None, reason
-        return kind_of(kfac, leaves, structure, self._modules, parameters), ""
+        return kind_of(self._part, leaves, structure, self._modules, parameters), ""
 
     def _news_in(self, kind: Kind) -> str:
         """What is new in a kind that is."""
@@ -176,18 +179,16 @@ class GraphedStep:
 
     def _parameters(self) -> list[torch.Tensor]:
         """The optimizer's, and the model's once more."""
-        found = [p for group in self.kfac.param_groups for p in group["params"]]
+        found = [p for group in self.optimizer.param_groups for p in group["params"]]
         found += [p for module in self._modules for p in module._parameters.values() if p is not None]
         return found
 
     def _forget_what_moved(self, parameters: list[torch.Tensor]) -> None:
         """Drop what is recorded, if it reads or writes tensors that are not in use any more."""
-        kfac = self.kfac
-        tensors = [factor.average for factor in kfac._engine.factors.factors]
-        tensors += [x for own in kfac.state.values() for x in own.values() if _is_tensor(x)]
-        tensors += [group["lr"] for group in kfac.param_groups if not is_at_hand(group["lr"])]
+        tensors = self._part.memory()
+        groups = self.optimizer.param_groups
+        tensors += [group["lr"] for group in groups if not is_at_hand(group["lr"])]
         tensors += [b for module in self._modules for b in module._buffers.values() if b is not None]
-        tensors.append(kfac._skipped.begin_on(self._device))
         memory = [*map(id, tensors), *[x.data_ptr() for x in (*tensors, *parameters)]]
         if memory != self._memory:
             self._recorded.clear()
@@ -195,7 +196,7 @@ class GraphedStep:
             self._met.clear()
             self._waited.clear()
             self._refused.clear()
-            self._derived = None
+            self._part.forget()
             if self._recorder is not None:
                 self._recorder.forget()
             self._memory, self._held = memory, tensors  # so that none takes the place of another
@@ -210,8 +211,7 @@ class GraphedStep:
 
     def _passes(self, batch: Any) -> Any:
         """Forward and backward; what `loss_of` returned."""
-        capture = self.kfac._engine.capture
-        capture.begin_apart()
+        self._part.begin_pass()
         with torch.enable_grad():
             found = self.loss_of(*batch)
             loss = found[0] if isinstance(found, tuple) and found else found
@@ -222,19 +222,19 @@ class GraphedStep:
                 )
             # What is neither the model's nor the optimizer's would keep a gradient from step to step.
             own = [p for p in self._parameters() if p.requires_grad and p.is_leaf]
-            loss.backward(inputs=[*{id(p): p for p in (*own, *capture.slots())}.values()])
+            loss.backward(inputs=[*{id(p): p for p in (*own, *self._part.slots())}.values()])
         return found
 
     def _take_step(self) -> None:
-        self.kfac.step()
+        self.optimizer.step()
         self._clear()
-        self.kfac._engine.capture.begin_apart()
+        self._part.begin_pass()
 
     def _clear(self) -> None:
         """Gradients and statistics."""
         for p in self._parameters():
             p.grad = None
-        self.kfac.zero_grad()
+        self.optimizer.zero_grad()
 
     def _run(self, leaves: list[Any], structure: Any) -> Any:
         """A step as ever."""
@@ -250,12 +250,12 @@ class GraphedStep:
 
         def body() -> Any:
             found, waits = recorder.watched(lambda: self._passes(tree_unflatten(leaves, structure)))
-            self._take_step()  # in which K-FAC itself may look
+            self._take_step()  # in which the optimizer itself may look
             if not waits:
                 self._met = {kind} if len(self._met) >= _KNOWN else self._met | {kind}
                 return found
             self._waited[kind] += 1
-            if self._waited[kind] > 1:  # once K-FAC itself may have had something to settle
+            if self._waited[kind] > 1:  # once it may have had something to settle
                 self._refuse(kind, f"that make the host wait ({waits})")
             return found
 
@@ -281,24 +281,20 @@ class GraphedStep:
         self._refused[kind] = why
 
     def _record(self, kind: Kind, leaves: list[Any], structure: Any) -> bool:
-        """Whether it could be recorded. Nothing has run: K-FAC's own attributes are as before."""
-        kfac, engine = self.kfac, self.kfac._engine
+        """Whether it could be recorded. Nothing has run: the optimizer is as before."""
         assert self._recorder is not None
         copies = {
             id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in leaves if _is_tensor(x)
         }
         batch = tree_unflatten([copies.get(id(x), x) for x in leaves], structure)
-        if self._derived is None:
-            self._derived = engine.factors.derived()
-        before = kfac.steps, copy.deepcopy(kfac._overdue), kfac._counted_terms, engine.clip_coefficient
-        kfac._is_graphed, done = True, False
+        done = False
         try:
-            with _rates_on_device(kfac.param_groups, self._device) as rates:
+            with self._part.recording() as recording:
                 replay, outputs = self._recorder.record(lambda: self._body(batch))
-            if not all(map(is_known, tree_flatten(outputs)[0])):
-                raise TypeError("loss_of returns what is neither tensors nor plain values")
-            terms = None if kfac._counted_terms is before[2] else kfac._counted_terms
-            left = kfac._overdue.last, terms, engine.clip_coefficient, engine.attempts
+                if not all(map(is_known, tree_flatten(outputs)[0])):
+                    raise TypeError("loss_of returns what is neither tensors nor plain values")
+                own = [copies[key] for key in copies]
+                self._recorded[kind] = _Recorded(replay, own, outputs, recording.record())
             done = True
         except BrokenRecording as error:
             raise RuntimeError(
@@ -311,45 +307,22 @@ class GraphedStep:
             if not done:
                 self._recorder.forget()
                 self._clear()
-                kfac.reset_batch()
-            kfac._is_graphed, engine.attempts = False, []
-            kfac._steps, kfac._overdue, kfac._counted_terms, engine.clip_coefficient = before
-            kfac._set_clock()
-        if done:
-            held = engine.factors.readiness()[0]
-            own = [copies[key] for key in copies]
-            self._recorded[kind] = _Recorded(replay, own, rates, outputs, *left, held)
+                self._part.reset()
         return done
 
     def _replay(self, kind: Kind, leaves: list[Any]) -> Any:
-        kfac, engine, recorded = self.kfac, self.kfac._engine, self._recorded[kind]
+        recorded = self._recorded[kind]
         self._used[kind] = self._steps()
         given = list({id(x): x for x in leaves if _is_tensor(x)}.values())
         with torch.no_grad():
             if given:
                 torch._foreach_copy_(recorded.inputs, given)
-            for rate, group in zip(recorded.rates, kfac.param_groups, strict=True):
-                if rate is not None:
-                    rate.fill_(float(group["lr"]))
-            if kind.new_inverses:
-                kfac._skipped.look_back(kfac.steps)
+            self._part.begin_replay(recorded.record)
             recorded.replay()
             # The next replay of another kind may use the same memory.
             found = tree_map(lambda x: x.clone() if _is_tensor(x) else x, recorded.outputs)
             self.replayed += 1
-            if kind.new_inverses:
-                engine.factors.settle(recorded.attempts)
-                if kfac._skipped.was_skipped(kfac.steps):  # new inverses are due in the next
-                    return found
-                engine.refreshed_at = kfac.steps
-            if recorded.terms is not None:
-                kfac._counted_terms = recorded.terms.clone()
-            if recorded.clipped is not None:
-                engine.clip_coefficient = recorded.clipped.clone()
-        present, seen, wanted = recorded.layers
-        kfac._overdue.note(present, seen, wanted, kfac.factor_update_steps)
-        kfac._steps += 1
-        kfac._set_clock()
+            self._part.end_replay(recorded.record)
         return found
 
 
@@ -359,53 +332,3 @@ def _is_tensor(x: Any) -> bool:
 
 def _detached(found: Any) -> Any:
     return tree_map(lambda x: x.detach() if _is_tensor(x) else x, found)
-
-
-@contextlib.contextmanager
-def _rates_on_device(
-    groups: list[dict[str, Any]], device: torch.device
-) -> Iterator[list[torch.Tensor | None]]:
-    """Meanwhile learning rates that the host knows are numbers of the device, which can be changed.
-
-    And optimizers that ask whether they may be recorded are told so: they are fused.
-    """
-    before: list[dict[str, Any]] = [
-        {key: group[key] for key in ("lr", "capturable") if key in group} for group in groups
-    ]
-    rates: list[torch.Tensor | None] = []
-    for group in groups:
-        rate = None
-        if is_at_hand(group["lr"]):  # single precision is what fused optimizers read
-            rate = torch.full((), float(group["lr"]), dtype=torch.float32, device=device)
-            group["lr"] = rate
-        rates.append(rate)
-        if "capturable" in group:
-            group["capturable"] = True
-    try:
-        yield rates
-    finally:
-        for group, own in zip(groups, before, strict=True):
-            group.update(own)
-
-
-def _require_recordable(kfac: KFAC) -> None:
-    """ValueError unless the host has nothing to do in a step but to start it."""
-    base, engine = kfac.optimizer, kfac._engine
-    fused = base is not None and all(group.get("fused") for group in base.param_groups)
-    if not fused or not getattr(base, "_step_supports_amp_scaling", False):
-        raise ValueError(
-            "kfac must have a fused optimizer, as SGD(..., fused=True) is, which the device keeps from "
-            f"steps that are not finite, got {type(base).__name__}"
-        )
-    if not engine.is_alone:
-        raise ValueError("kfac must be of one process: ranks agree on the host in each step")
-    if len({layer.device for layer in engine.layers}) > 1:
-        raise ValueError("kfac must have all layers on one device")
-    for name, allowed in (("fisher", "empirical"), ("grad_scaler", None), ("spread_inverses", False)):
-        if kfac._settings[name] != allowed:
-            raise ValueError(
-                f"{name} must be {allowed!r} in recorded steps, got {kfac._settings[name]!r}"
-            )
-    terms = engine.agreements.terms
-    if callable(terms) or (_is_tensor(terms) and is_at_hand(terms)):
-        raise ValueError(f"terms must be a number in recorded steps, got {type(terms).__name__}")

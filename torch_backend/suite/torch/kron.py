@@ -112,6 +112,7 @@ class Kron(torch.optim.Optimizer):
     References: see `suite.core.kron`. Argument names are distributed_kron's.
     """
 
+    _recording: Any = None  # where GraphedStep has a step read numbers that change
     _agreed_on = 0  # how many parameters ranks know that they all have
     _compared = False  # whether they have the same ones, where they work for each other
 
@@ -358,10 +359,10 @@ class Kron(torch.optim.Optimizer):
                 or `state` a part of it.
             ValueError: a setting of a group is not valid, or cannot be changed any more.
         """
-        if is_recording():
+        if is_recording() and self._recording is None:
             raise RuntimeError(
                 "a step in a CUDA graph would repeat one step's noise and not update factors when due: "
-                "torch.compile(optimizer.step) makes graphs of what can be in one"
+                "GraphedStep(kron, loss_of, model) records each kind of step"
             )
         self._require_parameters()
         for group, fixed in zip(self.param_groups, self._made_for, strict=True):
@@ -399,8 +400,8 @@ class Kron(torch.optim.Optimizer):
         known = not self._ranks.alone or finite.device.type in HOST_DEVICES
         if known and not finite:
             return
-        together = zip(self.param_groups, self._engines, plans, pairs, strict=True)
-        for group, engine, (rule, settings, counts), pair in together:
+        together = enumerate(zip(self.param_groups, self._engines, plans, pairs, strict=True))
+        for number, (group, engine, (rule, settings, counts), pair) in together:
             engine.rule = rule
             found = [None if id(p) in absent else p.grad for p in engine.parameters]
             present = [g is not None for g in found]
@@ -411,6 +412,8 @@ class Kron(torch.optim.Optimizer):
                 parts = turns(group, settings, counts, present)
             else:
                 parts = [(settings, None)]
+            if self._recording is not None:
+                parts = self._recording.lifted(number, present, parts)
             for own, members in parts:
                 given = found
                 if members is not None:

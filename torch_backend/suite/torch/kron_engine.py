@@ -16,7 +16,7 @@ import torch
 
 from suite.core import blocks, buckets, moments, noise
 from suite.core import kron as core_kron
-from suite.core._namespace import lift
+from suite.core._namespace import Scalar, lift
 from suite.core.rounding import stochastic_round
 from suite.core.step_size import Clip, clipped, normalized, rms_clip_scale
 from suite.torch.collectives import Ranks
@@ -29,10 +29,10 @@ from suite.torch.kron_storage import KronStorage
 class StepSettings(NamedTuple):
     """What one step of a group needs to know."""
 
-    step: int
+    step: Scalar  # as is the factors' rate, a tensor where GraphedStep records
     b1: float
     update: bool  # whether factors are due
-    preconditioner_lr: float
+    preconditioner_lr: Scalar
     whiten: str
     update_first: bool
     clip: Clip
@@ -432,7 +432,7 @@ def _used_up(found: list[torch.Tensor]) -> torch.Tensor | None:
     return joined
 
 
-def _noises(work: Sequence[_Work], step: int) -> list[torch.Tensor]:
+def _noises(work: Sequence[_Work], step: Scalar) -> list[torch.Tensor]:
     """What the fit of each piece needs, of one device and dtype all together."""
     kinds = [((w.pack.streams.device, w.state.factors[0].dtype), 1) for w in work]
     found: list[Any] = [None] * len(work)

@@ -67,8 +67,11 @@ def which_may_change(
     finite = None if finite is None else finite.to(device)
     if all(filled[i] for i, _ in piece.parts):
         return finite
-    flags = [filled[i] for i, part in piece.parts for _ in range(part.stop - part.start)]
-    mask = torch.tensor(flags).to(device, non_blocking=True)
+    counts = [part.stop - part.start for _, part in piece.parts]
+    mask = torch.zeros(sum(counts), dtype=torch.bool, device=device)
+    for (i, _), own in zip(piece.parts, mask.split(counts), strict=True):
+        if filled[i]:
+            own.fill_(True)
     return mask if finite is None else finite & mask
 
 

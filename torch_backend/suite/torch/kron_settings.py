@@ -95,6 +95,20 @@ def _turn(group: dict[str, Any], counts: tuple[Any, ...]) -> tuple[bool, float, 
     return bool(due), rate, (steps + 1, updates + int(due), clock)
 
 
+def classes(group: dict[str, Any], settings: StepSettings) -> tuple[bool, tuple[Any, ...]]:
+    """Which parameters take the coming step alike, as far as `turns` does not know of gradients.
+
+    Returns:
+        (whether factors are due, (number, its class, whether its factors are due) of those behind).
+    """
+    numbers = {(settings.update, settings.preconditioner_lr if settings.update else 0.0): 0}
+    found = []
+    for i, *counts in group["behind"]:
+        due, rate, _ = _turn(group, tuple(counts))
+        found.append((i, numbers.setdefault((due, rate if due else 0.0), len(numbers)), due))
+    return settings.update, tuple(found)
+
+
 @torch._disable_dynamo
 def turns(
     group: dict[str, Any],
