@@ -13,45 +13,16 @@ from torch.nn import functional as F
 
 from suite.torch import KFAC, GraphedStep, Kron, recorders
 from torch_backend.accelerator import DEVICE, SIMULATED, host_must_not_wait, is_available
+from torch_backend.graphed_cases import LR, batches, graphs, network  # noqa: F401 (a fixture)
 from torch_backend.models import MODELS
-from torch_backend.simulated_graphs import SimulatedGraphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_available, reason="needs a GPU")]
-LR = 0.0625  # a number of single precision, which a fused optimizer takes its rate in
-
-
-@pytest.fixture(autouse=True)
-def _graphs(monkeypatch):
-    if SIMULATED:
-        monkeypatch.setitem(recorders.RECORDERS, DEVICE, SimulatedGraphs)
-
-
-def network(dropout: float = 0.0, unused: bool = False) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
-        *(nn.Conv2d(4, 6, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Dropout(dropout)),
-        *(nn.Linear(54, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 3)),
-    )
-    if unused:
-        model[9].unused = nn.Linear(12, 12)
-    return model.double().to(DEVICE)
 
 
 def made(model: nn.Module, base: Any = None, **settings: Any) -> KFAC:
     base = base or torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, fused=True)
     settings = {"damping": 0.03, "compute_method": "inverse", "inv_update_steps": 5, **settings}
     return KFAC(model, base, **settings)
-
-
-def batches(count: int, sizes: tuple[int, ...] = (32,)) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for i in range(count):
-        n = sizes[i % len(sizes)]
-        x = torch.randn(n, 1, 8, 8, generator=generator, dtype=torch.float64)
-        found.append((x.to(DEVICE), torch.randint(3, (n,), generator=generator).to(DEVICE)))
-    return found
 
 
 def as_ever(kfac: KFAC, loss_of: Any, *batch: Any) -> torch.Tensor:

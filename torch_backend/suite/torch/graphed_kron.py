@@ -14,14 +14,18 @@ from suite.torch.kron import Kron
 from suite.torch.kron_engine import StepSettings
 from suite.torch.kron_settings import COUNTS, SCHEDULES, classes, planned, require_same, turns
 
-_Numbers = tuple[torch.Tensor | None, torch.Tensor | None]  # a step's, and its rate for factors
+
+class _Numbers(NamedTuple):
+    """Of a group's step: where it reads numbers of the host."""
+
+    step: torch.Tensor  # (), int32
+    rates: list[torch.Tensor]  # () each: of factors, by class of parameters
 
 
 class _Record(NamedTuple):
-    """Where a recorded step reads numbers of the host."""
-
-    rates: list[torch.Tensor | None]
-    groups: list[tuple[int, list[bool], list[_Numbers]]]  # number, which have a gradient, by part
+    rates: list[torch.Tensor | None]  # learning rates
+    numbers: list[_Numbers]
+    present: dict[int, list[bool]]  # which parameters have a gradient, by group that has some
 
 
 class RecordableKron:
@@ -66,8 +70,11 @@ class RecordableKron:
         return ""
 
     def kind(self) -> dict[str, Any]:
-        plans = zip(self.optimizer.param_groups, self._plans, strict=True)
-        return {"new_factors": tuple(classes(group, settings) for group, (_, settings, _) in plans)}
+        due, behind = [], []
+        for found, others in self._classes():
+            due.append(tuple(now for now, _ in found))
+            behind.append(tuple(others.items()))
+        return {"new_factors": tuple(due), "parameters_without_gradients_before": tuple(behind)}
 
     def aside(self) -> tuple[str, ...]:
         return (*COUNTS, *SCHEDULES, "behind")
@@ -87,9 +94,17 @@ class RecordableKron:
         before = [{name: group[name] for name in (*COUNTS, "behind")} for group in groups]
         like = [[p.dtype for p in engine.like] for engine in kron._engines]
         dtypes = [functools.reduce(torch.promote_types, own, torch.float32) for own in like]
+        numbers = [
+            _Numbers(
+                torch.full((), settings.step, dtype=torch.int32, device=self.device),
+                [torch.full((), r, dtype=torch.float64, device=self.device) for _, r in found],
+            )
+            for (found, _), (_, settings, _) in zip(self._classes(), self._plans, strict=True)
+        ]
+        keys = [found for found, _ in self._classes()]
         try:
             with rates_on_device(groups, self.device, dtypes) as rates:
-                kron._recording = recording = _Recording(self.device, rates)
+                kron._recording = recording = _Recording(_Record(rates, numbers, {}), keys)
                 yield recording
         finally:
             kron._recording = None
@@ -99,46 +114,50 @@ class RecordableKron:
     def begin_replay(self, record: _Record) -> None:
         kron = self.optimizer
         set_rates(record.rates, kron.param_groups)
-        for number, present, numbers in record.groups:
-            group, engine = kron.param_groups[number], kron._engines[number]
-            engine.rule, settings, counts = self._plans[number]
-            parts = turns(group, settings, counts, present)
-            for (own, _), (step, rate) in zip(parts, numbers, strict=True):
-                if step is not None:
-                    step.fill_(own.step)
-                if rate is not None:
-                    rate.fill_(own.preconditioner_lr)
+        each = zip(self._classes(), self._plans, record.numbers, strict=True)
+        for (found, _), (_, settings, _), numbers in each:
+            if settings.stochastic_rounding or any(due for due, _ in found):  # which take noise
+                numbers.step.fill_(settings.step)
+            for rate, (due, value) in zip(numbers.rates, found, strict=True):
+                if due:
+                    rate.fill_(value)
+        for number, present in record.present.items():
+            group, (rule, settings, counts) = kron.param_groups[number], self._plans[number]
+            kron._engines[number].rule = rule
+            turns(group, settings, counts, present)
             group.update(counts)
 
     def end_replay(self, record: _Record) -> None:
         pass
 
+    def _classes(self) -> list[tuple[list[tuple[bool, float]], dict[int, int]]]:
+        """By group."""
+        plans = zip(self.optimizer.param_groups, self._plans, strict=True)
+        return [classes(group, settings) for group, (_, settings, _) in plans]
+
 
 class _Recording:
-    """What a step that is recorded reads: numbers of the device in place of the host's."""
+    """What a step that is recorded reads: numbers of the device in place of the host's.
 
-    def __init__(self, device: torch.device, rates: list[torch.Tensor | None]) -> None:
-        self._device = device
-        self._record = _Record(rates, [])
+    Args:
+        record: of which `present` is to be found.
+        classes: by group, (whether factors are due, rate) of each.
+    """
+
+    def __init__(self, record: _Record, classes: list[list[tuple[bool, float]]]) -> None:
+        self._record, self._classes = record, classes
 
     def lifted(
-        self, group: int, present: list[bool], parts: list[tuple[StepSettings, Any]]
+        self, number: int, present: list[bool], parts: list[tuple[StepSettings, Any]]
     ) -> list[tuple[StepSettings, Any]]:
         """The parts of a group's step, from `turns`."""
-        found, numbers = [], list[_Numbers]()
+        self._record.present[number] = present
+        step, rates = self._record.numbers[number]
+        found = []
         for settings, members in parts:
-            step = rate = None
-            if settings.update or settings.stochastic_rounding:  # which take noise
-                step = torch.full((), settings.step, dtype=torch.int32, device=self._device)
-                settings = settings._replace(step=step)
-            if settings.update:
-                rate = torch.full(
-                    (), settings.preconditioner_lr, dtype=torch.float64, device=self._device
-                )
-                settings = settings._replace(preconditioner_lr=rate)
-            numbers.append((step, rate))
-            found.append((settings, members))
-        self._record.groups.append((group, present, numbers))
+            own = settings.update, settings.preconditioner_lr if settings.update else 0.0
+            rate = rates[self._classes[number].index(own)]
+            found.append((settings._replace(step=step, preconditioner_lr=rate), members))
         return found
 
     def record(self) -> _Record:

@@ -95,18 +95,21 @@ def _turn(group: dict[str, Any], counts: tuple[Any, ...]) -> tuple[bool, float, 
     return bool(due), rate, (steps + 1, updates + int(due), clock)
 
 
-def classes(group: dict[str, Any], settings: StepSettings) -> tuple[bool, tuple[Any, ...]]:
-    """Which parameters take the coming step alike, as far as `turns` does not know of gradients.
+def classes(
+    group: dict[str, Any], settings: StepSettings
+) -> tuple[list[tuple[bool, float]], dict[int, int]]:
+    """What parameters may do in the coming step, whichever have a gradient.
 
     Returns:
-        (whether factors are due, (number, its class, whether its factors are due) of those behind).
+        ((whether factors are due, their rate or 0) of each class, the group's own first,
+        the classes of those behind, by number)
     """
-    numbers = {(settings.update, settings.preconditioner_lr if settings.update else 0.0): 0}
-    found = []
+    found = {(settings.update, settings.preconditioner_lr if settings.update else 0.0): 0}
+    behind = {}
     for i, *counts in group["behind"]:
         due, rate, _ = _turn(group, tuple(counts))
-        found.append((i, numbers.setdefault((due, rate if due else 0.0), len(numbers)), due))
-    return settings.update, tuple(found)
+        behind[i] = found.setdefault((due, rate if due else 0.0), len(found))
+    return list(found), behind
 
 
 @torch._disable_dynamo
