@@ -57,8 +57,10 @@ def adamw(workload: Workload, *, recorded: bool, fused: bool = True) -> Step:
     return again
 
 
-def kron(workload: Workload, mode: str | None = None) -> Step:
+def kron(workload: Workload, mode: str | None = None, *, recorded: bool = False) -> Step:
     optimizer = Kron(workload.model.parameters(), lr=1e-4, preconditioner_update_probability=1 / PERIOD)
+    if recorded:
+        return GraphedStep(optimizer, workload.loss, workload.model)
     return as_ever(workload, optimizer, torch.compile(optimizer.step, mode=mode) if mode else None)
 
 
@@ -74,6 +76,7 @@ CONTENDERS: dict[str, Callable[[Workload], Step]] = {
     "AdamW, fused": functools.partial(adamw, recorded=False),
     "AdamW, fused, recorded": functools.partial(adamw, recorded=True),
     "Kron": kron,
+    "Kron, recorded": functools.partial(kron, recorded=True),
     "Kron, step compiled": functools.partial(kron, mode="default"),
     "Kron, step compiled with graphs": functools.partial(kron, mode="reduce-overhead"),
     "K-FAC, inverse": functools.partial(kfac, every=1, recorded=False),

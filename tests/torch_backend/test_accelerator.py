@@ -16,7 +16,7 @@ import torch
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older versions describe devices otherwise")
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("name", ["test_gpu.py", "test_graphed.py"])
+@pytest.mark.parametrize("name", ["test_gpu.py", "test_graphed.py", "test_graphed_kron.py"])
 def test_the_tests_for_a_gpu_pass_on_a_simulated_one(name):
     file = Path(__file__).with_name(name)
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", str(file)]
