@@ -148,6 +148,24 @@ def test_the_readme_has_its_two_commands_and_four_quickstarts():
     assert rest.split("\n## ")[0].count("```python\n") == 4
 
 
+def test_links_in_documents_lead_somewhere():
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "RESULTS.md"]
+    found = 0
+    for document in documents:
+        for link in re.findall(r"\]\(([^)]+)\)", document.read_text()):
+            path, _, anchor = link.partition("#")
+            target = document.parent / path if path else document
+            if link.startswith("http"):
+                continue
+            assert target.exists(), (document, link)
+            if anchor:
+                titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+                anchors = [re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles]
+                assert anchor in anchors, (document, link)
+            found += 1
+    assert found > 40
+
+
 @pytest.mark.slow
 def test_the_wheel_built_through_the_sdist_has_every_file(tmp_path):
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
