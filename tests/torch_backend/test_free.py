@@ -182,6 +182,104 @@ FREE = {
         (3, 2),
     ),
     "tanh(p) x": (lambda x, p: p.tanh() * x, lambda x, p: p.tanh() * x, [(4,)], SEQUENCE, (3, 2)),
+    "x / p": (
+        lambda x, p: x / p,
+        lambda x, p: x / p,
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "p / x": (
+        lambda x, p: p / (1 + x * x),
+        lambda x, p: p / (1 + x * x),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x over a number": (
+        lambda x, p: x / p,
+        lambda x, p: x / p,
+        [()],
+        SEQUENCE,
+        (3, 2, 4),
+    ),
+    "x / exp(p) by torch.div": (
+        lambda x, p: torch.div(x, p.exp()),
+        lambda x, p: x * (-p).exp(),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x softplus(p)": (
+        lambda x, p: x * F.softplus(p),
+        lambda x, p: x * (1 + p.exp()).log(),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x times p between bounds": (
+        lambda x, p: x * p.clamp(-0.5, max=0.4),
+        lambda x, p: x * torch.where(p < -0.5, -0.5, torch.where(p > 0.4, 0.4, p)),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x (2 / p)": (
+        lambda x, p: x * (2 / p),
+        lambda x, p: x * 2 / p,
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x / root of p² + 1": (
+        lambda x, p: x / (p.square() + 1).sqrt(),
+        lambda x, p: x / (p * p + 1) ** 0.5,
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x |p|^-1/2": (
+        lambda x, p: x * p.abs().rsqrt(),
+        lambda x, p: x / (p * p) ** 0.25,
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x log(p² + 1)": (
+        lambda x, p: x * torch.log(p.square() + 1),
+        lambda x, p: x * (p * p + 1).log(),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x / reciprocal of exp": (
+        lambda x, p: x * torch.reciprocal(p.exp()),
+        lambda x, p: x * (-p).exp(),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x relu(p)": (
+        lambda x, p: x * F.relu(p),
+        lambda x, p: x * p * (p > 0),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x * (p / q)": (
+        lambda x, p, q: x * (p / q),
+        lambda x, p, q: x * p / q,
+        [(4,), (4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x * (p / constants)": (
+        lambda x, p: x * (p / torch.arange(1, 5)),
+        lambda x, p: x * p / torch.arange(1, 5),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
     "linear by name": (
         lambda x, W, b: F.linear(x, weight=W, bias=b),
         lambda x, W, b: torch.einsum("nti,ntoi->nto", x, W) + b,
@@ -684,6 +782,7 @@ def test_torchs_prelu_has_the_diagonal_of_its_rows_gradients():
 
 
 COMPLEX = {  # of x and a parameter (4,)
+    "quotient": lambda x, p: x * (p / torch.full((4,), 1j)),
     "function": lambda x, p: x * torch.exp(p + 1j),
     "number": lambda x, p: x * (p * 1j),
     "factor": lambda x, p: x * (p * torch.full((4,), 1j)),
@@ -714,6 +813,57 @@ def test_complex_uses_that_are_not_understood_are_reported_and_leave_the_gradien
         kfac.step()
     assert kfac.routing()["1.phase"].treatment == "waiting"
     assert_close(model[1].phase.grad, expected[1].phase.grad)
+
+
+class Magnitudes(nn.Module):
+    """A low-rank change of a frozen layer, whose rows have magnitudes of their own (Liu et al. 2024)."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 3).requires_grad_(False)
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 3, bias=False)
+        self.magnitude = nn.Parameter(1 + numbers(3).abs())
+
+    def forward(self, x):
+        weight = self.base.weight + self.up.weight.detach() @ self.down.weight.detach()
+        scale = (self.magnitude / weight.norm(dim=1)).view(1, -1)
+        return (scale - 1) * F.linear(x, weight) + self.base(x)
+
+
+def test_magnitudes_over_the_norms_of_other_modules_weights_have_the_diagonal_of_rows_gradients():
+    model = nn.Sequential(nn.Linear(2, 4), Magnitudes(), nn.Linear(3, 2)).double()
+    x, expected = numbers(6, 2), 0.0
+    for row in x:
+        model.zero_grad()
+        (model(row[None]).square().sum() / 6).backward()
+        expected = expected + 6 * model[1].magnitude.grad.square()
+    model.zero_grad()
+    kfac = KFAC(model)
+    (model(x).square().sum() / 6).backward()
+    kfac.step()
+    assert_close(held(kfac)["1.magnitude"][0].flatten(), expected)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
+def test_quotients_in_derivatives_are_reported(place):
+    class Divided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(1 + numbers(4).abs())
+
+        def forward(self, x):
+            return torch.tanh(x / self.scale if place else self.scale / (1 + x * x))
+
+    model = nn.Sequential(nn.Linear(2, 4), Divided(), nn.Linear(4, 1)).double()
+    x = numbers(6, 2).requires_grad_()
+    kfac = KFAC(model)
+    (slopes,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    slopes.square().mean().backward()
+    with pytest.warns(
+        RuntimeWarning, match="create_graph=True, and what a loss of them owes.*'1.scale'"
+    ):
+        kfac.step()
 
 
 class OfComplexRows(nn.Linear):

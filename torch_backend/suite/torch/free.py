@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from suite.core.statistics import elementwise_second_moment_sum
@@ -58,18 +59,31 @@ _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
 LOOKS = {T._base.__get__}  # no uses of a view: another mode looks whose it is
 QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
+_ARITHMETIC = SUMS | TIMES | QUOTIENTS
 # Kinds of uses that are products of rows: the axes of the output that have the features.
 _FEATURES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("linear", "right", "grouped"), (-1,)),
     "left": (-2,),
 }
-# Functions of each entry: their derivatives' squares, by their values.
+# Functions of each entry: their derivatives, by arguments and values, but for the sign.
 _ENTRYWISE: dict[Any, Any] = {
-    **dict.fromkeys(NEGATIONS, torch.ones_like),
-    **dict.fromkeys((torch.exp, T.exp), torch.square),
-    **dict.fromkeys((torch.sigmoid, T.sigmoid, F.sigmoid), lambda y: (y * (1 - y)).square()),
-    **dict.fromkeys((torch.tanh, T.tanh, F.tanh), lambda y: (1 - y * y).square()),
-}
+    **dict.fromkeys((*NEGATIONS, torch.abs, T.abs, T.__abs__), lambda x, y: torch.ones_like(y)),
+    **dict.fromkeys((torch.exp, T.exp), lambda x, y: y),
+    **dict.fromkeys((torch.sigmoid, T.sigmoid, F.sigmoid), lambda x, y: y * (1 - y)),
+    **dict.fromkeys((torch.tanh, T.tanh, F.tanh), lambda x, y: 1 - y * y),
+    **dict.fromkeys((torch.reciprocal, T.reciprocal), lambda x, y: y * y),
+    **dict.fromkeys((torch.sqrt, T.sqrt), lambda x, y: 0.5 / y),
+    **dict.fromkeys((torch.rsqrt, T.rsqrt), lambda x, y: 0.5 * y**3),
+    **dict.fromkeys((torch.square, T.square), lambda x, y: 2 * x),
+    **dict.fromkeys((torch.log, T.log), lambda x, y: 1 / x),
+    **dict.fromkeys((torch.relu, T.relu, F.relu), lambda x, y: (x > 0).to(y.dtype)),
+    **dict.fromkeys(
+        (torch.clamp, T.clamp, torch.clip, T.clip, torch.clamp_min, T.clamp_min, torch.clamp_max,
+         T.clamp_max), lambda x, y: (x == y).to(y.dtype)
+    ),
+}  # fmt: skip
+_SOFTPLUS = F.softplus  # whose derivative is another with another `beta`
+_INVERSES = {T.__rtruediv__, T.__rdiv__}  # of a tensor, times a number
 
 
 def is_subtracted(function: Any, place: int) -> bool:
@@ -160,7 +174,7 @@ class FreeParameters(Mode):
         for x in tensors_given(args, kwargs):
             if id(x) in self._ids or id(x._base) in self._ids or id(x) in self.fresh:
                 return True
-            rows = rows or x.ndim > 0
+            rows = rows or (x.ndim > 0 and type(x) is not nn.Parameter)
         return not rows
 
     def _seen(self, function: Any, args: Any, kwargs: Any, before: Any, output: Any) -> Any:
@@ -192,6 +206,7 @@ class FreeParameters(Mode):
         if in_place:  # what it was is no more
             self.watched = [x for x in self.watched if x.tensor is not output]
         for place, operand, known in uses:
+            derivative = _derivative(function, args, kwargs, output) if known and place == 0 else None
             for watched in known:
                 if function in VIEWS and place == 0:
                     slot = function(watched.slot, *args[1:], **kwargs)
@@ -199,15 +214,12 @@ class FreeParameters(Mode):
                     self.watched.append(watched._replace(tensor=output, slot=slot, turned=turned))
                 elif function in CASTS and place == 0:
                     self.watched.append(watched._replace(tensor=output))
-                elif function in _ENTRYWISE and place == 0 and not output.dtype.is_complex:
-                    square = _ENTRYWISE[function](output.detach()).to(watched.slot.dtype)
-                    self.watched.append(watched._replace(tensor=output, slot=watched.slot * square))
-                elif not kwargs and function in QUOTIENTS and place == 0 and _divides(args[1]):
-                    slot = watched.slot * (1 / args[1] ** 2)
+                elif derivative is not None:
+                    slot = watched.slot * derivative.square().to(watched.slot.dtype)
                     self.watched.append(watched._replace(tensor=output, slot=slot))
-                elif not kwargs and function in SUMS | TIMES and self._fits(args, place, output):
+                elif self._fits(function, args, kwargs, place, output):
                     # 1 + p has no rows before it meets x. The square of a factor goes into squares.
-                    factor = before[1 - place] if function in TIMES else 1
+                    factor = _factor(function, before, place)
                     of_tensor = isinstance(factor, T) and factor.dtype.is_complex
                     if of_tensor or isinstance(factor, complex):
                         watched.misses(output)
@@ -268,9 +280,13 @@ class FreeParameters(Mode):
         known = self.fresh.get(id(x))
         return known is not None and known() is x
 
-    def _fits(self, args: Any, place: int, output: T) -> bool:
-        """Whether the other operand of a sum or product gives what is watched at `place` no rows."""
+    def _fits(self, function: Any, args: Any, kwargs: Any, place: int, output: T) -> bool:
+        """Whether this is a sum, product or quotient, of what gives that watched at `place` no rows."""
+        if function not in _ARITHMETIC or kwargs:
+            return False
         other = args[1 - place]
+        if function in QUOTIENTS and place == 0 and not isinstance(other, T):
+            return _divides(other)
         if not self._was_fresh(other):
             return self._without_rows(other)
         return output.numel() == args[place].numel() or output.shape[0] == 1
@@ -284,7 +300,9 @@ class FreeParameters(Mode):
             return True
         if not isinstance(operand, T):
             return False
-        return operand.ndim == 0 or any([operand is x for x in self.constants])  # noqa: C419
+        if operand.ndim == 0 or any([operand is x for x in self.constants]):  # noqa: C419
+            return True
+        return not torch.compiler.is_compiling() and type(operand) is nn.Parameter
 
 
 def turns_over(function: Any, args: Any, kwargs: Any) -> bool:
@@ -312,6 +330,31 @@ def _divides(x: Any) -> bool:
     return isinstance(x, int | float) and x != 0
 
 
+def _derivative(function: Any, args: Any, kwargs: Any, output: T) -> T | None:
+    """Of a function of each entry of its first argument, but for the sign; None: it is none."""
+    if output.dtype.is_complex:
+        return None
+    x, y = args[0].detach(), output.detach()
+    if function in _INVERSES:
+        return y / x if isinstance(args[1], int | float) else None
+    if function is _SOFTPLUS:
+        return x.sigmoid() if len(args) == 1 and not kwargs else None
+    return _ENTRYWISE[function](x, y) if function in _ENTRYWISE else None
+
+
+def _factor(function: Any, args: Any, place: int) -> Any:
+    """The derivative of a sum, product or quotient by its operand at `place`, but for the sign."""
+    if function in SUMS:
+        return 1
+    other = args[1 - place]
+    if function in TIMES:
+        return other
+    if isinstance(other, T):
+        exact = other.is_floating_point() or other.is_complex()
+        other = other.detach() if exact else other.to(args[place].dtype)
+    return 1 / other if place == 0 else other / args[1].detach() ** 2
+
+
 def ends_of_groups(function: Any, args: Any, kwargs: Any) -> Any:
     """Of a grouped product the offsets of its groups' ends, if it has any."""
     if function not in _GROUPED and str(function) != _GROUPED_OPERATOR:
@@ -336,11 +379,14 @@ def _probed(
     """
     others = [x for i, x in enumerate(args[:2]) if i != place and isinstance(x, T)]
     slot, shape = watched.slot, watched.slot.shape
-    kind, other, axes = "", None, None
+    kind, other, axes, followed = "", None, None, True
     if function in SUMS or (function in COPIES and place == 0 and _broadcasts(shape, output.shape)):
         kind = "sum"
     elif function in TIMES and len(others) == 1:
         kind, other = "product", others[0]
+    elif function in QUOTIENTS and len(others) == 1:
+        kind, other = "product", _factor(function, args, place)
+        followed = not others[0].requires_grad  # in derivatives
     elif function in _PRELU and place == 1:
         kind, other = "product", others[0].clamp(max=0)
         if other.ndim > 1 and len(shape) == 1:  # one for each channel, or for all
@@ -368,8 +414,9 @@ def _probed(
     counts = kind in _FEATURES and not without_rows(other)
     into_first = (kind in ("right", "grouped")) != watched.turned if counts else None
     how, source = _How(kind, axes, watched.reduce, into_first), None
-    if isinstance(other, T) and other.requires_grad | in_place and not torch.compiler.is_compiling():
-        source = _Source(watched, how, not in_place and not output.dtype.is_complex)
+    unfollowed = in_place or not followed
+    if isinstance(other, T) and other.requires_grad | unfollowed and not torch.compiler.is_compiling():
+        source = _Source(watched, how, not unfollowed and not output.dtype.is_complex)
     slots = slot, watched.ones, watched.counts
     run = None
     if counts and watched.capture is not None:
