@@ -30,7 +30,7 @@ class Net(nn.Module):
         return self.head(sum(F.linear(h, w) for w in self.experts))
 
 
-def train(x, concurrent: bool, began_first: bool, step_of_thread: int):
+def train(x, concurrent: bool, began_first: bool, step_of_thread: int, with_gradients: bool = False):
     """Parameters after three steps.
 
     A pass in a thread begins before one here and ends in it, or begins in it and ends after it.
@@ -51,7 +51,7 @@ def train(x, concurrent: bool, began_first: bool, step_of_thread: int):
         try:
             if not began_first:
                 wait(inside)
-            with torch.no_grad():
+            with torch.set_grad_enabled(with_gradients):
                 model(x, gate)
         except Exception as error:
             raised.append(error)
@@ -80,9 +80,73 @@ def train(x, concurrent: bool, began_first: bool, step_of_thread: int):
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("began_first", [False, True])
-def test_a_pass_in_another_thread_changes_nothing(step, began_first):
+def test_a_pass_in_another_thread_changes_nothing(step, began_first, with_gradients):
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found, expected = (train(x, concurrent, began_first, step) for concurrent in (True, False))
+    found, expected = (
+        train(x, concurrent, began_first, step, with_gradients) for concurrent in (True, False)
+    )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("when", ["0.bias", "2.bias", "4.bias", "output"])
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_pass_with_gradients_in_another_thread_during_a_backward_pass_changes_nothing(when, step):
+    """Sums of layers are there then whose gradients are not yet: they are not discarded ones."""
+    generator = torch.Generator().manual_seed(0)
+    x, ends = torch.randn(8, 6, dtype=torch.float64, generator=generator), []
+    for concurrent in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)]
+        model = nn.Sequential(*layers).double()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), damping=0.1)
+
+        def evaluate(gradient: torch.Tensor, model: nn.Module = model) -> None:
+            other = threading.Thread(target=model, args=(x[:3],))
+            other.start()
+            other.join()
+
+        for i in range(3):
+            kfac.zero_grad()
+            y = model(x)
+            handle = None
+            if concurrent and i == step:
+                here = y if when == "output" else model.get_parameter(when)
+                handle = here.register_hook(evaluate)
+            y.square().mean().backward()
+            kfac.step()
+            if handle is not None:
+                handle.remove()
+        ends.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_pass_in_another_thread_that_outlasts_the_first_step_leaves_its_modes():
+    inside, stepped, left = threading.Event(), threading.Event(), []
+    model = Net()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), damping=0.1)
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def gate() -> None:
+        inside.set()
+        assert stepped.wait(60)
+
+    def evaluate() -> None:
+        model(x, gate)
+        left.append(len(torch.overrides._get_current_function_mode_stack()))
+
+    other = threading.Thread(target=evaluate)
+    other.start()
+    assert inside.wait(60)
+    model(x).square().mean().backward()
+    kfac.step()
+    stepped.set()
+    other.join()
+    assert left == [0]
+    alone = Net()
+    other_kfac = KFAC(alone, torch.optim.SGD(alone.parameters(), lr=0.1), damping=0.1)
+    alone(x).square().mean().backward()
+    other_kfac.step()
+    assert len(model._forward_hooks) == len(alone._forward_hooks)

@@ -644,6 +644,8 @@ class LayerCapture:
         # Then None may mean that a micro-batch's are not reduced yet, or summed up elsewhere.
         if self.held_back or self.taken_elsewhere:
             return
+        if self.clock.pass_elsewhere():  # whose gradients are still to come
+            return
         if self._has_sums() and self._has_no_gradients():
             self.clear()
             self.clock.discarded(again=again)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from suite.core.noise import unit_noise
+from suite.torch.hooks import in_backward
 from suite.torch.rows import stratified
 from suite.torch.runs import Ending, Run
 
@@ -46,7 +48,8 @@ class CaptureClock:
         self.lookups: set[str] = set()  # what was looked up once for all, in what is not followed
         self.transformed: set[str] = set()  # layers that ran where there are no statistics
         self.missed: set[str] = set()  # layers whose uses in derivatives are not understood
-        self._passing: set[int] = set()  # the backward passes that came to a layer and are not over
+        # The backward passes that came to a layer and are not over, and the threads of their calls.
+        self._passing: dict[int, int | None] = {}
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
         self.calls = 0
@@ -108,7 +111,8 @@ class CaptureClock:
             What the backward pass through this call is to say so to; None: nobody asks.
         """
         if self._passing and not again and not torch.compiler.is_compiling():
-            self._passing.clear()  # of those that raised
+            own = (None, threading.get_ident())  # which run no backward pass now: those raised
+            self._passing = {now: t for now, t in self._passing.items() if t not in own}
         if self.taken and not torch.compiler.is_compiling():  # what is read there is compiled in
             for capture in self.captures:
                 capture.called = False
@@ -133,10 +137,13 @@ class CaptureClock:
             self.compiled_last = None
         return Run(self, self.runs, owner, layer.name, transposed=transposed, looks_up=looks_up)
 
-    def passes(self) -> None:
+    def passes(self, thread: int | None = None) -> None:
         """A backward pass has come to a layer, before it adds to any sum.
 
         Layers ask what was discarded, and when it is over where gradients are.
+
+        Args:
+            thread: which called the layer; None: it is not known.
         """
         now = torch._C._current_graph_task_id()
         if now == -1 or now in self._passing:
@@ -144,14 +151,21 @@ class CaptureClock:
         if not self._passing and self.wanted and not self.pausing and not self.sampled:
             for capture in self.captures:
                 capture.forget_what_was_discarded()
-        self._passing.add(now)
+        self._passing[now] = thread
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(functools.partial(self._passed, now))
 
     def _passed(self, now: int) -> None:
-        self._passing.discard(now)
+        self._passing.pop(now, None)
         for capture in self.captures:
             capture.note_gradients()
+
+    def pass_elsewhere(self) -> bool:
+        """Outside of backward passes: whether one runs through calls that another thread made."""
+        if not self._passing or in_backward():
+            return False
+        own = (None, threading.get_ident())
+        return any(thread not in own for thread in self._passing.values())
 
     def has_run(self, owner: LayerCapture) -> bool:
         """Whether a layer was called in this step, with its weight as it is."""

@@ -6,9 +6,10 @@ import contextlib
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -182,10 +183,10 @@ class ModeAround:
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
         self.modes = Stacks()  # None for a forward without one
-        self.handles = [
-            before_forward(module, Enter(self, module)),
-            after_forward(module, Hook(self, module), always_call=True),
-        ]
+        self.under_way = Counter[int]()  # forwards, by thread, as far as no graph has them
+        leaves = after_forward(module, Hook(self, module), always_call=True)
+        self.exit = _Exit(self, leaves)
+        self.handles: list[Any] = [before_forward(module, Enter(self, module)), self.exit]
 
     def make_mode(self) -> Mode | None:
         raise NotImplementedError
@@ -200,12 +201,18 @@ class ModeAround:
             if not torch.compiler.is_compiling():
                 mode.entered_by = self
         self.modes.push(mode)
+        if not torch.compiler.is_compiling():
+            self.under_way[threading.get_ident()] += 1
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         """The forward is over, or has raised."""
         mode = self.modes.pop()
         if mode is not None:
             mode.__exit__(None, None, None)
+        if not torch.compiler.is_compiling():
+            self.under_way[threading.get_ident()] -= 1
+            if output is not None:  # else torch is going through its hooks
+                self.exit.left()
 
     def unwind(self) -> bool:
         """Outside of any forward: leave a mode that an interrupted one left on torch's stack."""
@@ -216,6 +223,39 @@ class ModeAround:
             return False
         self.observe(0, None, None, None)
         return True
+
+
+class _Exit:
+    """The handle of a hook that leaves modes, which stays while other threads have some to leave."""
+
+    _awaited: ClassVar[set[tuple[_Exit, ModeAround]]] = set()  # to keep them alive
+
+    def __init__(self, around: ModeAround, handle: Any) -> None:
+        self._around, self._handle = weakref.ref(around), handle
+        self._is_removed = False
+
+    def remove(self) -> None:
+        self._is_removed = True
+        self.left()
+
+    def left(self) -> None:
+        """A thread left one."""
+        around = self._around()
+        if not self._is_removed or around is None:
+            return
+        if _runs_elsewhere(around):
+            self._awaited.add((self, around))
+        else:
+            self._handle.remove()
+            self._awaited.discard((self, around))
+
+
+def _runs_elsewhere(around: ModeAround) -> bool:
+    """Whether another thread is within it."""
+    if not any(around.under_way.values()):
+        return False
+    others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident(), None}
+    return any(count > 0 and ident in others for ident, count in around.under_way.items())
 
 
 def leave_interrupted() -> None:
