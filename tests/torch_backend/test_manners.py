@@ -862,12 +862,21 @@ def test_a_copy_after_the_optimizer_got_more_parameters_covers_what_the_first_co
     assert copied.param_groups[1]["params"][0] is other[0].bias
 
 
-def test_a_head_exchanged_for_another_is_reported_and_stays_plain():
+@pytest.mark.parametrize("to_base", [False, True])
+def test_a_head_exchanged_for_another_is_reported_and_stays_plain(to_base):
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model[2] = nn.Linear(3, 5)
+
+    def go_on() -> None:
+        (kfac.optimizer if to_base else kfac).add_param_group({"params": model[2].parameters()})
+        model(torch.randn(5, 4)).square().mean().backward()
+        kfac.step()
+
     with pytest.warns(RuntimeWarning, match="not covered when.*'2.weight', '2.bias'"):
-        kfac.add_param_group({"params": model[2].parameters()})
+        go_on()
+    model(torch.randn(5, 4)).square().mean().backward()
+    kfac.step()  # that has been said
     routes = {route.parameter: route for route in kfac.routing()}
     assert {name: route.treatment for name, route in routes.items()} == {
         **dict.fromkeys(("0.weight", "0.bias"), "kfac"),

@@ -354,6 +354,7 @@ class KFAC(torch.optim.Optimizer):
         covered = {id(p): p for layer in self._engine.layers for p in layer.parameters()}
         super().__init__(list(covered.values()), {"lr": lr} if optimizer is None else {})
         self._base = optimizer
+        self._known_groups = 0 if optimizer is None else len(optimizer.param_groups)
         self._steps = 0
         self._is_graphed = False  # whether GraphedStep records this step
         self._compared = False  # whether ranks have the same parameters
@@ -439,7 +440,14 @@ class KFAC(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         self._base.add_param_group(param_group)
-        self._engine.reports.added(self._base.param_groups[-1]["params"])
+        self._tell_of_new_groups()
+
+    def _tell_of_new_groups(self) -> None:
+        """Of groups that the base optimizer was given by now."""
+        if self._base is not None:
+            for group in self._base.param_groups[self._known_groups :]:
+                self._engine.reports.added(group["params"])
+            self._known_groups = len(self._base.param_groups)
 
     @property
     def model(self) -> nn.Module:
@@ -557,6 +565,7 @@ class KFAC(torch.optim.Optimizer):
         kl_clip = self.hyperparameter("kl_clip")
         self._engine.reports.periods(self._engine.rule, factor_update_steps, inv_update_steps)
         self._at("factor_update_steps", self._steps + 1)  # what is wrong with it is said now
+        self._tell_of_new_groups()
         lr_of, moves = self._lr_of(), self._moves()
         require_unscaled(self._grad_scaler, self, self._base)
         self._engine.capture.unwind()

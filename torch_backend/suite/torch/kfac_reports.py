@@ -105,7 +105,8 @@ class Reports:
         why = (
             "A model that torch.compile has compiled before K-FAC was attached loses its hooks (attach "
             "first, or call torch._dynamo.reset()), gradients from torch.func have none, and weights "
-            "that a forward makes anew before a function gets them (times a mask) are not seen"
+            "that a forward makes anew before a function gets them (times a mask) are not seen, nor are "
+            "calls with nested tensors"
         )
         if all(layer.spec.kind == "free" for layer in self.layers):
             names = ", ".join(repr(layer.name) for layer in self.layers)
@@ -190,8 +191,8 @@ class Reports:
             warn_user(
                 "these layers got a gradient but were not seen running in training mode, and keep "
                 "their plain gradient (times kl_clip's coefficient) until they are (what is not seen: "
-                "calls by torch.func, or inside of another's autograd.Function as by odeint_adjoint, "
-                f"and functions that K-FAC does not know): {names}"
+                "calls by torch.func, with nested tensors, or inside of another's autograd.Function as "
+                f"by odeint_adjoint, and functions that K-FAC does not know): {names}"
             )
 
     def thawed(self) -> None:

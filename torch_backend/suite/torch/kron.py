@@ -51,9 +51,10 @@ class Kron(torch.optim.Optimizer):
         >>> optimizer.step()
         >>> optimizer.zero_grad()
 
-    A step with a gradient that is not finite changes nothing and is counted in `skipped_steps`; the
-    host does not wait for that decision. (The update schedule's clock is the host's: on the CPU a
-    skipped step leaves it alone, too, elsewhere it ticks.) Every argument but `params` can differ
+    A step with a gradient that is not finite changes nothing and is counted in `skipped_steps`. On an
+    accelerator the host does not wait for that decision; elsewhere, and over several ranks, there is a
+    warning. (The update schedule's clock is the host's: where it knows, a skipped step leaves that
+    alone, too, elsewhere it ticks.) Every argument but `params` can differ
     between parameter groups.
 
     Args:
@@ -399,6 +400,7 @@ class Kron(torch.optim.Optimizer):
         # Alone on an accelerator reading `finite` would make the host wait; there a skipped step ticks.
         known = not self._ranks.alone or finite.device.type in HOST_DEVICES
         if known and not finite:
+            self._tell_of_a_skipped_step()
             return
         together = enumerate(zip(self.param_groups, self._engines, plans, pairs, strict=True))
         for number, (group, engine, (rule, settings, counts), pair) in together:
@@ -420,6 +422,10 @@ class Kron(torch.optim.Optimizer):
                     given = [g if here else None for g, here in zip(found, members, strict=True)]
                 self._step_group(group, engine, None if known else finite, given, own, pair)
             group.update(counts)
+
+    @torch._disable_dynamo
+    def _tell_of_a_skipped_step(self) -> None:
+        warn_user(f"a step was skipped: a gradient was not finite ({self.skipped_steps} skipped so far)")
 
     def _agree(
         self, parameters: list[torch.Tensor], tensors: list[torch.Tensor]
