@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.experimental.jet import jet
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -1295,6 +1296,79 @@ def test_the_terms_of_a_loss_of_derivatives_are_its_points(kind, activation):
     assert terms(residual, x) == pytest.approx(9)
     assert terms(boundary, x, y) == pytest.approx(13)
     assert terms(and_more, x, y, has_aux=True) == pytest.approx(13)
+
+
+def by_jet(u, x, e):
+    return jet(u, (x,), ((e, jnp.zeros_like(x)),))[1][1]
+
+
+@pytest.mark.parametrize("activation", [jnp.tanh, jnp.sin])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_terms_of_a_loss_of_derivatives_of_second_order_by_jet_are_its_points(mapped, activation):
+    p, x, y = points_and_mlp()
+
+    def laplacian(u, x):
+        if mapped:
+            return jax.vmap(lambda e: by_jet(u, x, e))(jnp.eye(2)).sum()
+        return sum(by_jet(u, x, e) for e in jnp.eye(2))
+
+    def at(f, p, x):
+        return jax.vmap(lambda x: f(lambda z: mlp_of_a_point(p, z, activation), x))(x)
+
+    def residual(p, x):
+        return jnp.mean(at(laplacian, p, x) ** 2)
+
+    def boundary(p, x, y):
+        return residual(p, x) + jnp.mean(at(lambda u, z: u(z), p, y) ** 2)
+
+    assert value_and_grad(residual).plan(p, x).last[0].terms == 9
+    assert value_and_grad(boundary).plan(p, x, y).last[0].terms == 13
+
+
+ZEROS = np.zeros((7, 3))
+SEEDS = {  # of zeros like x, with which a product is none
+    "zeros_like": jnp.zeros_like,
+    "closed over": lambda x: jnp.asarray(ZEROS),
+    "times 0": lambda x: 0.0 * x,
+    "moved": lambda x: -jnp.zeros((3, 7)).T / 3 + jnp.zeros_like(x),
+    "made of zeros": lambda x: jnp.zeros_like(x) * jnp.sin(x),
+}
+
+
+@pytest.mark.parametrize("kind", SEEDS)
+def test_products_with_what_is_zero_are_no_uses(kind):
+    p, x = {"w": normal(3, 4), "s": normal(4, seed=1), "o": normal(4, 2, seed=2)}, normal(7, 3, seed=3)
+
+    def loss(p, x, zeros):
+        h = jnp.tanh(x @ p["w"] + (0.0 if zeros is None else jnp.cos(zeros(x) @ p["w"]) - 1))
+        return jnp.mean(jnp.sin((h * p["s"]) @ p["o"]) ** 2)
+
+    found, expected = (value_and_grad(loss)(p, x, zeros) for zeros in (SEEDS[kind], None))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_data_that_is_closed_over_may_be_zero():
+    p = {"w": normal(3, 4)}
+    data = jnp.asarray(ZEROS)
+    plan = value_and_grad(lambda p: jnp.mean(jnp.cos(data @ p["w"]))).plan(p)
+    assert plan.last[0].terms == 7
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_weights_may_be_put_on_a_device(several):
+    p, x = {"w": normal(3, 4), "b": normal(4, seed=1)}, normal(7, 3, seed=2)
+    device = jax.devices()[0]
+
+    def loss(p, x, move):
+        return jnp.mean(jnp.sin(x @ move(p)["w"] + move(p)["b"]))
+
+    def moved(p):
+        return jax.device_put(p, device) if several else {k: jax.device_put(v) for k, v in p.items()}
+
+    found, expected = (value_and_grad(loss)(p, x, f) for f in (moved, lambda p: p))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
 def normalized(h):

@@ -48,13 +48,14 @@ class Derivatives:
         """Whether a product is, it seems, one in derivatives of some products with its leaf.
 
         What goes into it is a direction, or linear in one; or it is as one of them, and made of all that
-        that is made of: along a direction that is an argument.
+        that is made of: along directions that are arguments, or of a higher order in one.
         """
         if site.input is None:
             return False
         if self.is_linear(site) or site.input in self._linear[1]:
             return True
-        alike = [v for v in of if v.view == site.view and v.use.rows == site.use.rows]
+        rows = site.use.rows  # of each direction
+        alike = [v for v in of if v.view == site.view and rows % max(v.use.rows, 1) == 0]
         own = self._data[site.input]
         given = [self._data[value.input] for value in alike if value.input is not None]
         return any(its & own == its for its in given)

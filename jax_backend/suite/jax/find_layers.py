@@ -101,6 +101,9 @@ class _Finder:
         self.early: dict[int, tuple[Site, tuple[Step, ...]]] = {}  # a leaf times rows, re-indexed
         self.rows_found: dict[int, Origin] = {}  # what known indices look up, moved about
         self.aside: dict[int, Site] = {}  # products that the loss does not depend on
+        self.passed_on: dict[int, Site] = {}  # and what they are moved to
+        # Of which a product is no use of a leaf.
+        self.zeros = jaxprs.zero_values(program, constants=bool(with_axes))
         self.near: set[int] = set()  # made of what it depends on, and no other data: sin z, beside cos z
         self.late: dict[Any, Site] = {}  # by place: of which site it is what it may be moved to
         self.roots = [root for root in roots if root is not None]
@@ -201,6 +204,9 @@ class _Finder:
     def meet(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
         """An operation with a view of a leaf."""
         op = node.operation
+        products = (operations.DotGeneral, operations.Convolve, operations.Multiply)
+        if isinstance(op, products) and any(v in self.zeros for v in node.inputs):
+            return
         name = node.custom.name if node.custom is not None else node.name
         if isinstance(op, operations.Reindex) and known[0] is not None and self.stays_real(node):
             self.origins[node.outputs[0]] = known[0].moved(op.step)
@@ -297,7 +303,8 @@ class _Finder:
         elif len(met) == 1 and (multiplier := self.multiplier(node, met[0].place)) is not None:
             self.origins[out] = met[0].origin.times(multiplier)
         elif isinstance(op, operations.Add):
-            self.uses.beside += [self.aside[v] for v in node.inputs if v is not None and v in self.aside]
+            products = self.aside | self.passed_on
+            self.uses.beside += [products[v] for v in node.inputs if v is not None and v in products]
         elif len(met) == 1 and isinstance(op, (operations.DotGeneral, operations.Convolve)):
             site = self.product(node, met[0])
             if site is not None and out in self.near:
@@ -323,6 +330,11 @@ class _Finder:
 
     def go_near(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
         """Note what is made of values that the loss depends on, and of no other data."""
+        first = next((v for v in node.inputs if v is not None), -1)
+        site = self.aside.get(first) or self.passed_on.get(first)
+        to_number = isinstance(node.operation, operations.Add) and None in node.inputs
+        if site is not None and (to_number or isinstance(node.operation, operations.Reindex)):
+            self.passed_on[node.outputs[0]] = site
         pairs = zip(node.inputs, known, strict=True)
         given = [v for v, origin in pairs if v is not None and origin is None]
         far = [v for v in given if v not in self.live and v not in self.near]

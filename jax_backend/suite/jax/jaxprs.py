@@ -15,10 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from suite.jax.operations import ByHand, LoopSlice, Moved, Reindex, Returned, operation_of
+from suite.jax.operations import (
+    Add,
+    ByHand,
+    Convolve,
+    Divide,
+    DotGeneral,
+    LoopSlice,
+    Moved,
+    Multiply,
+    Negate,
+    Reindex,
+    Returned,
+    operation_of,
+)
 from suite.jax.views import Shape
 
 Path = tuple[int, ...]  # equation (and branch) numbers, outermost program first
+
+_LARGEST_SEED = 2**16  # numbers that are looked at
 
 PROBE = "suite_kfac_probe"  # of `capture.probe`: a call of this name
 
@@ -213,7 +228,7 @@ class _Flattener:
             turned = given.update(shape=tuple(given.shape[axis] for axis in order))
             moved = node(Reindex(("transpose", (tuple(order),))), values, turned)
             return [node(Reindex(("reshape", (turned.shape, out.aval.shape))), (moved,), out.aval)]
-        if name == "optimization_barrier":
+        if name in ("optimization_barrier", "device_put"):  # of several
             pairs = zip(values, eqn.outvars, strict=True)
             return [node(Reindex(None), (v,), out.aval) for v, out in pairs]
         operation = operation_of(eqn)
@@ -297,6 +312,39 @@ def dependent_values(program: Program, starts: Iterable[int]) -> set[int]:
                 found.update(node.outputs)
         found.update(into for into, out in program.back if out in found)
     return found
+
+
+def zero_values(program: Program, constants: bool) -> set[int]:
+    """Values that are 0, whatever the inputs: seeds of derivatives, and what is made of them alone.
+
+    Args:
+        constants: whether arrays that were closed over may be such seeds; else they are data.
+    """
+    found = {v for v, x in program.known.items() if constants and _is_zero(x)}
+
+    def is_zero(node: Node, i: int) -> bool:
+        value = node.inputs[i]
+        return value in found if value is not None else program.numbers.get((node.path, i)) == 0
+
+    for node in program.nodes:
+        op, zeros = node.operation, [is_zero(node, i) for i in range(len(node.inputs))]
+        if isinstance(op, (Multiply, DotGeneral, Convolve)):
+            is_all = any(zeros[:2])
+        elif isinstance(op, (Reindex, Negate, Divide)):
+            is_all = zeros[:1] == [True]
+        else:
+            is_all = isinstance(op, Add) and all(zeros)
+        if is_all:
+            found.update(node.outputs)
+    return found
+
+
+def _is_zero(x: Any) -> bool:
+    """Whether an array is at hand, small and 0."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return False
+    floats = jnp.issubdtype(getattr(x, "dtype", np.int32), jnp.floating)
+    return floats and np.size(x) <= _LARGEST_SEED and not np.any(np.asarray(x))
 
 
 # Operations of floats whose derivative JAX knows to be zero: it does not go through them.
