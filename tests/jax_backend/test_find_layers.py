@@ -1325,10 +1325,8 @@ def test_the_terms_of_a_loss_of_derivatives_of_second_order_by_jet_are_its_point
     assert value_and_grad(boundary).plan(p, x, y).last[0].terms == 13
 
 
-ZEROS = np.zeros((7, 3))
-SEEDS = {  # of zeros like x, with which a product is none
+SEEDS = {  # of zeros like x
     "zeros_like": jnp.zeros_like,
-    "closed over": lambda x: jnp.asarray(ZEROS),
     "times 0": lambda x: 0.0 * x,
     "moved": lambda x: -jnp.zeros((3, 7)).T / 3 + jnp.zeros_like(x),
     "made of zeros": lambda x: jnp.zeros_like(x) * jnp.sin(x),
@@ -1336,11 +1334,13 @@ SEEDS = {  # of zeros like x, with which a product is none
 
 
 @pytest.mark.parametrize("kind", SEEDS)
-def test_products_with_what_is_zero_are_no_uses(kind):
-    p, x = {"w": normal(3, 4), "s": normal(4, seed=1), "o": normal(4, 2, seed=2)}, normal(7, 3, seed=3)
+def test_products_with_seeds_of_zeros_beside_a_layers_values_are_no_uses(kind):
+    p = {"w": normal(3, 4), "b": normal(4, seed=4), "s": normal(4, seed=1), "o": normal(4, 2, seed=2)}
+    x = normal(7, 3, seed=3)
 
     def loss(p, x, zeros):
-        h = jnp.tanh(x @ p["w"] + (0.0 if zeros is None else jnp.cos(zeros(x) @ p["w"]) - 1))
+        h = x @ p["w"] + p["b"]
+        h = jnp.tanh(h + (0.0 if zeros is None else jnp.cos(zeros(x) @ p["w"]) - 1))
         return jnp.mean(jnp.sin((h * p["s"]) @ p["o"]) ** 2)
 
     found, expected = (value_and_grad(loss)(p, x, zeros) for zeros in (SEEDS[kind], None))
@@ -1348,11 +1348,35 @@ def test_products_with_what_is_zero_are_no_uses(kind):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
-def test_data_that_is_closed_over_may_be_zero():
-    p = {"w": normal(3, 4)}
-    data = jnp.asarray(ZEROS)
-    plan = value_and_grad(lambda p: jnp.mean(jnp.cos(data @ p["w"]))).plan(p)
-    assert plan.last[0].terms == 7
+@pytest.mark.parametrize("bias_first", [False, True])
+def test_a_recurrent_network_from_zeros_has_all_of_its_products(bias_first):
+    p = {"h": normal(4, 4), "x": normal(3, 4, seed=1), "b": normal(4, seed=2)}
+    x = normal(7, 5, 3, seed=3)
+
+    def loss(p, x, h):
+        for t in range(5):
+            y = (
+                h @ p["h"] + p["b"] + x[:, t] @ p["x"]
+                if bias_first
+                else h @ p["h"] + x[:, t] @ p["x"] + p["b"]
+            )
+            h = jnp.tanh(y)
+        return jnp.mean(h**2)
+
+    found = value_and_grad(lambda p, x: loss(p, x, jnp.zeros((7, 4))))(p, x)
+    expected = value_and_grad(loss)(p, x, jnp.zeros((7, 4)))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_rows_of_other_data_beside_a_layers_are_terms():
+    p, x = {"w": normal(3, 2), "b": normal(2, seed=1)}, normal(6, 3, seed=2)
+
+    def loss(p, x):
+        others = jnp.concatenate([x - x[:1], x * 2, x - x[1:2]])
+        return jnp.mean(jnp.sin(x @ p["w"] + p["b"])) + jnp.mean(jnp.sin(others @ p["w"]))
+
+    assert value_and_grad(loss).plan(p, x).last[0].terms == 24
 
 
 @pytest.mark.parametrize("several", [False, True])

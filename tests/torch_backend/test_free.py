@@ -844,6 +844,90 @@ def test_magnitudes_over_the_norms_of_other_modules_weights_have_the_diagonal_of
     assert_close(held(kfac)["1.magnitude"][0].flatten(), expected)
 
 
+def test_parameters_that_are_data_have_rows():
+    """Latents of each example are none of a layer's weights."""
+    found = []
+    for are_parameters in (True, False):
+
+        class Around(nn.Module):
+            def __init__(self, kind=are_parameters):
+                super().__init__()
+                self.latents = nn.Parameter(numbers(6, 4)) if kind else numbers(6, 4)
+                self.scaled = OwnScale()
+                self.head = nn.Linear(4, 2)
+
+            def forward(self, x):
+                return self.head(self.scaled(x) + self.scaled(torch.tanh(self.latents)))
+
+        torch.manual_seed(0)
+        model = Around().double()
+        kfac = KFAC(model, kl_clip=None)
+        model(numbers(6, 4)).square().mean().backward()
+        kfac.step()
+        found.append(held(kfac)["scaled.scale"])
+    assert all(map(torch.equal, *found))
+
+
+def test_squares_of_derivatives_in_half_precision_do_not_overflow():
+    model = nn.Sequential(nn.Linear(2, 4), Inverse(), nn.Linear(4, 1)).half()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = [p.clone() for p in model.parameters()]
+    model(numbers(6, 2).half()).square().mean().backward()
+    kfac.step()
+    assert kfac.skipped_steps == 0
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+class OwnScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(1 + numbers(4).abs())
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Inverse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 0.05))
+
+    def forward(self, x):
+        return x * (1 / self.scale)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("how", ["1 - p", "1 / p", "2 / (1 + exp(-p))"])
+def test_numbers_less_and_over_parameters_compile(how):
+    torch._dynamo.reset()
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Parameter(1 + numbers(4).abs())
+
+        def forward(self, x):
+            p = self.gate
+            return (
+                x
+                * {"1 - p": lambda: 1 - p, "1 / p": lambda: 1 / p}.get(
+                    how, lambda: 2 / (1 + torch.exp(-p))
+                )()
+            )
+
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 4), Gated(), nn.Linear(4, 1)).double()
+        kfac = KFAC(model, kl_clip=None)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run(numbers(6, 2)).square().mean().backward()
+        kfac.step()
+        found.append(held(kfac)["1.gate"][0])
+    assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
 def test_quotients_in_derivatives_are_reported(place):

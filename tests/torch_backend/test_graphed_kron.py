@@ -242,6 +242,17 @@ def test_in_single_precision_and_under_autocast():
     assert graphed.replayed == 10
 
 
+def test_rates_in_half_precision_are_those_of_steps_as_ever():
+    def take(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x.bfloat16()).float(), y)
+
+    def make(model: nn.Module) -> Kron:
+        return made(model, lr=0.0173)  # which bfloat16 does not have
+
+    graphed = compared(batches(12), make, take=take, prepare=lambda model: model.bfloat16(), rtol=1e-6)
+    assert graphed.replayed == 10
+
+
 def test_what_waits_runs_as_ever_with_a_warning():
     def take(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(x), y) * (2.0 if float(x.sum()) > 1e9 else 1.0)

@@ -45,7 +45,7 @@ def test_steps_are_as_ever():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fused": False}, r"must have a fused optimizer.*got SGD"),
+        ({"fused": False}, r"must have a fused one inside.*got SGD"),
         ({"spread_inverses": True}, "spread_inverses must be False"),
         ({"fisher": "mc", "likelihood": "categorical"}, "fisher must be 'empirical'"),
         ({"grad_scaler": torch.amp.GradScaler("cpu")}, "grad_scaler must be None"),
@@ -59,11 +59,14 @@ def test_what_needs_the_host_in_each_step_is_refused(settings, message):
 
 
 def test_a_preconditioner_alone_and_other_optimizers_are_refused():
-    with pytest.raises(ValueError, match=r"must have a fused optimizer.*got NoneType"):
+    with pytest.raises(ValueError, match=r"must have a fused one inside.*got NoneType"):
         GraphedStep(KFAC(network()), lambda x: x.sum())
     kron: Any = Kron(network().parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"must be a suite.torch.KFAC, got Kron.*torch.compile"):
+    with pytest.raises(TypeError, match=r"model must be what loss_of runs, got None"):
         GraphedStep(kron, lambda x: x.sum())
+    other: Any = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"must be a suite.torch.KFAC or Kron, got SGD.*torch.compile"):
+        GraphedStep(other, lambda x: x.sum())
 
 
 @pytest.mark.parametrize("found", [None, 1.0, (1.0,)])

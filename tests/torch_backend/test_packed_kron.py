@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 from typing import get_args
 
 import pytest
@@ -115,7 +116,8 @@ def test_a_step_that_is_not_finite_changes_nothing(monkeypatch, geometry, looks)
     model, kron = made(geometry=geometry, packed_factors=True, cache_preconditioner=False)
     train(model, kron, range(4))
     before = copy.deepcopy((model.state_dict(), kron.state_dict()["state"]))
-    train(model, kron, range(4, 6), poison=(4, 5))
+    with pytest.warns(RuntimeWarning, match="a step was skipped") if looks else nullcontext():
+        train(model, kron, range(4, 6), poison=(4, 5))
     assert kron.skipped_steps == 2
     after = kron.state_dict()["state"]
     for record in (*before[1].values(), *after.values()):

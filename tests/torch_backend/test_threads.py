@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,52 @@ def test_a_pass_with_gradients_in_another_thread_during_a_backward_pass_changes_
                 handle.remove()
         ends.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("raises_here", [False, True])
+def test_a_backward_pass_that_raised_in_or_after_another_thread_is_no_part(raises_here, ends):
+    generator = torch.Generator().manual_seed(0)
+    x, found = torch.randn(8, 6, dtype=torch.float64, generator=generator), []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), damping=0.1)
+        outputs, made, over = [], threading.Event(), threading.Event()
+
+        def fail(y: torch.Tensor, model: nn.Module = model) -> None:
+            handle = model[2].weight.register_hook(lambda gradient: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                y.square().mean().backward()
+            handle.remove()
+
+        def work(model: nn.Module = model, outputs: Any = outputs, made: Any = made, over: Any = over):
+            y = model(5 * x)
+            _ = outputs.append(y) if raises_here else fail(y)
+            made.set()
+            assert over.wait(60)
+
+        for i in range(3):
+            kfac.zero_grad()
+            if fails and i == 1:
+                other = threading.Thread(target=work)
+                other.start()
+                assert made.wait(60)
+                for y in outputs:
+                    fail(y)
+                if ends:
+                    over.set()
+                    other.join()
+                for p in model.parameters():
+                    p.grad = None
+                model(3 * x).square().mean().backward()
+                for p in model.parameters():
+                    p.grad = None
+            model(x).square().mean().backward()
+            kfac.step()
+        over.set()
+        found.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_pass_in_another_thread_that_outlasts_the_first_step_leaves_its_modes():

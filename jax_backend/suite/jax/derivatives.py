@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from suite.jax import jaxprs
@@ -44,30 +44,45 @@ class Derivatives:
         """Whether what goes into a product is linear in a direction, it seems, and no direction."""
         return site.input in self._linear[0]
 
-    def is_derivative(self, site: Site, of: Sequence[Site]) -> bool:
+    def is_derivative(
+        self, site: Site, of: Sequence[Site], beside: Container[Any] = frozenset()
+    ) -> bool:
         """Whether a product is, it seems, one in derivatives of some products with its leaf.
 
         What goes into it is a direction, or linear in one; or it is as one of them, and made of all that
-        that is made of: along directions that are arguments, or of a higher order in one.
+        that is made of: along a direction that is an argument, or of a higher order.
+
+        Args:
+            beside: places of those of them that the loss has derivatives of alone, which may be along
+                several directions at once.
         """
         if site.input is None:
             return False
         if self.is_linear(site) or site.input in self._linear[1]:
             return True
-        rows = site.use.rows  # of each direction
-        alike = [v for v in of if v.view == site.view and rows % max(v.use.rows, 1) == 0]
+        rows = site.use.rows
+        alike = [
+            v
+            for v in of
+            if v.view == site.view
+            and (v.use.rows == rows or (v.use.place in beside and rows % max(v.use.rows, 1) == 0))
+        ]
         own = self._data[site.input]
         given = [self._data[value.input] for value in alike if value.input is not None]
         return any(its & own == its for its in given)
 
-    def leave_out(self, products: Sequence[Site], values: Sequence[Site]) -> list[Site]:
+    def leave_out(
+        self, products: Sequence[Site], values: Sequence[Site], beside: Sequence[Site]
+    ) -> list[Site]:
         """Products but for those in derivatives of others, of which only these are terms.
 
         Without biases what is linear in a direction tells them apart.
 
         Args:
             values: those to which a bias is added, as it is to what a layer computes.
+            beside: those of them that the loss does not depend on, but for derivatives.
         """
+        unread = {site.use.place for site in beside}
         of_part: dict[Any, tuple[list[Site], list[Site]]] = {}
         for which, some in enumerate((values, products)):
             for site in some:
@@ -80,7 +95,7 @@ class Derivatives:
                 return False
             own, alike = of_part[_part(site)]
             if own:
-                return self.is_derivative(site, own)
+                return self.is_derivative(site, own, unread)
             return len(alike) > 1 and self.is_linear(site) and not all(map(self.is_linear, alike))
 
         return [site for site in products if not is_left_out(site)]

@@ -102,8 +102,7 @@ class _Finder:
         self.rows_found: dict[int, Origin] = {}  # what known indices look up, moved about
         self.aside: dict[int, Site] = {}  # products that the loss does not depend on
         self.passed_on: dict[int, Site] = {}  # and what they are moved to
-        # Of which a product is no use of a leaf.
-        self.zeros = jaxprs.zero_values(program, constants=bool(with_axes))
+        self.zeros = jaxprs.zero_values(program)  # seeds of derivatives of higher order, perhaps
         self.near: set[int] = set()  # made of what it depends on, and no other data: sin z, beside cos z
         self.late: dict[Any, Site] = {}  # by place: of which site it is what it may be moved to
         self.roots = [root for root in roots if root is not None]
@@ -176,6 +175,7 @@ class _Finder:
         self.uses.held = self.made.own.held()
         self.settle_scalings()
         self.settle_beside()
+        self.leave_out_zeros()
         self.uses.each_its_own = any(map(self.is_of_each, self.nodes))
         for leaf, marked in self.uses.by_hand.items():  # the user vouches for them
             self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s in marked]
@@ -204,9 +204,6 @@ class _Finder:
     def meet(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
         """An operation with a view of a leaf."""
         op = node.operation
-        products = (operations.DotGeneral, operations.Convolve, operations.Multiply)
-        if isinstance(op, products) and any(v in self.zeros for v in node.inputs):
-            return
         name = node.custom.name if node.custom is not None else node.name
         if isinstance(op, operations.Reindex) and known[0] is not None and self.stays_real(node):
             self.origins[node.outputs[0]] = known[0].moved(op.step)
@@ -309,6 +306,17 @@ class _Finder:
             site = self.product(node, met[0])
             if site is not None and out in self.near:
                 self.aside[out] = site
+
+    def leave_out_zeros(self) -> None:
+        """Products with what is 0 in derivatives of a leaf's others, which have a bias, are no uses."""
+        valued = {use.site.use.place: use.site.leaf for own in self.uses.biases.values() for use in own}
+        leaves = {*valued.values(), *(site.leaf for site in self.uses.beside)}
+
+        def is_seed(site: Site) -> bool:
+            product = isinstance(site.use.product, (Dense, Convolution)) and site.input in self.zeros
+            return product and site.leaf in leaves and site.use.place not in valued
+
+        self.uses.sites = [site for site in self.uses.sites if not is_seed(site)]
 
     def settle_beside(self) -> None:
         """Products that the loss depends on in no way, as of a head for another, are no terms of it.

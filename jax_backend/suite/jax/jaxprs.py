@@ -33,8 +33,6 @@ from suite.jax.views import Shape
 
 Path = tuple[int, ...]  # equation (and branch) numbers, outermost program first
 
-_LARGEST_SEED = 2**16  # numbers that are looked at
-
 PROBE = "suite_kfac_probe"  # of `capture.probe`: a call of this name
 
 
@@ -314,13 +312,9 @@ def dependent_values(program: Program, starts: Iterable[int]) -> set[int]:
     return found
 
 
-def zero_values(program: Program, constants: bool) -> set[int]:
-    """Values that are 0, whatever the inputs: seeds of derivatives, and what is made of them alone.
-
-    Args:
-        constants: whether arrays that were closed over may be such seeds; else they are data.
-    """
-    found = {v for v, x in program.known.items() if constants and _is_zero(x)}
+def zero_values(program: Program) -> set[int]:
+    """Values that are 0 as the program is written, and what is made of them alone."""
+    found: set[int] = set()
 
     def is_zero(node: Node, i: int) -> bool:
         value = node.inputs[i]
@@ -337,14 +331,6 @@ def zero_values(program: Program, constants: bool) -> set[int]:
         if is_all:
             found.update(node.outputs)
     return found
-
-
-def _is_zero(x: Any) -> bool:
-    """Whether an array is at hand, small and 0."""
-    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
-        return False
-    floats = jnp.issubdtype(getattr(x, "dtype", np.int32), jnp.floating)
-    return floats and np.size(x) <= _LARGEST_SEED and not np.any(np.asarray(x))
 
 
 # Operations of floats whose derivative JAX knows to be zero: it does not go through them.

@@ -376,7 +376,7 @@ def _last(uses: Uses, layers: tuple[Layer, ...], reduce: bool) -> tuple[Last, ..
         own_layer = {layer.leaf: layer for layer in layers if layer.kind != "elementwise"}
         owner |= {s.use.place: own_layer[s.leaf] for s in uses.beside if s.leaf in own_layer}
         products += uses.beside
-    products = uses.derivatives.leave_out(products, values)
+    products = uses.derivatives.leave_out(products, values, uses.beside)
     # As they run; lookups first, which may be of what all examples have in common (classes, positions).
     products.sort(key=lambda site: (not isinstance(site.use.product, Lookup), site.use.path))
     # Nor are one-row products of data and what is also used by others: a weight's singular vectors'.

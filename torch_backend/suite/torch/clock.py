@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -48,8 +46,7 @@ class CaptureClock:
         self.lookups: set[str] = set()  # what was looked up once for all, in what is not followed
         self.transformed: set[str] = set()  # layers that ran where there are no statistics
         self.missed: set[str] = set()  # layers whose uses in derivatives are not understood
-        # The backward passes that came to a layer and are not over, and the threads of their calls.
-        self._passing: dict[int, int | None] = {}
+        self._passing: set[int] = set()  # the backward passes that came to a layer and are not over
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
         self.calls = 0
@@ -110,9 +107,6 @@ class CaptureClock:
         Returns:
             What the backward pass through this call is to say so to; None: nobody asks.
         """
-        if self._passing and not again and not torch.compiler.is_compiling():
-            own = (None, threading.get_ident())  # which run no backward pass now: those raised
-            self._passing = {now: t for now, t in self._passing.items() if t not in own}
         if self.taken and not torch.compiler.is_compiling():  # what is read there is compiled in
             for capture in self.captures:
                 capture.called = False
@@ -137,13 +131,10 @@ class CaptureClock:
             self.compiled_last = None
         return Run(self, self.runs, owner, layer.name, transposed=transposed, looks_up=looks_up)
 
-    def passes(self, thread: int | None = None) -> None:
+    def passes(self) -> None:
         """A backward pass has come to a layer, before it adds to any sum.
 
         Layers ask what was discarded, and when it is over where gradients are.
-
-        Args:
-            thread: which called the layer; None: it is not known.
         """
         now = torch._C._current_graph_task_id()
         if now == -1 or now in self._passing:
@@ -151,21 +142,19 @@ class CaptureClock:
         if not self._passing and self.wanted and not self.pausing and not self.sampled:
             for capture in self.captures:
                 capture.forget_what_was_discarded()
-        self._passing[now] = thread
+        self._passing.add(now)
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(functools.partial(self._passed, now))
+        engine.queue_callback(_Pass(self, now))
 
-    def _passed(self, now: int) -> None:
-        self._passing.pop(now, None)
-        for capture in self.captures:
+    def passed(self, now: int, *, raised: bool) -> None:
+        """A backward pass is over."""
+        self._passing.discard(now)
+        for capture in () if raised else self.captures:
             capture.note_gradients()
 
     def pass_elsewhere(self) -> bool:
-        """Outside of backward passes: whether one runs through calls that another thread made."""
-        if not self._passing or in_backward():
-            return False
-        own = (None, threading.get_ident())
-        return any(thread not in own for thread in self._passing.values())
+        """Whether a backward pass runs, and that in another thread."""
+        return bool(self._passing) and not in_backward()
 
     def has_run(self, owner: LayerCapture) -> bool:
         """Whether a layer was called in this step, with its weight as it is."""
@@ -224,3 +213,16 @@ class CaptureClock:
     def forget(self) -> None:
         """Drop what `token` remembers."""
         self._tokens.clear()
+
+
+class _Pass:
+    """Called at the end of a backward pass; what raises drops it instead."""
+
+    def __init__(self, clock: CaptureClock, number: int) -> None:
+        self._clock, self._number = clock, number
+
+    def __call__(self) -> None:
+        self._clock.passed(self._number, raised=False)
+
+    def __del__(self) -> None:
+        self._clock.passed(self._number, raised=True)

@@ -12,11 +12,10 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from suite.core.statistics import elementwise_second_moment_sum
@@ -27,6 +26,7 @@ from suite.torch.hooks import (
     in_backward,
     in_traced_graph,
     is_batched,
+    over,
     packs_with,
     root_of,
     tensors_given,
@@ -67,7 +67,8 @@ _FEATURES: dict[str, tuple[int, ...]] = {
 }
 # Functions of each entry: their derivatives, by arguments and values, but for the sign.
 _ENTRYWISE: dict[Any, Any] = {
-    **dict.fromkeys((*NEGATIONS, torch.abs, T.abs, T.__abs__), lambda x, y: torch.ones_like(y)),
+    **dict.fromkeys(NEGATIONS, lambda x, y: torch.ones_like(y)),
+    **dict.fromkeys((torch.abs, T.abs, T.__abs__), lambda x, y: x.sign()),
     **dict.fromkeys((torch.exp, T.exp), lambda x, y: y),
     **dict.fromkeys((torch.sigmoid, T.sigmoid, F.sigmoid), lambda x, y: y * (1 - y)),
     **dict.fromkeys((torch.tanh, T.tanh, F.tanh), lambda x, y: 1 - y * y),
@@ -83,7 +84,6 @@ _ENTRYWISE: dict[Any, Any] = {
     ),
 }  # fmt: skip
 _SOFTPLUS = F.softplus  # whose derivative is another with another `beta`
-_INVERSES = {T.__rtruediv__, T.__rdiv__}  # of a tensor, times a number
 
 
 def is_subtracted(function: Any, place: int) -> bool:
@@ -118,10 +118,17 @@ class Watched(NamedTuple):
 class FreeParameters(Mode):
     """Puts a probe behind every use of the watched parameters that is understood."""
 
-    def __init__(self, watched: list[Watched], constants: list[T]) -> None:
-        """`constants`: the module's own buffers, and parameters that are not watched."""
+    def __init__(self, watched: list[Watched], constants: list[T], weights: Sequence[T] = ()) -> None:
+        """
+        Args:
+            constants: the module's own buffers, and parameters that are not watched.
+            weights: those of layers inside of it, which are no data either.
+        """
         super().__init__()
         self.watched, self.constants = list(watched), list(constants)
+        self.weights = {id(x) for x in weights} - {id(x) for x in constants}
+        if self.is_traced:
+            self.constants += weights
         # What is made of no tensors (masks, or numbers of each example), by id; or in a graph.
         self.fresh: dict[int, weakref.ref[T]] = {}
         self.traced: list[T] = []
@@ -174,7 +181,7 @@ class FreeParameters(Mode):
         for x in tensors_given(args, kwargs):
             if id(x) in self._ids or id(x._base) in self._ids or id(x) in self.fresh:
                 return True
-            rows = rows or (x.ndim > 0 and type(x) is not nn.Parameter)
+            rows = rows or (x.ndim > 0 and id(x) not in self.weights)
         return not rows
 
     def _seen(self, function: Any, args: Any, kwargs: Any, before: Any, output: Any) -> Any:
@@ -215,7 +222,7 @@ class FreeParameters(Mode):
                 elif function in CASTS and place == 0:
                     self.watched.append(watched._replace(tensor=output))
                 elif derivative is not None:
-                    slot = watched.slot * derivative.square().to(watched.slot.dtype)
+                    slot = watched.slot * derivative.to(watched.slot.dtype).square()
                     self.watched.append(watched._replace(tensor=output, slot=slot))
                 elif self._fits(function, args, kwargs, place, output):
                     # 1 + p has no rows before it meets x. The square of a factor goes into squares.
@@ -224,7 +231,9 @@ class FreeParameters(Mode):
                     if of_tensor or isinstance(factor, complex):
                         watched.misses(output)
                         continue
-                    square = factor.detach().square() if isinstance(factor, T) else factor**2
+                    square = factor**2
+                    if isinstance(factor, T):
+                        square = factor.detach().to(watched.slot.dtype).square()
                     slot = (watched.slot * square).expand(output.shape)
                     widened = watched.widened or output.numel() > watched.slot.numel()
                     self.watched.append(watched._replace(tensor=output, slot=slot, widened=widened))
@@ -287,9 +296,12 @@ class FreeParameters(Mode):
         other = args[1 - place]
         if function in QUOTIENTS and place == 0 and not isinstance(other, T):
             return _divides(other)
-        if not self._was_fresh(other):
-            return self._without_rows(other)
-        return output.numel() == args[place].numel() or output.shape[0] == 1
+        if self._was_fresh(other):
+            return output.numel() == args[place].numel() or output.shape[0] == 1
+        if function in QUOTIENTS and isinstance(other, T) and not other.requires_grad:
+            # Of the parameter's shape it has no axis for rows: a norm that no gradient goes through.
+            return self._without_rows(other) or other.shape == args[place].shape
+        return self._without_rows(other)
 
     def _known(self, operand: Any) -> list[Watched]:
         return [watched for watched in self.watched if watched.tensor is operand]
@@ -302,7 +314,7 @@ class FreeParameters(Mode):
             return False
         if operand.ndim == 0 or any([operand is x for x in self.constants]):  # noqa: C419
             return True
-        return not torch.compiler.is_compiling() and type(operand) is nn.Parameter
+        return not self.is_traced and id(operand) in self.weights
 
 
 def turns_over(function: Any, args: Any, kwargs: Any) -> bool:
@@ -335,7 +347,7 @@ def _derivative(function: Any, args: Any, kwargs: Any, output: T) -> T | None:
     if output.dtype.is_complex:
         return None
     x, y = args[0].detach(), output.detach()
-    if function in _INVERSES:
+    if function is over:
         return y / x if isinstance(args[1], int | float) else None
     if function is _SOFTPLUS:
         return x.sigmoid() if len(args) == 1 and not kwargs else None
@@ -385,6 +397,8 @@ def _probed(
     elif function in TIMES and len(others) == 1:
         kind, other = "product", others[0]
     elif function in QUOTIENTS and len(others) == 1:
+        if output.numel() == slot.numel() and output.ndim == slot.ndim:
+            return None  # no rows: what it is over may be one for all examples
         kind, other = "product", _factor(function, args, place)
         followed = not others[0].requires_grad  # in derivatives
     elif function in _PRELU and place == 1:

@@ -62,7 +62,8 @@ class GraphedStep:
     Args:
         optimizer: in one process, on one device. KFAC with a fused base optimizer, `fisher='empirical'`,
             no `grad_scaler`, no `spread_inverses`, and `terms` no function; other parameters of the base
-            optimizer are moved as it does. Or Kron without `hvp`.
+            optimizer are moved as it does. Or Kron without `hvp`, whose schedules look at
+            nothing but the count.
         loss_of: (*batch) -> the loss, (), or a tuple of it and of other tensors. What it does besides
             starting kernels happens only where a step runs as ever: it must not take numbers of the
             device to the host (`item`, `if` on a tensor), or what changes but by its arguments or in
@@ -153,7 +154,7 @@ class GraphedStep:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "a GraphedStep cannot be copied or pickled: make one of the copied model and K-FAC"
+            "a GraphedStep cannot be copied or pickled: make one of the copied model and optimizer"
         )
 
     # ---- kinds of steps ------------------------------------------------------------------------

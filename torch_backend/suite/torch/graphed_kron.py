@@ -93,7 +93,7 @@ class RecordableKron:
         kron, groups = self.optimizer, self.optimizer.param_groups
         before = [{name: group[name] for name in (*COUNTS, "behind")} for group in groups]
         like = [[p.dtype for p in engine.like] for engine in kron._engines]
-        dtypes = [functools.reduce(torch.promote_types, own, torch.float32) for own in like]
+        dtypes = [functools.reduce(torch.promote_types, own) if own else torch.float32 for own in like]
         numbers = [
             _Numbers(
                 torch.full((), settings.step, dtype=torch.int32, device=self.device),

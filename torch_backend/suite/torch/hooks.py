@@ -127,9 +127,22 @@ class Mode(TorchFunctionMode):
         return torch.compiler.is_compiling() and not self.is_traced
 
 
+def over(x: torch.Tensor, number: Any) -> torch.Tensor:
+    """number / x"""
+    return x.reciprocal() * number
+
+
 def traceable(function: Any) -> Any:
-    """A function as a mode is to call it: torch.compile breaks its graph at the method `unflatten`."""
-    if function is torch.Tensor.unflatten and torch.compiler.is_compiling():
+    """A function as a mode is to call it, and to know it by.
+
+    torch.compile breaks its graph at the method `unflatten`, and cannot look for others in sets.
+    """
+    T = torch.Tensor
+    if function is T.__rsub__:
+        return torch.rsub
+    if function is T.__rtruediv__ or function is T.__rdiv__:
+        return over
+    if function is T.unflatten and torch.compiler.is_compiling():
         return torch.unflatten
     return function
 
@@ -255,7 +268,7 @@ def _runs_elsewhere(around: ModeAround) -> bool:
     if not any(around.under_way.values()):
         return False
     others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident(), None}
-    return any(count > 0 and ident in others for ident, count in around.under_way.items())
+    return any(around.under_way[ident] > 0 for ident in others if ident is not None)
 
 
 def leave_interrupted() -> None:

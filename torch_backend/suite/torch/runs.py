@@ -5,7 +5,6 @@ The number of its terms is read off the last one. That may be of a layer that is
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,7 +30,7 @@ class Counting(Protocol):
 class Run:
     """A call of a layer, of which backward passes through it tell that a loss is made of it."""
 
-    __slots__ = ("clock", "counted", "layer", "looks_up", "number", "owner", "thread", "transposed")
+    __slots__ = ("clock", "counted", "layer", "looks_up", "number", "owner", "transposed")
 
     def __init__(
         self,
@@ -47,7 +46,6 @@ class Run:
         self.owner, self.layer = owner, layer  # '': one that is not covered
         self.transposed, self.looks_up = transposed, looks_up
         self.counted = -1
-        self.thread = threading.get_ident()
 
     def is_awaited(self) -> bool:
         """Whether the backward pass that runs wants statistics of it; passes of our own do."""
@@ -61,7 +59,7 @@ class Run:
         Parts of a loss that go backward one by one come to one call: they are of the same terms.
         """
         clock = self.clock
-        clock.passes(self.thread)
+        clock.passes()
         if self.looks_up:
             if self.number > clock.looked_up.number:
                 clock.looked_up = self

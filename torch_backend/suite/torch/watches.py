@@ -16,6 +16,9 @@ from suite.torch.hooks import Hook, ModeAround, after_forward, in_backward, is_e
 from suite.torch.probe import Reached
 from suite.torch.runs import Ending
 
+# Modules whose parameters are no data, as tables and parameters by themselves may be.
+_WITH_WEIGHTS = nn.Linear, nn.modules.conv._ConvNd
+
 
 class FreeCapture(ModeAround):
     """`FreeParameters` around the forward of a module with parameters of its own."""
@@ -25,6 +28,7 @@ class FreeCapture(ModeAround):
         self.captures = captures
         names = {id(parameter): name for name, parameter in module._parameters.items()}
         self.names = [names.get(id(capture.layer.weight.parameter)) for capture in captures]
+        self.layers = [child for child in module.modules() if isinstance(child, _WITH_WEIGHTS)]
 
     def make_mode(self) -> FreeParameters | None:
         pairs = zip(self.captures, self.names, strict=True)
@@ -34,7 +38,8 @@ class FreeCapture(ModeAround):
         watched = [self._watched(capture, name) for capture, name in wanted]
         module = self.module()
         own = [] if module is None else [*module._parameters.values(), *module._buffers.values()]
-        return FreeParameters(watched, [x for x in own if x is not None])
+        weights = [p for layer in self.layers for p in layer._parameters.values() if p is not None]
+        return FreeParameters(watched, [x for x in own if x is not None], weights)
 
     def _watched(self, capture: LayerCapture, name: str | None) -> Watched:
         # While fully_shard's forward runs, the module has the whole parameter in place of its shard.
