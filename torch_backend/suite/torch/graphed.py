@@ -51,9 +51,9 @@ class GraphedStep:
     others were not; there is a warning if none of the first are.
 
     Eigenbases ('eigen', 'ekfac') are not recorded, for the host looks while they are computed: steps
-    with new ones run as ever. So do all on a device without graphs. The numbers are the same, but for
-    the learning rate of K-FAC, which is one of single precision. Of a factorization that fails in a
-    replayed step the second try comes after the step, which takes the inverse before it.
+    with new ones run as ever. So do all on a device without graphs. Up to rounding the numbers are the
+    same, but for the learning rate of K-FAC, which is one of single precision. Of a factorization that
+    fails in a replayed step the second try comes after the step, which takes the inverse before it.
 
     Gradients are None before and after. Only parameters of the model and the optimizer get any. Memory
     for activations is taken twice, for steps that are replayed and for those that are not. Steps of
@@ -62,8 +62,8 @@ class GraphedStep:
     Args:
         optimizer: in one process, on one device. KFAC with a fused base optimizer, `fisher='empirical'`,
             no `grad_scaler`, no `spread_inverses`, and `terms` no function; other parameters of the base
-            optimizer are moved as it does. Or Kron without `hvp`, whose schedules look at
-            nothing but the count.
+            optimizer are moved as it does. Or Kron without `hvp`, whose schedules are functions of the
+            count alone.
         loss_of: (*batch) -> the loss, (), or a tuple of it and of other tensors. What it does besides
             starting kernels happens only where a step runs as ever: it must not take numbers of the
             device to the host (`item`, `if` on a tensor), or what changes but by its arguments or in
