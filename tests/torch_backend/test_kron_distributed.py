@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -166,7 +167,8 @@ def kron_with_nan(settings: Settings, kron: dict[str, Any]) -> tuple[bool, int, 
             here = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
             next(g for g in here if g.numel()).view(-1)[0] = float("nan")
         before = parameters_of(model)
-        optimizer.step()
+        with pytest.warns(RuntimeWarning, match="a step was skipped") if step == 2 else nullcontext():
+            optimizer.step()
         optimizer.zero_grad()
         if step == 2:
             changed = any(
