@@ -13,7 +13,13 @@ from torch.nn import functional as F
 
 from suite.torch import KFAC, GraphedStep, Kron, recorders
 from torch_backend.accelerator import DEVICE, SIMULATED, host_must_not_wait, is_available
-from torch_backend.graphed_cases import LR, batches, graphs, network  # noqa: F401 (a fixture)
+from torch_backend.graphed_cases import (
+    LR,
+    an_interrupt_while_recording_leaves_nothing,
+    batches,
+    graphs,  # noqa: F401 (a fixture)
+    network,
+)
 from torch_backend.models import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_available, reason="needs a GPU")]
@@ -567,37 +573,7 @@ def test_without_hooks_nothing_is_recorded_any_more():
 
 
 def test_an_interrupt_while_recording_leaves_nothing():
-    ends = []
-    for interrupted in (False, True):
-        model = network()
-        kfac = made(model)
-        left = [interrupted]
-
-        def loss_of(
-            x: torch.Tensor,
-            y: torch.Tensor,
-            model: nn.Module = model,
-            kfac: KFAC = kfac,
-            left: list[bool] = left,
-        ) -> torch.Tensor:
-            loss = F.cross_entropy(model(x), y)
-            if kfac._is_graphed and left[0]:
-                left[0] = False
-                loss.backward(retain_graph=True)
-                raise KeyboardInterrupt
-            return loss
-
-        step = GraphedStep(kfac, loss_of)
-        for batch in batches(16):
-            try:
-                step(*batch)
-            except KeyboardInterrupt:
-                assert all(p.grad is None for p in model.parameters())
-                step(*batch)
-        assert left == [False]
-        ends.append([p.detach().clone() for p in model.parameters()])
-    for a, b in zip(*ends, strict=True):
-        assert float((a - b).norm()) <= 1e-9 * float(b.norm())
+    an_interrupt_while_recording_leaves_nothing(made, lambda kfac: kfac._is_graphed, 16)
 
 
 def test_periods_may_change():

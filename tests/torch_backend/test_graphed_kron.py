@@ -12,7 +12,13 @@ from torch.nn import functional as F
 
 from suite.torch import GraphedStep, Kron
 from torch_backend.accelerator import DEVICE, host_must_not_wait, is_available
-from torch_backend.graphed_cases import LR, batches, graphs, network  # noqa: F401 (a fixture)
+from torch_backend.graphed_cases import (
+    LR,
+    an_interrupt_while_recording_leaves_nothing,
+    batches,
+    graphs,  # noqa: F401 (a fixture)
+    network,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_available, reason="needs a GPU")]
 
@@ -264,37 +270,7 @@ def test_what_waits_runs_as_ever_with_a_warning():
 
 
 def test_an_interrupt_while_recording_leaves_nothing():
-    ends = []
-    for interrupted in (False, True):
-        model = network()
-        kron = made(model)
-        left = [interrupted]
-
-        def loss_of(
-            x: torch.Tensor,
-            y: torch.Tensor,
-            model: nn.Module = model,
-            kron: Kron = kron,
-            left: list[bool] = left,
-        ) -> torch.Tensor:
-            loss = F.cross_entropy(model(x), y)
-            if kron._recording is not None and left[0]:
-                left[0] = False
-                loss.backward(retain_graph=True)
-                raise KeyboardInterrupt
-            return loss
-
-        step = GraphedStep(kron, loss_of, model)
-        for batch in batches(10):
-            try:
-                step(*batch)
-            except KeyboardInterrupt:
-                assert all(p.grad is None for p in model.parameters())
-                step(*batch)
-        assert left == [False]
-        ends.append([p.detach().clone() for p in model.parameters()])
-    for a, b in zip(*ends, strict=True):
-        assert float((a - b).norm()) <= 1e-9 * float(b.norm())
+    an_interrupt_while_recording_leaves_nothing(made, lambda kron: kron._recording is not None, 10)
 
 
 def test_what_needs_the_host_is_an_error():

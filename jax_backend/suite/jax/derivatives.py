@@ -8,7 +8,17 @@ from typing import Any
 
 from suite.jax import jaxprs
 from suite.jax.layers import Lookup
-from suite.jax.operations import Moved, Reindex, Returned
+from suite.jax.operations import (
+    Add,
+    Convolve,
+    Divide,
+    DotGeneral,
+    Moved,
+    Multiply,
+    Negate,
+    Reindex,
+    Returned,
+)
 from suite.jax.uses import Site
 
 # Primitives of one operand, besides re-indexings, that are linear in it.
@@ -212,5 +222,26 @@ def _linear_but(program: jaxprs.Program, constant: set[int], others: set[int]) -
     for node in program.nodes:
         out = node.outputs[0]
         if out not in constant and out not in others and is_linear(node):
+            found.update(node.outputs)
+    return found
+
+
+def zero_values(program: jaxprs.Program) -> set[int]:
+    """Values that are 0 as the program is written, and what is made of them alone."""
+    found: set[int] = set()
+
+    def is_zero(node: jaxprs.Node, i: int) -> bool:
+        value = node.inputs[i]
+        return value in found if value is not None else program.numbers.get((node.path, i)) == 0
+
+    for node in program.nodes:
+        op, zeros = node.operation, [is_zero(node, i) for i in range(len(node.inputs))]
+        if isinstance(op, (Multiply, DotGeneral, Convolve)):
+            is_all = any(zeros[:2])
+        elif isinstance(op, (Reindex, Negate, Divide)):
+            is_all = zeros[:1] == [True]
+        else:
+            is_all = isinstance(op, Add) and all(zeros)
+        if is_all:
             found.update(node.outputs)
     return found

@@ -17,7 +17,7 @@ import numpy as np
 
 from suite.jax import jaxprs, operations
 from suite.jax.activations import Activations, LookedUp
-from suite.jax.derivatives import Derivatives
+from suite.jax.derivatives import Derivatives, zero_values
 from suite.jax.examples import batch_of, of_examples
 from suite.jax.joined import Piece, moved, pieces, window, windows
 from suite.jax.layers import (
@@ -102,7 +102,7 @@ class _Finder:
         self.rows_found: dict[int, Origin] = {}  # what known indices look up, moved about
         self.aside: dict[int, Site] = {}  # products that the loss does not depend on
         self.passed_on: dict[int, Site] = {}  # and what they are moved to
-        self.zeros = jaxprs.zero_values(program)  # seeds of derivatives of higher order, perhaps
+        self.zeros = zero_values(program)  # seeds of derivatives of higher order, perhaps
         self.near: set[int] = set()  # made of what it depends on, and no other data: sin z, beside cos z
         self.late: dict[Any, Site] = {}  # by place: of which site it is what it may be moved to
         self.roots = [root for root in roots if root is not None]

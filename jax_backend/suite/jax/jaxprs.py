@@ -15,20 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from suite.jax.operations import (
-    Add,
-    ByHand,
-    Convolve,
-    Divide,
-    DotGeneral,
-    LoopSlice,
-    Moved,
-    Multiply,
-    Negate,
-    Reindex,
-    Returned,
-    operation_of,
-)
+from suite.jax.operations import ByHand, LoopSlice, Moved, Reindex, Returned, operation_of
 from suite.jax.views import Shape
 
 Path = tuple[int, ...]  # equation (and branch) numbers, outermost program first
@@ -309,27 +296,6 @@ def dependent_values(program: Program, starts: Iterable[int]) -> set[int]:
             if any(v in found for v in node.inputs):
                 found.update(node.outputs)
         found.update(into for into, out in program.back if out in found)
-    return found
-
-
-def zero_values(program: Program) -> set[int]:
-    """Values that are 0 as the program is written, and what is made of them alone."""
-    found: set[int] = set()
-
-    def is_zero(node: Node, i: int) -> bool:
-        value = node.inputs[i]
-        return value in found if value is not None else program.numbers.get((node.path, i)) == 0
-
-    for node in program.nodes:
-        op, zeros = node.operation, [is_zero(node, i) for i in range(len(node.inputs))]
-        if isinstance(op, (Multiply, DotGeneral, Convolve)):
-            is_all = any(zeros[:2])
-        elif isinstance(op, (Reindex, Negate, Divide)):
-            is_all = zeros[:1] == [True]
-        else:
-            is_all = isinstance(op, Add) and all(zeros)
-        if is_all:
-            found.update(node.outputs)
     return found
 
 
