@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -22,6 +24,13 @@ def test_symmetric_matrices_come_back_to_the_last_bit_from_half_the_numbers(xp, 
     assert packed.shape[-2] * packed.shape[-1] == n * (n + 1) // 2
     assert packing.side_of(packed) == n
     assert_identical(xp.run(packing.unpack, packed), x)
+
+
+@pytest.mark.parametrize("n", SIDES)
+def test_what_is_known_to_be_symmetric_is_packed_the_same(xp, n):
+    x = xp.asarray(symmetric(n, 2, 3))
+    packed = xp.run(functools.partial(packing.pack, symmetric=True), x)
+    assert_identical(packed, xp.run(packing.pack, x))
 
 
 @pytest.mark.parametrize("n", SIDES)

@@ -108,13 +108,13 @@ def add_diagonal(x: Array, value: Any) -> Array:
     return x + value * xp.eye(x.shape[-1], dtype=x.dtype, device=x.device)
 
 
-def pack(x: Array) -> Array:
+def pack(x: Array, *, symmetric: bool = False) -> Array:
     """See `suite.core.packing`; (..., n, n) -> (..., k, n or n + 1), k = ⌈n/2⌉."""
     xp = array_namespace(x)
     n = x.shape[-1]
     k = (n + 1) // 2
-    first, beside = x[..., :k, :k], xp.matrix_transpose(x[..., k:, :k])
-    second = xp.matrix_transpose(x[..., k:, k:])
+    turned = x if symmetric else xp.matrix_transpose(x)
+    first, beside, second = x[..., :k, :k], turned[..., :k, k:], turned[..., k:, k:]
     column = xp.zeros_like(first[..., :1])
     if n % 2 == 0:
         first = xp.concat([first, column], axis=-1)

@@ -236,14 +236,15 @@ def add_diagonal(x: torch.Tensor, value: Any) -> torch.Tensor:
     return y
 
 
-def pack(x: torch.Tensor) -> torch.Tensor:
+def pack(x: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
     """See `_numpy.pack`: the same in place, strip by strip."""
     n = x.shape[-1]
+    turned = x if symmetric else x.mT
     k = (n + 1) // 2
     packed = x.new_empty((*x.shape[:-2], k, n + 1 - n % 2))
     packed[..., :k] = x[..., :k, :k]
-    packed[..., n - k + 1 :] = x[..., k:, :k].mT
-    second, corner = x[..., k:, k:].mT, packed[..., : n - k, 1 : n - k + 1]
+    packed[..., n - k + 1 :] = turned[..., :k, k:]
+    second, corner = turned[..., k:, k:], packed[..., : n - k, 1 : n - k + 1]
     for start, stop in _torch_inverses.strips(n - k):
         corner[..., start:stop, stop:] = second[..., start:stop, stop:]
         block, upper = corner[..., start:stop, start:stop], second[..., start:stop, start:stop]

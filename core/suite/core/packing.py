@@ -26,9 +26,14 @@ def side_of(packed: Array) -> int:
     return 2 * rows if columns > 2 * rows else 2 * rows - 1
 
 
-def pack(x: Array) -> Array:
-    """The lower triangles of (..., n, n) as (..., *packed_shape(n)); what is above them is not read."""
-    packed: Array = factorizations(array_namespace(x)).pack(x)
+def pack(x: Array, *, symmetric: bool = False) -> Array:
+    """The lower triangles of (..., n, n) as (..., *packed_shape(n)).
+
+    Args:
+        symmetric: whether the upper ones are these transposed, up to rounding: either may be read then,
+            which saves transposing two of three pieces. Else what is above the diagonal is not read.
+    """
+    packed: Array = factorizations(array_namespace(x)).pack(x, symmetric=symmetric)
     return packed
 
 

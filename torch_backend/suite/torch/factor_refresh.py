@@ -277,7 +277,7 @@ class FactorRefresh(FactorStore):
         if isinstance(inverse, core_kfac.Eigen):
             parts = [inverse.values] if inverse.vectors is None else [inverse.values, inverse.vectors]
         elif self.symmetric and inverse.ndim == 3 and not self.storage.packed:
-            parts = [pack(inverse)]
+            parts = [pack(inverse, symmetric=True)]
         else:
             parts = [inverse]
         ready = factor.ready[at].to(parts[0].dtype)

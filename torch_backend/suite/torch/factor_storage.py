@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,18 @@ class FactorStorage:
 
     def keep(self, x: Any) -> Any:
         """Averages or inverses (blocks, n, n), diagonals (blocks, n) or eigenbases, as they are kept."""
-        return pack(x) if self._is_packed(x) else x
+        return pack(x, symmetric=True) if self._is_packed(x) else x
+
+    def keep_all(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`keep` of many that are alike but for their number of blocks, small ones together."""
+        if not given or not self._is_packed(given[0]):
+            return list(given)
+        at_once, kept = _AT_ONCE // given[0][0].numel(), list[torch.Tensor]()
+        for _, numbered in itertools.groupby(enumerate(given), lambda pair: pair[0] // max(1, at_once)):
+            own = [x for _, x in numbered]
+            joined = torch.cat(own) if len(own) > 1 else own[0]
+            kept += self.keep(joined).split([len(x) for x in own])
+        return kept
 
     def full(self, x: Any) -> Any:
         """Undo `keep`; a new tensor where that packs."""

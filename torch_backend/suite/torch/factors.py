@@ -47,7 +47,7 @@ class LayerFactors(FactorRefresh):
                 self._cache[number, "stacks"] = stacks
             keys, stacks = [self.owners[m.index] for m in bucket.members], self._cache[number, "stacks"]
             if all(seen[key] for key in keys) and not stacks:
-                given = [self.storage.keep(new[key]) for key in keys]
+                given = self.storage.keep_all([new[key] for key in keys])
                 if all(map(joins, given)):
                     average_in(factor.average, torch.cat(given), factor_decay, finite)
                 else:

@@ -92,7 +92,7 @@ class KronStorage:
         """A stack of Q's as it is kept: (blocks, n, n), diagonal (blocks, n) or block-diagonal."""
         if self.form == "general" or not self._is_packed(q):
             return q
-        return pack_upper(q) if self.form == "upper" else pack(q)
+        return pack_upper(q) if self.form == "upper" else pack(q, symmetric=True)
 
     def full_factor(self, q: torch.Tensor) -> torch.Tensor:
         """Undo `keep_factor`."""
@@ -101,7 +101,7 @@ class KronStorage:
         return unpack_upper(q) if self.form == "upper" else unpack(q)
 
     def _keep_preconditioner(self, p: torch.Tensor) -> torch.Tensor:
-        return pack(p) if self._is_packed(p) else p
+        return pack(p, symmetric=True) if self._is_packed(p) else p
 
     def _is_packed(self, x: torch.Tensor) -> bool:
         return self.packed and x.ndim >= 3

@@ -223,8 +223,11 @@ class _Pack:
             else:
                 parts += [other.A, other.G, other.rows]
         shapes = self._shapes(side)
-        parts = [pack(x.reshape(s)) if self._packs(s) else x for x, s in zip(parts, shapes, strict=True)]
-        return torch.cat([x.to(main.A.dtype).reshape(-1) for x in parts])
+        packed = [
+            pack(x.reshape(shape), symmetric=True) if self._packs(shape) else x
+            for x, shape in zip(parts, shapes, strict=True)
+        ]
+        return torch.cat([x.to(main.A.dtype).reshape(-1) for x in packed])
 
     def factor(self, flat: torch.Tensor, side: str, scaling: Scaling) -> torch.Tensor:
         """Undo `packed` of the sum, and normalize."""
