@@ -236,7 +236,7 @@ def add_diagonal(x: torch.Tensor, value: Any) -> torch.Tensor:
     return y
 
 
-def pack(x: torch.Tensor, *, symmetric: bool = False) -> torch.Tensor:
+def pack(x: torch.Tensor, *, symmetric: Any = False) -> torch.Tensor:
     """See `_numpy.pack`: the same in place, strip by strip."""
     n = x.shape[-1]
     turned = x if symmetric else x.mT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,12 +30,12 @@ class FactorStorage:
 
     def keep_all(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """`keep` of many that are alike but for their number of blocks, small ones together."""
-        if not given or not self._is_packed(given[0]):
+        if not self._is_packed(given[0]):
             return list(given)
-        at_once, kept = _AT_ONCE // given[0][0].numel(), list[torch.Tensor]()
-        for _, numbered in itertools.groupby(enumerate(given), lambda pair: pair[0] // max(1, at_once)):
-            own = [x for _, x in numbered]
-            joined = torch.cat(own) if len(own) > 1 else own[0]
+        kept, at_once = list[torch.Tensor](), max(1, _AT_ONCE // given[0][0].numel())
+        for start in range(0, len(given), at_once):
+            own = given[start : start + at_once]
+            joined = torch.cat(list(own)) if len(own) > 1 else own[0]
             kept += self.keep(joined).split([len(x) for x in own])
         return kept
 
