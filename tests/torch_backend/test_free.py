@@ -459,6 +459,48 @@ FREE = {
         SEQUENCE,
         (1,),
     ),
+    "gate": (
+        lambda x, p: p * x + (1 - p) * x.cos(),
+        lambda x, p: x.cos() + p * (x - x.cos()),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "gate of views": (
+        lambda x, p: x.sin() * p[1:].view(1, 1, 4) - (x * -(p[1:].view(1, 1, 4) - 1)),
+        lambda x, p: p[..., 1:] * x.sin() - x * (1 - p[..., 1:]),
+        [(5,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "gate of a sigmoid and more": (
+        lambda x, p: (1 - p.sigmoid()) * x + (x.sin() * p.sigmoid() - p.clone() * x.cos()),
+        lambda x, p: x / (1 + p.exp()) + x.sin() / (1 + (-p).exp()) - p * x.cos(),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "two gates, of halves": (
+        lambda x, p: x * p[:4] - x.sin() * p[:4] + (x.cos() * p[4:] + x * (2 / p)[4:]),
+        lambda x, p: (x - x.sin()) * p[..., :4] + x.cos() * p[..., 4:] + x * 2 / p[..., 4:],
+        [(8,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "lerp": (
+        lambda x, p: torch.lerp(x.sin(), x, p) + x.cos().lerp(x.exp(), 1 - p),
+        lambda x, p: x.sin() + p[0] * (x - x.sin()) + x.exp() + p[1] * (x.cos() - x.exp()),
+        [(4,)],
+        SEQUENCE,
+        (2, 3, 2),
+    ),
+    "addcmul": (
+        lambda x, p, q: torch.addcmul(q, x, p).addcmul(q.exp(), x.cos()),
+        lambda x, p, q: q[0] + x * p[0] + q[1].exp() * x.cos(),
+        [(4,), (4,)],
+        SEQUENCE,
+        (2, 3, 2),
+    ),
     "two in one": (
         lambda x, p, q: x * p + q,
         lambda x, p, q: x * p + q,
@@ -488,7 +530,9 @@ def test_a_free_parameter_has_the_diagonal_of_its_rows_gradients(name, reduction
         assert_close(A * G[:, 0], terms * expected)
 
 
-@pytest.mark.parametrize("name", ["x + p", "x * p", "p - x", "scalar", "token", "positions", "gamma"])
+@pytest.mark.parametrize(
+    "name", ["x + p", "x * p", "p - x", "scalar", "token", "positions", "gamma", "gate"]
+)
 def test_reduce_sums_a_parameters_gradient_over_each_example(name):
     operation, by_row, shapes, shape, rows = FREE[name]
     x = numbers(*shape)

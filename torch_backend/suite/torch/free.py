@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from suite.core.statistics import elementwise_second_moment_sum
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
 from suite.torch.einsum import axes_of, operands_of
+from suite.torch.gates import RECENT, Origin, Part, Product
 from suite.torch.hooks import (
     Mode,
     in_backward,
@@ -46,6 +47,7 @@ TIMES = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.mult
 _PRELU = {torch.prelu, F.prelu, T.prelu}
 COPIES = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
 ADDED = {torch.addmm, T.addmm}
+_ADDED_ENTRYWISE, _LERP = {torch.addcmul, T.addcmul}, {torch.lerp, T.lerp}
 MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
 CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T.clone}
 VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
@@ -57,6 +59,8 @@ _PERMUTE = {T.permute, torch.permute}
 # only the operator that transformers has for what those cannot do, which is known by its name.
 _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
+_SHIFTED = ADDED | _ADDED_ENTRYWISE | {F.linear}  # products that an operand is added to
+_NEW_SUMS = SUMS - {T.add_, T.__iadd__, T.sub_, T.__isub__}
 LOOKS = {T._base.__get__}  # no uses of a view: another mode looks whose it is
 QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
 _ARITHMETIC = SUMS | TIMES | QUOTIENTS
@@ -65,16 +69,16 @@ _FEATURES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("linear", "right", "grouped"), (-1,)),
     "left": (-2,),
 }
-# Functions of each entry: their derivatives, by arguments and values, but for the sign.
+# Functions of each entry: their derivatives, by arguments and values.
 _ENTRYWISE: dict[Any, Any] = {
-    **dict.fromkeys(NEGATIONS, lambda x, y: torch.ones_like(y)),
+    **dict.fromkeys(NEGATIONS, lambda x, y: -torch.ones_like(y)),
     **dict.fromkeys((torch.abs, T.abs, T.__abs__), lambda x, y: x.sign()),
     **dict.fromkeys((torch.exp, T.exp), lambda x, y: y),
     **dict.fromkeys((torch.sigmoid, T.sigmoid, F.sigmoid), lambda x, y: y * (1 - y)),
     **dict.fromkeys((torch.tanh, T.tanh, F.tanh), lambda x, y: 1 - y * y),
-    **dict.fromkeys((torch.reciprocal, T.reciprocal), lambda x, y: y * y),
+    **dict.fromkeys((torch.reciprocal, T.reciprocal), lambda x, y: -y * y),
     **dict.fromkeys((torch.sqrt, T.sqrt), lambda x, y: 0.5 / y),
-    **dict.fromkeys((torch.rsqrt, T.rsqrt), lambda x, y: 0.5 * y**3),
+    **dict.fromkeys((torch.rsqrt, T.rsqrt), lambda x, y: -0.5 * y**3),
     **dict.fromkeys((torch.square, T.square), lambda x, y: 2 * x),
     **dict.fromkeys((torch.log, T.log), lambda x, y: 1 / x),
     **dict.fromkeys((torch.relu, T.relu, F.relu), lambda x, y: (x > 0).to(y.dtype)),
@@ -108,6 +112,11 @@ class Watched(NamedTuple):
     turned: bool = False  # a matrix's transpose
     widened: bool = False  # an entry of the parameter is several of the tensor's
     reduce: bool = False  # a row is all of an example, of sums and products entry by entry
+    origin: Origin | None = None  # None: it is one itself
+
+    def of(self) -> Origin:
+        """What it is a function of, entry by entry."""
+        return self.origin or Origin(self.tensor, self.slot, 1)
 
     def misses(self, output: T) -> None:
         """This is made of it in a way that is not understood."""
@@ -133,6 +142,7 @@ class FreeParameters(Mode):
         self.fresh: dict[int, weakref.ref[T]] = {}
         self.traced: list[T] = []
         self._ids: set[int] | None = None  # of what is watched or constant; None: to be found
+        self.products: list[Product] = []  # the latest, which a sum may join
         self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,7 +150,8 @@ class FreeParameters(Mode):
         if self.is_elsewhere():
             return function(*args, **kwargs)
         with self.looking():
-            follows = self.is_traced or self._follows(args, kwargs)
+            pair = self._pair(function, args, kwargs)
+            follows = self.is_traced or pair is not None or self._follows(args, kwargs)
         if not follows or in_traced_graph() or function in LOOKS:
             return function(*args, **kwargs)
         if packs_with() is not self.saving:
@@ -150,6 +161,10 @@ class FreeParameters(Mode):
                 if isinstance(output, T) and output.requires_grad:
                     watched.misses(output)
             return output
+        if pair is not None:
+            total = function(*[product.plain for product in pair])
+            with self.looking():
+                return self._joined(function, pair, total)
         if function is F.linear and kwargs:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             args, kwargs = (given["input"], given["weight"], given.get("bias")), {}
@@ -217,13 +232,17 @@ class FreeParameters(Mode):
             for watched in known:
                 if function in VIEWS and place == 0:
                     slot = function(watched.slot, *args[1:], **kwargs)
-                    turned = watched.turned != turns_over(function, args, kwargs)
-                    self.watched.append(watched._replace(tensor=output, slot=slot, turned=turned))
+                    turned, origin = watched.turned != turns_over(function, args, kwargs), watched.origin
+                    if origin is not None:
+                        origin = origin.viewed(lambda x: function(x, *args[1:], **kwargs))
+                    made = watched._replace(tensor=output, slot=slot, turned=turned, origin=origin)
+                    self.watched.append(made)
                 elif function in CASTS and place == 0:
-                    self.watched.append(watched._replace(tensor=output))
+                    self.watched.append(watched._replace(tensor=output, origin=watched.of()))
                 elif derivative is not None:
-                    slot = watched.slot * derivative.to(watched.slot.dtype).square()
-                    self.watched.append(watched._replace(tensor=output, slot=slot))
+                    derivative = derivative.to(watched.slot.dtype)
+                    slot, origin = watched.slot * derivative.square(), watched.of().times(derivative)
+                    self.watched.append(watched._replace(tensor=output, slot=slot, origin=origin))
                 elif self._fits(function, args, kwargs, place, output):
                     # 1 + p has no rows before it meets x. The square of a factor goes into squares.
                     factor = _factor(function, before, place)
@@ -231,17 +250,19 @@ class FreeParameters(Mode):
                     if of_tensor or isinstance(factor, complex):
                         watched.misses(output)
                         continue
-                    square = factor**2
                     if isinstance(factor, T):
-                        square = factor.detach().to(watched.slot.dtype).square()
-                    slot = (watched.slot * square).expand(output.shape)
+                        factor = factor.detach().to(watched.slot.dtype)
+                    slot = (watched.slot * factor**2).expand(output.shape)
                     widened = watched.widened or output.numel() > watched.slot.numel()
-                    self.watched.append(watched._replace(tensor=output, slot=slot, widened=widened))
+                    same = output.shape == watched.slot.shape
+                    origin = watched.of().times(factor) if same else None
+                    made = watched._replace(tensor=output, slot=slot, widened=widened, origin=origin)
+                    self.watched.append(made)
                 else:
                     others = operands
                     if function is F.linear:
                         others = operands[:1]
-                    elif function in ADDED:
+                    elif function in ADDED | _ADDED_ENTRYWISE:
                         others = operands[1:2] if place != 1 else operands[2:]
                         if place == 0:  # one of two factors has the rows
                             others = [x for x in operands[1:] if not self._without_rows(x)] or others
@@ -255,9 +276,36 @@ class FreeParameters(Mode):
                         probed = _probed(*use, self._without_rows)
                     if probed is None:
                         watched.misses(output)
-                    else:
-                        output = probed
+                        continue
+                    if function in TIMES and len(known) == 1 and not in_place:
+                        self._remember(watched, args[1 - place], output, probed)
+                    output = probed
         return output
+
+    def _remember(self, watched: Watched, other: T, plain: T, output: T) -> None:
+        """Of a product, entry by entry, which a sum may join with another."""
+        if self.is_traced or output.dtype.is_complex:
+            return
+        how, origin = _How("product", None, watched.reduce, None), watched.of()
+        source = _Source(watched, how, True) if other.requires_grad else None
+        parts = (Part(origin.derivative, other, source),)
+        product = Product(output, plain, output._version, origin, watched, how, parts)
+        self.products = [*self.products[1 - RECENT :], product]
+
+    def _pair(self, function: Any, args: Any, kwargs: Any) -> list[Product] | None:
+        """The products of one parameter that a function is the sum or difference of."""
+        if len(self.products) < 2 or function not in _NEW_SUMS or kwargs or not torch.is_grad_enabled():
+            return None
+        known = [product for x in args for product in self.products if product.is_known_as(x)]
+        return known if len(known) == len(args) == 2 and known[0].joins(known[1]) else None
+
+    def _joined(self, function: Any, pair: list[Product], total: T) -> T:
+        """The sum of two products with one probe behind it, which the products have none in."""
+        signs = [-1 if is_subtracted(function, place) else 1 for place in (0, 1)]
+        with without_modes():
+            product = pair[0].joined(pair[1], signs, total)
+        self.products = [*self.products[1 - RECENT :], product]
+        return product.output
 
     def _may_change(self, args: Any) -> bool:
         """Whether the first argument is watched, or has the memory of what is."""
@@ -343,28 +391,28 @@ def _divides(x: Any) -> bool:
 
 
 def _derivative(function: Any, args: Any, kwargs: Any, output: T) -> T | None:
-    """Of a function of each entry of its first argument, but for the sign; None: it is none."""
+    """Of a function of each entry of its first argument; None: it is none."""
     if output.dtype.is_complex:
         return None
     x, y = args[0].detach(), output.detach()
     if function is over:
-        return y / x if isinstance(args[1], int | float) else None
+        return -y / x if isinstance(args[1], int | float) else None
     if function is _SOFTPLUS:
         return x.sigmoid() if len(args) == 1 and not kwargs else None
     return _ENTRYWISE[function](x, y) if function in _ENTRYWISE else None
 
 
 def _factor(function: Any, args: Any, place: int) -> Any:
-    """The derivative of a sum, product or quotient by its operand at `place`, but for the sign."""
+    """The derivative of a sum, product or quotient by its operand at `place`."""
     if function in SUMS:
-        return 1
+        return -1 if is_subtracted(function, place) else 1
     other = args[1 - place]
     if function in TIMES:
         return other
     if isinstance(other, T):
         exact = other.is_floating_point() or other.is_complex()
         other = other.detach() if exact else other.to(args[place].dtype)
-    return 1 / other if place == 0 else other / args[1].detach() ** 2
+    return 1 / other if place == 0 else -other / args[1].detach() ** 2
 
 
 def ends_of_groups(function: Any, args: Any, kwargs: Any) -> Any:
@@ -407,8 +455,13 @@ def _probed(
             slot = slot.reshape(-1, *(1,) * (other.ndim - 2))
     elif function is F.linear and place == 1 and len(shape) == 2:
         kind, other = "linear", args[0]
-    elif (function is F.linear and place == 2) or (function in ADDED and place == 0):
+    elif place == (2 if function is F.linear else 0) and function in _SHIFTED:
         kind = "sum"
+    elif function in _ADDED_ENTRYWISE:
+        kind, other = "product", args[3 - place]
+    elif function in _LERP and place == 2:
+        kind, other = "product", args[1].detach() - args[0].detach()
+        followed = not any(x.requires_grad for x in args[:2])
     elif function in ADDED:
         kind, other = ("right", args[1]) if place == 2 else ("left", args[2])
     elif function in MATRIX and len(others) == 1 and min(len(shape), others[0].ndim) >= 2:
