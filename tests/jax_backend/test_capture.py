@@ -255,6 +255,12 @@ def on(w, x):
     return jnp.sum(jnp.sin(x @ w))
 
 
+def on_some(w, x):
+    """Each example has a branch of its own."""
+    branches = lambda x: x @ w, lambda x: 2 * x  # noqa: E731
+    return jnp.sum(jax.vmap(lambda x: lax.cond(x[0] > 0, *branches, x))(x))
+
+
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
@@ -284,6 +290,11 @@ def on(w, x):
         (
             lambda p, x: on(p["w"], x) + lax.scan(lambda c, _: (x[:4] @ c, 0), p["u"], None, 2)[0].sum(),
             "used by `scan`",
+        ),
+        (lambda p, x: on(p["w"], x) + on_some(p["u"], x), "choose between results, by `jnp.where`"),
+        (
+            lambda p, x: on(p["w"], x) + jnp.sum(x[:, None] @ jnp.broadcast_to(p["u"], (5, 4, 4))),
+            "used by `dot_general`, broadcast before",
         ),
     ],
 )

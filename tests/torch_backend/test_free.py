@@ -487,6 +487,20 @@ FREE = {
         SEQUENCE,
         (3, 2),
     ),
+    "scale and shift in one": (
+        lambda x, p: x * p.chunk(2)[0] + torch.split((1 - p), 4)[1],
+        lambda x, p: x * p[..., :4] + 1 - p[..., 4:],
+        [(8,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "gate of parts": (
+        lambda x, p: x * p.unbind()[1] + (1 - p).unbind(0)[1] * x.sin() - p.exp().tensor_split(2)[0],
+        lambda x, p: x.sin() + (x - x.sin()) * p[..., 1, :] - p[..., 0, :].exp(),
+        [(2, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
     "lerp": (
         lambda x, p: torch.lerp(x.sin(), x, p) + x.cos().lerp(x.exp(), 1 - p),
         lambda x, p: x.sin() + p[0] * (x - x.sin()) + x.exp() + p[1] * (x.cos() - x.exp()),
@@ -1007,6 +1021,22 @@ def test_a_layer_of_complex_rows_is_reported():
     ):
         kfac.step()
     assert kfac.routing()["1.weight"].treatment == "waiting"
+
+
+@pytest.mark.parametrize("how", [torch.slogdet, torch.linalg.eigh, torch.linalg.qr])
+def test_functions_with_several_results_are_named(how):
+    class Flow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.after = nn.Parameter(torch.eye(4) + 0.1 * numbers(4, 4)), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.after(x @ self.w) + how(self.w)[1].sum()
+
+    x, model = numbers(6, 4), double(Flow)
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'w'"):
+        kfac = stepped(model, x)
+    assert kfac.routing()["w"].treatment == "kfac"
 
 
 def test_the_third_operand_of_an_einsum_is_a_use_that_is_missed():

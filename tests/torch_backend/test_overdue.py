@@ -178,3 +178,74 @@ def test_a_layer_that_no_hook_sees_is_not_waited_for():
     extra = [step for step in range(60) if wanted[step] and step % 10]
     assert extra[0] == 4
     assert len(extra) <= 21
+
+
+class Experts(nn.Module):
+    """All rows of a batch go to one of them; the others run without rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.experts = nn.Linear(6, 8), nn.ModuleList(nn.Linear(8, 3) for _ in range(3))
+        self.double()
+
+    def forward(self, x, chosen):
+        h, y = torch.tanh(self.trunk(x)), torch.zeros(len(x), 3).double()
+        for i, expert in enumerate(self.experts):
+            rows = torch.arange(len(x) if i == chosen else 0)
+            y = y.index_add(0, rows, expert(h[rows]))
+        return y
+
+
+@pytest.mark.parametrize("period", [3, 6, 10])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_layers_that_have_zeros_for_gradients_while_others_train_are_preconditioned(period, set_to_none):
+    kfac = made(Experts(), period)
+    factors = []
+    for step in range(24 * period):
+        kfac.zero_grad(set_to_none=set_to_none)
+        x, y = batch(step)
+        F.cross_entropy(kfac.model(x, step % 3), y).backward()
+        gradients = [expert.weight.grad.clone() for expert in kfac.model.experts]
+        assert [bool(g.any()) for g in gradients] == [i == step % 3 for i in range(3)]
+        kfac.step()
+        if step >= 4 * period:
+            chosen = kfac.model.experts[step % 3].weight.grad
+            assert not torch.equal(chosen, gradients[step % 3])
+        if step % (5 * period) == 4 * period:
+            layers = kfac.state_dict()["kfac"]["layers"]
+            factors.append([layers[f"experts.{i}"]["G"] for i in range(3)])
+    assert len(factors) == 4
+    for before, after in itertools.pairwise(factors):
+        assert not any(map(torch.equal, before, after))  # those of all go on
+
+
+def test_a_head_that_is_trained_no_more_is_not_waited_for_again_and_again():
+    kfac, wanted = made(TwoHeads(), 10), []
+    for step in range(400):
+        wanted.append(kfac._engine.capture.clock.wanted)
+        kfac.zero_grad(set_to_none=False)
+        x, y = batch(step)
+        F.cross_entropy(kfac.model(x, "b" if step == 3 else "a"), y).backward()
+        kfac.step()
+    assert not kfac.model.b.weight.grad.any()
+    extra = [step for step in range(400) if wanted[step] and step % 10]
+    assert extra[:9] == [*range(4, 10), 11, 12, 13]
+    assert len(extra) < 30  # of two times that it is asked for
+
+
+def test_a_layer_that_trains_in_eval_mode_from_some_step_on_is_told_of_once():
+    kfac, said = made(TwoHeads(), 4), []
+    for step in range(60):
+        kfac.model.train()
+        kfac.model.trunk.train(step < 10)
+        kfac.zero_grad()
+        x, y = batch(step)
+        F.cross_entropy(kfac.model(x, "a"), y).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kfac.step()
+        said += [(step, str(w.message)) for w in caught]
+    assert [step for step, _ in said] == [16]
+    assert "were not seen in two steps that take statistics" in said[0][1]
+    assert said[0][1].endswith("'trunk'")

@@ -19,6 +19,7 @@ from suite.jax import jaxprs, operations
 from suite.jax.activations import Activations, LookedUp
 from suite.jax.derivatives import Derivatives, zero_values
 from suite.jax.examples import batch_of, of_examples
+from suite.jax.gates import one_use
 from suite.jax.joined import Piece, moved, pieces, window, windows
 from suite.jax.layers import (
     Convolution,
@@ -99,6 +100,7 @@ class _Finder:
         self.scaled: dict[int, _Scaled] = {}
         self.scalings: dict[int, _Scaling] = {}
         self.early: dict[int, tuple[Site, tuple[Step, ...]]] = {}  # a leaf times rows, re-indexed
+        self.products: dict[int, Site] = {}  # a leaf times rows, and sums of such
         self.rows_found: dict[int, Origin] = {}  # what known indices look up, moved about
         self.aside: dict[int, Site] = {}  # products that the loss does not depend on
         self.passed_on: dict[int, Site] = {}  # and what they are moved to
@@ -161,6 +163,7 @@ class _Finder:
                     self.weigh_lookups(node)
                     self.sum_lookups(node)
                     self.scale_later(node)
+                    self.join(node)
                 else:
                     self.go_near(node, known)
             elif live:
@@ -271,8 +274,11 @@ class _Finder:
                         self.activations.looked_up[out] = (LookedUp(site, features),)
                     return
         how = op.how if isinstance(op, operations.Moved) else ""
+        if node.name == "select_n":
+            how = "as of a `cond` under `vmap`: choose between results, by `jnp.where`"
         for one in met:
-            self.uses.rule_out(one.origin, f"`{name}`, {how}" if how else f"`{name}`")
+            own = "broadcast before" if one.origin.widened and not how else how
+            self.uses.rule_out(one.origin, f"`{name}`, {own}" if own else f"`{name}`")
 
     def serve(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
         """Whether an operation computes what a weight is changed by of that weight, as its norm."""
@@ -519,6 +525,20 @@ class _Finder:
                 self.activations.outputs[out] = self.activations.made_by(late, out)
                 self.late[use.place] = site
             return
+
+    def join(self, node: jaxprs.Node) -> None:
+        """Have products of a leaf that nothing but this sum reads be one use."""
+        one, other = (*(self.products.get(v) for v in node.inputs), None, None)[:2]  # type: ignore[arg-type]
+        if not isinstance(node.operation, operations.Add) or node.custom is not None:
+            return
+        if one is None or other is None or {self.readers[site.value] for site in (one, other)} != {1}:
+            return
+        places = [i for i, site in enumerate(self.uses.sites) if site is one or site is other]
+        site = one_use(node, (one, other)) if len(places) == 2 else None
+        if site is not None:
+            self.uses.sites[places[0]] = self.products[site.value] = site
+            del self.uses.sites[places[1]]
+            self.activations.outputs[site.value] = self.activations.made_by(site, site.value)
 
     def rule_out_pieces(self, joined: Sequence[Piece]) -> None:
         for piece in joined:
@@ -768,6 +788,7 @@ class _Finder:
             if multiplies and piece is None and node.custom is None:
                 self.activations.outputs[value] = self.activations.made_by(site, value)
                 self.early[value] = site, ()
+                self.products[value] = site
         else:
             if added_to.use.place in self.late:
                 early = self.late.pop(added_to.use.place)

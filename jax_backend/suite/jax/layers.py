@@ -82,6 +82,14 @@ class Factor(NamedTuple):
     steps: tuple[Step, ...]  # what follows before the rows
 
 
+class Part(NamedTuple):
+    """One of the products with a leaf that a sum joins: what is multiplied there, and its sign."""
+
+    path: tuple[int, ...]
+    operand: int
+    sign: int
+
+
 # Of a lookup once for all examples inputs are seen there, outputs where each example has its own.
 Half = Literal["both", "inputs", "outputs"]
 
@@ -111,6 +119,7 @@ class Use(NamedTuple):
     features: int | None = None  # the axis of what a lookup found, of its outputs; None: numbers
     row_scales: tuple[RowScale, ...] = ()  # what rows or columns of its matrices are multiplied with
     masks: tuple[Mask, ...] = ()  # and what leaves entries of them out
+    parts: tuple[Part, ...] = ()  # of a sum of products, whose input is that of their inputs
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -126,8 +135,8 @@ class Use(NamedTuple):
     @property
     def operands(self) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Where those are, which x comes with."""
-        scales = [(scale.path, scale.operand) for scale in self.row_scales]
-        return *scales, *((mask.path, mask.operand) for mask in self.masks)
+        there: tuple[RowScale | Mask | Part, ...] = (*self.row_scales, *self.masks, *self.parts)
+        return tuple((one.path, one.operand) for one in there)
 
     def own(self, layer: Layer, x: Any, gradient: jax.Array) -> _Own:
         """Its part of the product's input and of its output's gradient, and what both are scaled with.
@@ -147,6 +156,8 @@ class Use(NamedTuple):
                     by_input = _both(by_input, vector)
             for one in self.masks:
                 mask = _both(mask, one.matrix(next(given)).astype(gradient.dtype))
+            if self.parts:
+                x = sum(part.sign * next(given).astype(gradient.dtype) for part in self.parts)
         if self.chains:
             c, bias_c = (factor.astype(gradient.dtype) for factor in factors)
             if not self.biased:

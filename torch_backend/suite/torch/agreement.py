@@ -14,7 +14,7 @@ from suite.torch.capture import Captured
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import local
-from suite.torch.inplace import HOST_DEVICES, all_finite
+from suite.torch.inplace import HOST_DEVICES, all_finite, read_flags
 from suite.torch.layers import Layer
 from suite.torch.model_capture import ModelCapture, Taken
 
@@ -29,6 +29,7 @@ class Agreement(NamedTuple):
     present: list[int]  # layers with a gradient on every rank
     torn: list[int]  # layers with a gradient on some
     seen: list[bool]  # by layer: whether any rank has statistics
+    idle: set[int]  # layers that should have been seen and were not, with a gradient of zeros
     measured: list[bool]  # by layer: whether any rank has second moments in the eigenbasis
     turned: list[bool]  # by layer: whether any rank has statistics of uses as the transpose
     strangers: set[int]  # layers that read another input than the one whose A they share
@@ -79,6 +80,8 @@ class Agreements:
         taken: Taken,
         moves: Callable[[nn.Parameter], bool],
         input_of: Mapping[int, int],
+        *,
+        reads: bool = True,
     ) -> Agreement:
         """Whether the step can be taken and with which layers; ranks that are not alone wait for it.
 
@@ -87,6 +90,7 @@ class Agreements:
             taken: of this rank.
             moves: whether the optimizer moves a parameter.
             input_of: layer -> the one whose A is its A, too.
+            reads: whether the host may look at numbers: not while a graph is recorded.
         """
         count, world = len(self.layers), self.ranks.world
         present = [
@@ -98,8 +102,11 @@ class Agreements:
         read = [() if t is None else t.read for t in taken]
         names |= {self.layers[i].name for i, j in input_of.items() if read[i] != read[j]}
         functional = self.capture.functional_layers()
+        unseen = [i for i, t in enumerate(taken) if present[i] and t is None and clock.wanted]
+        trained = self._trained(unseen) if reads else set(unseen)
         flags = [
             present,
+            [i in trained for i in range(count)],
             [t is not None for t in taken],
             [t is not None and t.products is not None for t in taken],
             [t is not None and t.transposed is not None for t in taken],
@@ -115,11 +122,12 @@ class Agreements:
                 finite=finite,
                 present=[i for i, flag in enumerate(flags[0]) if flag],
                 torn=[],
-                seen=flags[1],
-                measured=flags[2],
-                turned=flags[3],
-                strangers={i for i, flag in enumerate(flags[4]) if flag},
-                incomplete={i for i, flag in enumerate(flags[5]) if flag},
+                seen=flags[2],
+                idle={*unseen} - trained,
+                measured=flags[3],
+                turned=flags[4],
+                strangers={i for i, flag in enumerate(flags[5]) if flag},
+                incomplete={i for i, flag in enumerate(flags[6]) if flag},
                 functional=functional,
                 terms=torch.where(terms > 0, terms, torch.ones_like(terms)),
                 share=1.0,
@@ -141,15 +149,17 @@ class Agreements:
             bad = self.tensor_ranks.total(bad, "K-FAC's agreement on the step")
             counts[self.ranks.rank] += int(bad) if not any(counts[:world]) else 0
         present_on, *others = (counts[world + i * count :][:count] for i in range(len(flags)))
-        seen, measured, turned, strangers, incomplete, anywhere = (
+        moved, seen, measured, turned, strangers, incomplete, anywhere = (
             [n > 0 for n in row] for row in others
         )
+        wanted = range(count) if clock.wanted else ()
         return Agreement(
             unusable=tuple(r for r in range(world) if counts[r]),
             finite=None,
             present=[i for i, n in enumerate(present_on) if n == world],
             torn=[i for i, n in enumerate(present_on) if 0 < n < world],
             seen=seen,
+            idle={i for i in wanted if present_on[i] == world and not seen[i] and not moved[i]},
             measured=measured,
             turned=turned,
             strangers={i for i, flag in enumerate(strangers) if flag},
@@ -159,6 +169,13 @@ class Agreements:
             share=self._share_of(terms, total),
             has_terms=self._has_any(total),
         )
+
+    def _trained(self, layers: Sequence[int]) -> set[int]:
+        """Those of which this rank has a gradient that is not zero."""
+        known = [(i, self.layers[i].weight.local_grad()) for i in layers]
+        given = [(i, g) for i, g in known if g is not None]
+        flags = read_flags([g.any()[None] for _, g in given])
+        return {i for (i, _), (flag,) in zip(given, flags, strict=True) if flag}
 
     def _has_any(self, terms: torch.Tensor) -> torch.Tensor | None:
         """Labels may all be ignored; but a number that nobody gave is only 0 where it is not known."""

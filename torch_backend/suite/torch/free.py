@@ -53,6 +53,8 @@ CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T
 VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
+_SPLITS = {T.chunk, torch.chunk, T.split, torch.split, T.unbind, torch.unbind, T.tensor_split,
+           torch.tensor_split}  # fmt: skip
 _TRANSPOSE, _TURN = {T.transpose, torch.transpose, T.swapaxes, torch.swapaxes}, {T.mT.__get__}
 _PERMUTE = {T.permute, torch.permute}
 # Products of rows with their group's matrix of a stack. torch.compile shows modes none of torch's own,
@@ -217,6 +219,8 @@ class FreeParameters(Mode):
             self.constants += [written] if isinstance(written, T) else []
         elif any([written is x for x in operands]):  # noqa: C419
             self.constants = [x for x in self.constants if x is not written]
+        if isinstance(output, tuple | list):
+            self._seen_parts(function, args, kwargs, output)
         if not isinstance(output, T) or not output.requires_grad:
             return output
         if not torch.compiler.is_compiling() and output.is_leaf:
@@ -281,6 +285,25 @@ class FreeParameters(Mode):
                         self._remember(watched, args[1 - place], output, probed)
                     output = probed
         return output
+
+    def _seen_parts(self, function: Any, args: Any, kwargs: Any, parts: Sequence[Any]) -> None:
+        """What a function made several tensors of."""
+        for place, operand in enumerate(args):
+            for watched in self._known(operand):
+                if function not in _SPLITS or place:
+                    for x in parts:
+                        if isinstance(x, T) and x.requires_grad:
+                            watched.misses(x)
+                    continue
+
+                def split(x: T) -> Any:
+                    return function(x, *args[1:], **kwargs)
+
+                origins: Sequence[Any] = [None] * len(parts)
+                if watched.origin is not None:
+                    origins = watched.origin.split(split)
+                for x, slot, origin in zip(parts, split(watched.slot), origins, strict=True):
+                    self.watched.append(watched._replace(tensor=x, slot=slot, origin=origin))
 
     def _remember(self, watched: Watched, other: T, plain: T, output: T) -> None:
         """Of a product, entry by entry, which a sum may join with another."""

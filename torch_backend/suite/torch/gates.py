@@ -38,6 +38,13 @@ class Origin(NamedTuple):
         derivative = view(derivative) if isinstance(derivative, T) else derivative
         return Origin(view(self.tensor), view(self.slot), derivative)
 
+    def split(self, split: Any) -> list[Origin]:
+        """The same of the parts of all three."""
+        derivative = self.derivative
+        tensors, slots = split(self.tensor), split(self.slot)
+        each = split(derivative) if isinstance(derivative, T) else [derivative] * len(tensors)
+        return [Origin(*parts) for parts in zip(tensors, slots, each, strict=True)]
+
     def is_of(self, other: Origin) -> bool:
         """Whether both are of the same entries."""
         x, y = self.tensor, other.tensor

@@ -128,8 +128,8 @@ class RecordableKFAC:
             kfac._counted_terms = record.terms.clone()
         if record.clipped is not None:
             engine.clip_coefficient = record.clipped.clone()
-        present, seen, wanted = record.layers
-        kfac._overdue.note(present, seen, wanted, kfac.factor_update_steps)
+        present, seen, idle, wanted = record.layers
+        kfac._overdue.note(present, seen, idle, wanted, kfac.factor_update_steps)
         kfac._steps += 1
         kfac._set_clock()
 

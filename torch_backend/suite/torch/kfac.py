@@ -577,7 +577,7 @@ class KFAC(torch.optim.Optimizer):
         taken = self._engine.capture.take_statistics(scale)
         parameters = self._parameters()
         due = self._spread_inverses or self._steps % inv_update_steps == 0
-        agreed = self._engine.agree(parameters, taken, moves)
+        agreed = self._engine.agree(parameters, taken, moves, reads=not self._is_graphed)
         if not self._compared and agreed.present:
             self._engine.require_the_same_parameters(agreed)
             if self._grad_scaler is None and self._sampler is None:
@@ -601,7 +601,9 @@ class KFAC(torch.optim.Optimizer):
                 if still:
                     counts = not self._engine.reports.gradients_are_zero()  # as in `KFACEngine.update`
             wanted = regular or bool(overdue)
-            self._overdue.note(agreed.present, agreed.seen, wanted, factor_update_steps)
+            idle = agreed.idle
+            self._overdue.note(agreed.present, agreed.seen, idle, wanted, factor_update_steps)
+            self._engine.reports.stale(self._overdue.stale)
             del taken  # before inverses need room
             if self._spread_inverses:
                 turn = self._steps % inv_update_steps, inv_update_steps

@@ -155,6 +155,8 @@ class KFACEngine:
         parameters: Iterable[torch.Tensor],
         taken: Taken,
         moves: Callable[[nn.Parameter], bool],
+        *,
+        reads: bool = True,
     ) -> Agreement:
         """Whether the step can be taken and with which layers; see `Agreements.agree`.
 
@@ -162,7 +164,7 @@ class KFACEngine:
             RuntimeError: a layer's weight is not the model's, or not as it was, any more.
         """
         self.reports.require_parameters(taken)
-        return self.agreements.agree(parameters, taken, moves, self.factors.input_of)
+        return self.agreements.agree(parameters, taken, moves, self.factors.input_of, reads=reads)
 
     def update(
         self,

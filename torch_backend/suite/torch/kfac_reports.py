@@ -195,6 +195,16 @@ class Reports:
                 f"by odeint_adjoint, and functions that K-FAC does not know): {names}"
             )
 
+    def stale(self, layers: Sequence[int]) -> None:
+        """Warn about layers that have gradients and had statistics, but no new ones any more."""
+        if layers:
+            names = ", ".join(repr(self.layers[i].name) for i in layers)
+            warn_user(
+                "these layers have gradients and were not seen in two steps that take statistics, as "
+                "they were before: in eval mode, or where no hook sees them, their factors stay as they "
+                f"are: {names}"
+            )
+
     def thawed(self) -> None:
         """Once: warn about parameters that were frozen and have a gradient now."""
         if any(p.requires_grad and p.grad is not None for p in self._frozen):
