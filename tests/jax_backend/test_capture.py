@@ -257,7 +257,7 @@ def on(w, x):
 
 def on_some(w, x):
     """Each example has a branch of its own."""
-    branches = lambda x: x @ w, lambda x: 2 * x  # noqa: E731
+    branches = lambda x: x @ w, lambda x: 2 * x
     return jnp.sum(jax.vmap(lambda x: lax.cond(x[0] > 0, *branches, x))(x))
 
 
