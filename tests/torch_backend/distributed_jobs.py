@@ -342,6 +342,26 @@ def train_branches(kfac_settings: dict[str, Any], by_rank: bool) -> list[torch.T
     return parameters_of(model)
 
 
+def train_in_turn(kfac_settings: dict[str, Any]) -> tuple[list[torch.Tensor], list[bool]]:
+    """Left and right are trained in turn, gradients being zeros meanwhile; and who wants statistics."""
+    world, rank = world_and_rank()
+    model = Branches()
+    run: nn.Module = model
+    if world > 1:
+        run = DistributedDataParallel(model, find_unused_parameters=True)
+    sgd = torch.optim.SGD(run.parameters(), lr=0.1)
+    kfac = KFAC(run, sgd, damping=0.03, factor_update_steps=4, inv_update_steps=4, **kfac_settings)
+    generator, wanted = torch.Generator().manual_seed(1), []
+    for step in range(14):
+        x = torch.randn(24, 6, generator=generator, dtype=torch.float64)[rank::world]
+        y = torch.randint(3, (24,), generator=generator)[rank::world]
+        F.cross_entropy(run(x, step % 2 == 0, step % 2 == 1), y).backward()
+        kfac.step()
+        kfac.zero_grad(set_to_none=False)
+        wanted.append(kfac._engine.capture.clock.wanted)
+    return parameters_of(model), wanted
+
+
 def train_with_nan(settings: Settings, bad_rank: int, bad_step: int, where: str) -> dict[str, Any]:
     """One rank meets a number that is not finite in one step; returns what changed in that step."""
     _, rank = world_and_rank()

@@ -32,6 +32,7 @@ from torch_backend.distributed_jobs import (
     train_adaptively,
     train_branches,
     train_in_pairs,
+    train_in_turn,
     train_on_old_gloo,
     train_positions,
     train_with_nan,
@@ -335,6 +336,15 @@ def test_ranks_that_see_different_layers_do_not_wait_for_each_other(crew, world,
     settings = {"gradient_worker_fraction": strategy}
     expected = train_branches({}, False)
     for parameters in crew.run(train_branches, world, settings, True):
+        assert distance(parameters, expected) < 1e-9
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_layers_whose_gradients_are_zeros_in_turn_are_asked_for_on_all_ranks(crew, world):
+    expected, wanted = train_in_turn({})
+    assert wanted[:4] == [False, True, True, True]  # the right side is trained in steps 1 and 3
+    for parameters, own in crew.run(train_in_turn, world, {"gradient_worker_fraction": "MEM_OPT"}):
+        assert own == wanted
         assert distance(parameters, expected) < 1e-9
 
 
