@@ -1023,6 +1023,34 @@ def test_a_layer_of_complex_rows_is_reported():
     assert kfac.routing()["1.weight"].treatment == "waiting"
 
 
+@pytest.mark.parametrize("transform", [lambda f: torch.vmap(torch.func.grad(f)), torch.vmap])
+@pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:statistics miss some uses:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:these layers ran where:RuntimeWarning")
+def test_what_transforms_within_a_forward_make_of_a_parameter_is_not_followed(transform):
+    class Energy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.scale = nn.Parameter(numbers(4, 4)), nn.Parameter(numbers(4, seed=1))
+            self.after = nn.Linear(4, 3)
+
+        def energy(self, x):
+            return torch.tanh(self.scale * (x @ self.w)).sum(-1)
+
+        def forward(self, x):
+            return self.after(x * transform(self.energy)(x).reshape(len(x), -1))
+
+    x, model, plain = numbers(6, 4), double(Energy), double(Energy)
+    plain.load_state_dict(model.state_dict())
+    kfac = KFAC(model, kl_clip=None)
+    for one in (model, plain):
+        loss_of(one(x), "mean").backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)
+    kfac.step()
+    assert kfac.routing()["after.weight"].treatment == "kfac"
+
+
 @pytest.mark.parametrize("how", [torch.slogdet, torch.linalg.eigh, torch.linalg.qr])
 def test_functions_with_several_results_are_named(how):
     class Flow(nn.Module):

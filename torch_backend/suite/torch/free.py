@@ -21,12 +21,13 @@ from torch.nn import functional as F
 from suite.core.statistics import elementwise_second_moment_sum
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
 from suite.torch.einsum import axes_of, operands_of
-from suite.torch.gates import RECENT, Origin, Part, Product
+from suite.torch.gates import Member, Origin, Products
 from suite.torch.hooks import (
     Mode,
     in_backward,
     in_traced_graph,
     is_batched,
+    on_transformed,
     over,
     packs_with,
     root_of,
@@ -62,7 +63,6 @@ _PERMUTE = {T.permute, torch.permute}
 _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
 _SHIFTED = ADDED | _ADDED_ENTRYWISE | {F.linear}  # products that an operand is added to
-_NEW_SUMS = SUMS - {T.add_, T.__iadd__, T.sub_, T.__isub__}
 LOOKS = {T._base.__get__}  # no uses of a view: another mode looks whose it is
 QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
 _ARITHMETIC = SUMS | TIMES | QUOTIENTS
@@ -144,16 +144,28 @@ class FreeParameters(Mode):
         self.fresh: dict[int, weakref.ref[T]] = {}
         self.traced: list[T] = []
         self._ids: set[int] | None = None  # of what is watched or constant; None: to be found
-        self.products: list[Product] = []  # the latest, which a sum may join
+        self.products = Products()  # not of what is compiled
         self.saving = packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function), kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
+        if not self.is_traced and torch._C._are_functorch_transforms_active():
+            return self._transformed(function, args, kwargs)
+        if self.is_traced or function not in SUMS or "out" in kwargs:
+            return self._called(function, args, kwargs)
         with self.looking():
-            pair = self._pair(function, args, kwargs)
-            follows = self.is_traced or pair is not None or self._follows(args, kwargs)
+            members = self.products.in_sum(args)
+        total = self._called(function, args, kwargs)
+        if members:
+            with self.looking():
+                self.products.join(members, total)
+        return total
+
+    def _called(self, function: Any, args: Any, kwargs: Any) -> Any:
+        with self.looking():
+            follows = self.is_traced or self._follows(args, kwargs)
         if not follows or in_traced_graph() or function in LOOKS:
             return function(*args, **kwargs)
         if packs_with() is not self.saving:
@@ -163,10 +175,6 @@ class FreeParameters(Mode):
                 if isinstance(output, T) and output.requires_grad:
                     watched.misses(output)
             return output
-        if pair is not None:
-            total = function(*[product.plain for product in pair])
-            with self.looking():
-                return self._joined(function, pair, total)
         if function is F.linear and kwargs:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
             args, kwargs = (given["input"], given["weight"], given.get("bias")), {}
@@ -185,6 +193,15 @@ class FreeParameters(Mode):
                 self._changed(args[0], output)
             output = self._seen(function, args, kwargs, before, output)
         self._ids = None  # of what is known now
+        return output
+
+    def _transformed(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """A function within one of torch.func's transforms, which take no probes."""
+        output = function(*args, **kwargs)
+        with self.looking():
+            for watched in [known for x in (*args, *kwargs.values()) for known in self._known(x)]:
+                if watched.strays is not None:
+                    on_transformed(output, functools.partial(watched.strays.add, watched.name))
         return output
 
     def _follows(self, args: Any, kwargs: Any) -> bool:
@@ -235,10 +252,10 @@ class FreeParameters(Mode):
             derivative = _derivative(function, args, kwargs, output) if known and place == 0 else None
             for watched in known:
                 if function in VIEWS and place == 0:
-                    slot = function(watched.slot, *args[1:], **kwargs)
+                    slot = _viewed(function, args[1:], kwargs, watched.slot)
                     turned, origin = watched.turned != turns_over(function, args, kwargs), watched.origin
                     if origin is not None:
-                        origin = origin.viewed(lambda x: function(x, *args[1:], **kwargs))
+                        origin = origin.viewed(functools.partial(_of, function, args[1:], kwargs))
                     made = watched._replace(tensor=output, slot=slot, turned=turned, origin=origin)
                     self.watched.append(made)
                 elif function in CASTS and place == 0:
@@ -275,15 +292,19 @@ class FreeParameters(Mode):
                     met = not any([self._without_rows(x) for x in others])  # noqa: C419
                     met = met and sum([x is operand for x in args]) == 1
                     ends, probed = ends_of_groups(function, args, kwargs), None
+                    member = None
+                    if function in TIMES and len(known) == 1 and not self.is_traced:
+                        single = not in_place and not output.dtype.is_complex
+                        member = Member(watched.of(), output.shape) if single else None
                     if met and (not kwargs or ends is not None):
                         use = function, output, before, place, watched, ends, in_place
-                        probed = _probed(*use, self._without_rows)
+                        probed = _probed(*use, self._without_rows, member)
                     if probed is None:
                         watched.misses(output)
                         continue
-                    if function in TIMES and len(known) == 1 and not in_place:
-                        self._remember(watched, args[1 - place], output, probed)
                     output = probed
+                    if member is not None:
+                        self.products.add(output, (member,))
         return output
 
     def _seen_parts(self, function: Any, args: Any, kwargs: Any, parts: Sequence[Any]) -> None:
@@ -296,39 +317,11 @@ class FreeParameters(Mode):
                             watched.misses(x)
                     continue
 
-                def split(x: T) -> Any:
-                    return function(x, *args[1:], **kwargs)
-
-                origins: Sequence[Any] = [None] * len(parts)
-                if watched.origin is not None:
-                    origins = watched.origin.split(split)
+                split = functools.partial(_of, function, args[1:], kwargs)
+                found = None if watched.origin is None else watched.origin.split(split)
+                origins = [None] * len(parts) if found is None else found
                 for x, slot, origin in zip(parts, split(watched.slot), origins, strict=True):
                     self.watched.append(watched._replace(tensor=x, slot=slot, origin=origin))
-
-    def _remember(self, watched: Watched, other: T, plain: T, output: T) -> None:
-        """Of a product, entry by entry, which a sum may join with another."""
-        if self.is_traced or output.dtype.is_complex:
-            return
-        how, origin = _How("product", None, watched.reduce, None), watched.of()
-        source = _Source(watched, how, True) if other.requires_grad else None
-        parts = (Part(origin.derivative, other, source),)
-        product = Product(output, plain, output._version, origin, watched, how, parts)
-        self.products = [*self.products[1 - RECENT :], product]
-
-    def _pair(self, function: Any, args: Any, kwargs: Any) -> list[Product] | None:
-        """The products of one parameter that a function is the sum or difference of."""
-        if len(self.products) < 2 or function not in _NEW_SUMS or kwargs or not torch.is_grad_enabled():
-            return None
-        known = [product for x in args for product in self.products if product.is_known_as(x)]
-        return known if len(known) == len(args) == 2 and known[0].joins(known[1]) else None
-
-    def _joined(self, function: Any, pair: list[Product], total: T) -> T:
-        """The sum of two products with one probe behind it, which the products have none in."""
-        signs = [-1 if is_subtracted(function, place) else 1 for place in (0, 1)]
-        with without_modes():
-            product = pair[0].joined(pair[1], signs, total)
-        self.products = [*self.products[1 - RECENT :], product]
-        return product.output
 
     def _may_change(self, args: Any) -> bool:
         """Whether the first argument is watched, or has the memory of what is."""
@@ -386,6 +379,19 @@ class FreeParameters(Mode):
         if operand.ndim == 0 or any([operand is x for x in self.constants]):  # noqa: C419
             return True
         return not self.is_traced and id(operand) in self.weights
+
+
+def _viewed(function: Any, rest: Any, kwargs: Any, slot: T) -> T:
+    """A view of a slot; what was copied on the way can be viewed as the slot itself cannot."""
+    try:
+        return function(slot, *rest, **kwargs)
+    except RuntimeError:
+        return function(slot.contiguous(), *rest, **kwargs)
+
+
+def _of(function: Any, rest: Any, kwargs: Any, x: T) -> Any:
+    """A function of another first argument."""
+    return function(x, *rest, **kwargs)
 
 
 def turns_over(function: Any, args: Any, kwargs: Any) -> bool:
@@ -454,11 +460,13 @@ def _probed(
     ends: T | None,
     in_place: bool,
     without_rows: Callable[[Any], bool],
+    member: Member | None,
 ) -> T | None:
     """`output`, with a probe behind it; None: this use is not understood.
 
     Args:
         without_rows: whether an operand is made of parameters and buffers alone.
+        member: as which a sum may join the product with others; None: not it.
     """
     others = [x for i, x in enumerate(args[:2]) if i != place and isinstance(x, T)]
     slot, shape = watched.slot, watched.slot.shape
@@ -507,13 +515,13 @@ def _probed(
     unfollowed = in_place or not followed
     if isinstance(other, T) and other.requires_grad | unfollowed and not torch.compiler.is_compiling():
         source = _Source(watched, how, not unfollowed and not output.dtype.is_complex)
-    slots = slot, watched.ones, watched.counts
+    slots = slot if member is None else member.origin.slot, watched.ones, watched.counts
     run = None
     if counts and watched.capture is not None:
         run = watched.recorded.ran(watched.capture, False, in_backward(), False, True)
     apply = _FreeProbe.apply if torch.compiler.is_compiling() else _FreeProbeOfDuals.apply
     with without_modes():
-        probed: T = apply(output, other, *slots, how, watched.clock, ends, in_place, source, run)
+        probed: T = apply(output, other, *slots, how, watched.clock, ends, in_place, source, run, member)
     return probed
 
 
@@ -550,7 +558,7 @@ class _Source(NamedTuple):
         def probe(y: T) -> T:
             slots = watched.slot, watched.ones, watched.counts
             following = self._replace(turned=not self.turned)
-            given = gradient, *slots, self.how, watched.clock, ends, False, following, None
+            given = gradient, *slots, self.how, watched.clock, ends, False, following, None, None
             probed: T = _FreeProbeOfDuals.apply(y, *given)
             return probed
 
@@ -588,8 +596,9 @@ class _FreeProbe(torch.autograd.Function):
         in_place: bool,
         source: _Source | None,
         run: Run | None,
+        member: Member | None,
     ) -> T:
-        ctx.source, ctx.slot, ctx.run = source, ones, run
+        ctx.source, ctx.slot, ctx.run, ctx.member = source, ones, run, member
         ctx.save_for_backward(other, ends)
         ctx.how, ctx.shape, ctx.dtype, ctx.clock = how, slot.shape, slot.dtype, clock
         ctx.in_place = in_place
@@ -607,7 +616,7 @@ class _FreeProbe(torch.autograd.Function):
             waits = waits and is_awaited(ctx.slot)
         run: Run | None = ctx.run
         if not ctx.needs_input_grad[2] or not waits or not (run is None or run.is_awaited()):
-            return on, *(None,) * 10
+            return on, *(None,) * 11
         counts = run is None or run.reached()
         turned = ctx.source is not None and ctx.source.turned  # of a derivative of the product
         counts = counts and not turned and ctx.how.into_first is not None
@@ -628,10 +637,15 @@ class _FreeProbe(torch.autograd.Function):
                 g, other = axes.output(g), axes.input(other)
                 sides = other.shape[-1], g.shape[-1]
                 shape = sides if kind == "right" else sides[::-1]
+            if ctx.member is not None:
+                assert other is not None
+                g, other = ctx.member.gathers(g * (other * ctx.member.derivative(ctx.dtype))), None
+                if g is None:
+                    return on, *(None,) * 11
             squares = elementwise_second_moment_sum(g, other, kind, shape, ends, reduce=reduce)
             squares = squares.reshape(ctx.shape)
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
-        return on, None, squares, one, counts_like(one, 1, positions), *(None,) * 6
+        return on, None, squares, one, counts_like(one, 1, positions), *(None,) * 7
 
 
 class _FreeProbeOfDuals(_FreeProbe):

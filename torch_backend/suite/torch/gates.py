@@ -2,24 +2,21 @@
 
 The sum's gradient g is that of either product, so that a row's gradient by p is g (a - b). By themselves
 the products would count as if g a and g b had nothing to do with each other, which is far more where a
-and b are alike. So the sum is made of the products without their probes, and has one of its own.
+and b are alike. Where a backward pass comes to such a sum, the probes behind its products add up what
+they have of each row's gradient, and the last of them squares that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from suite.core.statistics import elementwise_second_moment_sum
-from suite.torch.derivatives import is_awaited, is_recorded
 from suite.torch.hooks import root_of
-from suite.torch.rows import counts_like
 
 T: Any = torch.Tensor
-
-RECENT = 8  # products that are remembered, and kept alive, while a module's forward runs
 
 
 class Origin(NamedTuple):
@@ -27,21 +24,26 @@ class Origin(NamedTuple):
 
     tensor: T  # a parameter or a view of one
     slot: T  # of its shape
-    derivative: Any  # by it: a tensor, or 1
+    derivative: Any  # by it: a tensor of that shape, or a number
 
     def times(self, derivative: Any) -> Origin:
-        return self._replace(derivative=self.derivative * derivative)
+        found = self.derivative * derivative
+        if isinstance(found, T):
+            found = found.expand(self.tensor.shape).contiguous()
+        return self._replace(derivative=found)
 
-    def viewed(self, view: Any) -> Origin:
-        """The same of a view of all three."""
-        derivative = self.derivative
-        derivative = view(derivative) if isinstance(derivative, T) else derivative
-        return Origin(view(self.tensor), view(self.slot), derivative)
+    def viewed(self, view: Callable[[T], Any]) -> Origin | None:
+        """The same of a view of all three; None: not all three can be viewed so."""
+        found = self.split(lambda x: (view(x),))
+        return None if found is None else found[0]
 
-    def split(self, split: Any) -> list[Origin]:
-        """The same of the parts of all three."""
+    def split(self, split: Callable[[T], Any]) -> list[Origin] | None:
+        """The same of the parts of all three; see `viewed`."""
+        try:
+            tensors, slots = split(self.tensor), split(self.slot)
+        except RuntimeError:  # what was copied can be viewed as the original cannot
+            return None
         derivative = self.derivative
-        tensors, slots = split(self.tensor), split(self.slot)
         each = split(derivative) if isinstance(derivative, T) else [derivative] * len(tensors)
         return [Origin(*parts) for parts in zip(tensors, slots, each, strict=True)]
 
@@ -56,85 +58,93 @@ class Origin(NamedTuple):
         return bool(places[0] == places[1])
 
 
-class Part(NamedTuple):
-    """A product of something with rows and a function of the origin."""
+class Group:
+    """Products that sums join, and what a backward pass through these has of their rows' gradients."""
 
-    coefficient: Any  # the derivative of that by the origin, and the product's sign: tensor or number
-    other: T  # with the rows
-    source: Any  # what knows of the product's uses in derivatives; None: it has none
+    def __init__(self, first: Member) -> None:
+        self.members = {first}
+        self.awaited: dict[int, set[Member]] = {}  # by pass: those whose turn is still to come
+        self.rows: dict[int, T] = {}
 
-
-class Product(NamedTuple):
-    """One product, or the sum of some."""
-
-    output: T  # what the forward goes on with
-    plain: T  # the same without a probe
-    version: int  # of the output: whoever changed it in place wants all of that
-    origin: Origin
-    watched: Any
-    how: Any
-    parts: tuple[Part, ...]
-
-    def is_known_as(self, x: Any) -> bool:
-        return x is self.output and x._version == self.version
-
-    def joins(self, other: Product) -> bool:
-        """Whether a sum of both can be followed as one use."""
-        if self.plain.shape != other.plain.shape or self.watched.capture is not other.watched.capture:
-            return False
-        return self.origin.is_of(other.origin)
-
-    def joined(self, other: Product, signs: Sequence[int], total: T) -> Product:
-        """The sum of both, with a probe behind it."""
-        parts = tuple(
-            part._replace(coefficient=part.coefficient * sign)
-            for product, sign in zip((self, other), signs, strict=True)
-            for part in product.parts
-        )
-        watched = self.watched
-        slots = self.origin.slot, watched.ones, watched.counts
-        output: T = _Probe.apply(total, *slots, self.how, watched.clock, parts)
-        return self._replace(output=output, plain=total, version=output._version, parts=parts)
+    def take_in(self, other: Group) -> None:
+        for member in other.members:
+            member.group = self
+        self.members |= other.members
 
 
-class _Probe(torch.autograd.Function):
-    """As `free._FreeProbe`, behind a sum of products."""
+class Member:
+    """One product."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, y: T, slot: T, ones: T, counts: T, how: Any, clock: Any, parts: tuple[Part, ...]
-    ) -> T:
-        ctx.how, ctx.clock, ctx.slot, ctx.shape, ctx.dtype = how, clock, ones, slot.shape, slot.dtype
-        ctx.sources = [part.source for part in parts]
-        ctx.numbers = [None if isinstance(c, T) else c for c, *_ in parts]
-        ctx.save_for_backward(
-            *[x for c, other, _ in parts for x in (c if isinstance(c, T) else None, other)]
-        )
-        return y.detach()
+    def __init__(self, origin: Origin, shape: torch.Size) -> None:
+        self.origin, self.shape = origin, shape
+        self.group = Group(self)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: T) -> Any:
-        saved = ctx.saved_tensors
-        others, tensors = saved[1::2], saved[::2]
-        on, waits = gradient, ctx.clock is None or ctx.clock.sampling
-        if is_recorded():
-            for source, other in zip(ctx.sources, others, strict=True):
-                on = on if source is None else source.passed(on, other, None)
-            waits = waits and is_awaited(ctx.slot)
-        if not ctx.needs_input_grad[1] or not waits:
-            return on, *(None,) * 6
-        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-            factor: Any = 0
-            for number, tensor, other in zip(ctx.numbers, tensors, others, strict=True):
-                coefficient = number if tensor is None else tensor.to(ctx.dtype)
-                factor = factor + coefficient * other.detach().to(ctx.dtype)
-            g, reduce = gradient.to(ctx.dtype), ctx.how.reduce
-            squares = elementwise_second_moment_sum(
-                g, factor, "product", tuple(ctx.shape), reduce=reduce
-            )
-            one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
-        return on, squares, one, counts_like(one, 1, 0), *(None,) * 3
+    def derivative(self, dtype: torch.dtype) -> Any:
+        """By the origin, of what has rows on the other side: a tensor or a number."""
+        found = self.origin.derivative
+        return found.to(dtype) if isinstance(found, T) else found
 
-    @staticmethod
-    def jvp(ctx: Any, y: T, *rest: Any) -> T:
-        return y.view_as(y)
+    def gathers(self, rows: T) -> T | None:
+        """Of a backward pass that came here, with these gradients of rows by the origin.
+
+        Returns:
+            Those of all products that are one with this; None: they are not complete.
+        """
+        now, group = torch._C._current_graph_task_id(), self.group
+        awaited = group.awaited.get(now)
+        if awaited is None or self not in awaited:
+            return rows
+        awaited.discard(self)
+        before = group.rows.pop(now, None)
+        rows = rows if before is None else before + rows
+        if not awaited:
+            del group.awaited[now]
+            return rows
+        group.rows[now] = rows
+        return None
+
+
+class Products:
+    """The products that a forward has made of watched parameters, and sums of them."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[T], tuple[Member, ...]]] = {}
+
+    def add(self, output: T, members: tuple[Member, ...]) -> None:
+        key, known = id(output), self._known
+        known[key] = weakref.ref(output, lambda _: known.pop(key, None)), members
+
+    def _members(self, x: Any) -> tuple[Member, ...]:
+        found = self._known.get(id(x))
+        return found[1] if found is not None and found[0]() is x else ()
+
+    def in_sum(self, args: Any) -> tuple[Member, ...]:
+        """Those that a sum is of; (): it is not one of products of the same entries, or of one alone."""
+        if not self._known or len(args) != 2:
+            return ()
+        one, other = map(self._members, args)
+        if not one or not other:  # as in 0 + p a, which sum() begins with
+            number = isinstance(args[0] if other else args[1], int | float)
+            return (one or other) if number else ()
+        alike = one[0].shape == other[0].shape and one[0].origin.is_of(other[0].origin)
+        return (*one, *other) if alike else ()
+
+    def join(self, members: tuple[Member, ...], total: T) -> None:
+        """A sum was made of them."""
+        if total.shape != members[0].shape or not total.requires_grad:
+            return
+        if torch._C._are_functorch_transforms_active():
+            return
+        self.add(total, members)
+        first, *others = members
+        if not others:
+            return
+        for member in others:
+            if member.group is not first.group:
+                first.group.take_in(member.group)
+
+        def arrived(gradient: T) -> None:
+            now = torch._C._current_graph_task_id()
+            first.group.awaited.setdefault(now, set()).update(members)
+
+        total.register_hook(arrived)
