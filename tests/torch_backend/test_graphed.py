@@ -166,6 +166,7 @@ def test_a_rate_on_the_device_is_read_there():
     assert compared(batches(18), make, change).replayed > 9
 
 
+@pytest.mark.filterwarnings("ignore:these layers have gradients and were not seen:RuntimeWarning")
 def test_what_a_step_depends_on_makes_kinds():
     """Sizes of batches, modes of modules, and what is frozen."""
 

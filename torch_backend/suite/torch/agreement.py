@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -80,8 +80,7 @@ class Agreements:
         taken: Taken,
         moves: Callable[[nn.Parameter], bool],
         input_of: Mapping[int, int],
-        *,
-        reads: bool = True,
+        doubted: Collection[int] | None = (),
     ) -> Agreement:
         """Whether the step can be taken and with which layers; ranks that are not alone wait for it.
 
@@ -90,7 +89,7 @@ class Agreements:
             taken: of this rank.
             moves: whether the optimizer moves a parameter.
             input_of: layer -> the one whose A is its A, too.
-            reads: whether the host may look at numbers: not while a graph is recorded.
+            doubted: layers that may be idle; None: the host may not look, which they are then taken for.
         """
         count, world = len(self.layers), self.ranks.world
         present = [
@@ -103,10 +102,10 @@ class Agreements:
         names |= {self.layers[i].name for i, j in input_of.items() if read[i] != read[j]}
         functional = self.capture.functional_layers()
         unseen = [i for i, t in enumerate(taken) if present[i] and t is None and clock.wanted]
-        trained = self._trained(unseen) if reads else set(unseen)
+        idle = set(unseen) if doubted is None else self._with_zeros([i for i in unseen if i in doubted])
         flags = [
             present,
-            [i in trained for i in range(count)],
+            [i in unseen and i not in idle for i in range(count)],
             [t is not None for t in taken],
             [t is not None and t.products is not None for t in taken],
             [t is not None and t.transposed is not None for t in taken],
@@ -123,7 +122,7 @@ class Agreements:
                 present=[i for i, flag in enumerate(flags[0]) if flag],
                 torn=[],
                 seen=flags[2],
-                idle={*unseen} - trained,
+                idle=idle,
                 measured=flags[3],
                 turned=flags[4],
                 strangers={i for i, flag in enumerate(flags[5]) if flag},
@@ -170,12 +169,12 @@ class Agreements:
             has_terms=self._has_any(total),
         )
 
-    def _trained(self, layers: Sequence[int]) -> set[int]:
-        """Those of which this rank has a gradient that is not zero."""
+    def _with_zeros(self, layers: Sequence[int]) -> set[int]:
+        """Those of which this rank has no gradient but zeros."""
         known = [(i, self.layers[i].weight.local_grad()) for i in layers]
         given = [(i, g) for i, g in known if g is not None]
         flags = read_flags([g.any()[None] for _, g in given])
-        return {i for (i, _), (flag,) in zip(given, flags, strict=True) if flag}
+        return {*layers} - {i for (i, _), (flag,) in zip(given, flags, strict=True) if flag}
 
     def _has_any(self, terms: torch.Tensor) -> torch.Tensor | None:
         """Labels may all be ignored; but a number that nobody gave is only 0 where it is not known."""

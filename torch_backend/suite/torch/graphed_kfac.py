@@ -129,7 +129,9 @@ class RecordableKFAC:
         if record.clipped is not None:
             engine.clip_coefficient = record.clipped.clone()
         present, seen, idle, wanted = record.layers
-        kfac._overdue.note(present, seen, idle, wanted, kfac.factor_update_steps)
+        period = kfac.factor_update_steps
+        kfac._overdue.note(present, seen, idle, wanted, kfac.steps % period == 0, period)
+        engine.reports.stale(kfac._overdue.stale)
         kfac._steps += 1
         kfac._set_clock()
 

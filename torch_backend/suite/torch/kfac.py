@@ -577,7 +577,8 @@ class KFAC(torch.optim.Optimizer):
         taken = self._engine.capture.take_statistics(scale)
         parameters = self._parameters()
         due = self._spread_inverses or self._steps % inv_update_steps == 0
-        agreed = self._engine.agree(parameters, taken, moves, reads=not self._is_graphed)
+        doubted = None if self._is_graphed else self._overdue.doubted
+        agreed = self._engine.agree(parameters, taken, moves, doubted)
         if not self._compared and agreed.present:
             self._engine.require_the_same_parameters(agreed)
             if self._grad_scaler is None and self._sampler is None:
@@ -601,8 +602,8 @@ class KFAC(torch.optim.Optimizer):
                 if still:
                     counts = not self._engine.reports.gradients_are_zero()  # as in `KFACEngine.update`
             wanted = regular or bool(overdue)
-            idle = agreed.idle
-            self._overdue.note(agreed.present, agreed.seen, idle, wanted, factor_update_steps)
+            told = agreed.present, agreed.seen, agreed.idle, wanted, regular
+            self._overdue.note(*told, factor_update_steps)
             self._engine.reports.stale(self._overdue.stale)
             del taken  # before inverses need room
             if self._spread_inverses:
@@ -780,7 +781,7 @@ class KFAC(torch.optim.Optimizer):
             "gathered": gather,
             "factors": include_factors and self._engine.factors.allocated,
             "inverses": include_inverses,
-            **self._overdue.state(),
+            **self._overdue.state(self._steps, self.factor_update_steps),
         }
         if self._base is None and "initial_lr" in self.param_groups[0]:  # of a scheduler
             kfac["initial_lr"] = plain(self.param_groups[0]["initial_lr"])
@@ -862,7 +863,7 @@ class KFAC(torch.optim.Optimizer):
         self._steps = kfac["steps"]
         self._skipped.load(kfac["skipped_steps"])
         self._engine.refreshed_at = kfac["refreshed_at"]
-        self._overdue.load(kfac.get("waits"), kfac["steps"])
+        self._overdue.load(kfac.get("waits"), kfac["steps"], self.factor_update_steps)
         if self._sampler is not None:
             self._sampler.draws = kfac["draws"]
         self._set_clock()

@@ -155,8 +155,7 @@ class KFACEngine:
         parameters: Iterable[torch.Tensor],
         taken: Taken,
         moves: Callable[[nn.Parameter], bool],
-        *,
-        reads: bool = True,
+        doubted: Collection[int] | None = (),
     ) -> Agreement:
         """Whether the step can be taken and with which layers; see `Agreements.agree`.
 
@@ -164,7 +163,7 @@ class KFACEngine:
             RuntimeError: a layer's weight is not the model's, or not as it was, any more.
         """
         self.reports.require_parameters(taken)
-        return self.agreements.agree(parameters, taken, moves, self.factors.input_of, reads=reads)
+        return self.agreements.agree(parameters, taken, moves, self.factors.input_of, doubted)
 
     def update(
         self,

@@ -197,7 +197,7 @@ class Reports:
 
     def stale(self, layers: Sequence[int]) -> None:
         """Warn about layers that have gradients and had statistics, but no new ones any more."""
-        if layers:
+        if layers and self.capture.attached:
             names = ", ".join(repr(self.layers[i].name) for i in layers)
             warn_user(
                 "these layers have gradients and were not seen in two steps that take statistics, as "
