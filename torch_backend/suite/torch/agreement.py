@@ -80,7 +80,9 @@ class Agreements:
         taken: Taken,
         moves: Callable[[nn.Parameter], bool],
         input_of: Mapping[int, int],
-        doubted: Collection[int] | None = (),
+        doubted: Collection[int] = (),
+        *,
+        reads: bool = True,
     ) -> Agreement:
         """Whether the step can be taken and with which layers; ranks that are not alone wait for it.
 
@@ -89,7 +91,8 @@ class Agreements:
             taken: of this rank.
             moves: whether the optimizer moves a parameter.
             input_of: layer -> the one whose A is its A, too.
-            doubted: layers that may be idle; None: the host may not look, which they are then taken for.
+            doubted: layers that may be idle.
+            reads: whether the host may look; else those that are doubted are taken for idle.
         """
         count, world = len(self.layers), self.ranks.world
         present = [
@@ -102,7 +105,8 @@ class Agreements:
         names |= {self.layers[i].name for i, j in input_of.items() if read[i] != read[j]}
         functional = self.capture.functional_layers()
         unseen = [i for i, t in enumerate(taken) if present[i] and t is None and clock.wanted]
-        idle = set(unseen) if doubted is None else self._with_zeros([i for i in unseen if i in doubted])
+        idle = {i for i in unseen if i in doubted}
+        idle = self._with_zeros(sorted(idle)) if reads else idle
         flags = [
             present,
             [i in unseen and i not in idle for i in range(count)],

@@ -577,8 +577,8 @@ class KFAC(torch.optim.Optimizer):
         taken = self._engine.capture.take_statistics(scale)
         parameters = self._parameters()
         due = self._spread_inverses or self._steps % inv_update_steps == 0
-        doubted = None if self._is_graphed else self._overdue.doubted
-        agreed = self._engine.agree(parameters, taken, moves, doubted)
+        doubted, reads = self._overdue.doubted, not self._is_graphed
+        agreed = self._engine.agree(parameters, taken, moves, doubted, reads=reads)
         if not self._compared and agreed.present:
             self._engine.require_the_same_parameters(agreed)
             if self._grad_scaler is None and self._sampler is None:

@@ -155,7 +155,9 @@ class KFACEngine:
         parameters: Iterable[torch.Tensor],
         taken: Taken,
         moves: Callable[[nn.Parameter], bool],
-        doubted: Collection[int] | None = (),
+        doubted: Collection[int] = (),
+        *,
+        reads: bool = True,
     ) -> Agreement:
         """Whether the step can be taken and with which layers; see `Agreements.agree`.
 
@@ -163,7 +165,9 @@ class KFACEngine:
             RuntimeError: a layer's weight is not the model's, or not as it was, any more.
         """
         self.reports.require_parameters(taken)
-        return self.agreements.agree(parameters, taken, moves, self.factors.input_of, doubted)
+        return self.agreements.agree(
+            parameters, taken, moves, self.factors.input_of, doubted, reads=reads
+        )
 
     def update(
         self,
