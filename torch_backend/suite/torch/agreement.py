@@ -92,7 +92,7 @@ class Agreements:
             moves: whether the optimizer moves a parameter.
             input_of: layer -> the one whose A is its A, too.
             doubted: layers that may be idle.
-            reads: whether the host may look; else those that are doubted are taken for idle.
+            reads: whether the host may look; else none is taken for idle.
         """
         count, world = len(self.layers), self.ranks.world
         present = [
@@ -105,8 +105,7 @@ class Agreements:
         names |= {self.layers[i].name for i, j in input_of.items() if read[i] != read[j]}
         functional = self.capture.functional_layers()
         unseen = [i for i, t in enumerate(taken) if present[i] and t is None and clock.wanted]
-        idle = {i for i in unseen if i in doubted}
-        idle = self._with_zeros(sorted(idle)) if reads else idle
+        idle = self._with_zeros([i for i in unseen if i in doubted]) if reads else set()
         flags = [
             present,
             [i in unseen and i not in idle for i in range(count)],
