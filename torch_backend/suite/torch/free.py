@@ -62,7 +62,7 @@ _PERMUTE = {T.permute, torch.permute}
 # only the operator that transformers has for what those cannot do, which is known by its name.
 _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
-_SHIFTED = ADDED | _ADDED_ENTRYWISE | {F.linear}  # products that an operand is added to
+_SHIFTED = ADDED | _ADDED_ENTRYWISE  # products that the first operand is added to
 LOOKS = {T._base.__get__}  # no uses of a view: another mode looks whose it is
 QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
 _ARITHMETIC = SUMS | TIMES | QUOTIENTS
@@ -283,7 +283,7 @@ class FreeParameters(Mode):
                     others = operands
                     if function is F.linear:
                         others = operands[:1]
-                    elif function in ADDED | _ADDED_ENTRYWISE:
+                    elif function in _SHIFTED:
                         others = operands[1:2] if place != 1 else operands[2:]
                         if place == 0:  # one of two factors has the rows
                             others = [x for x in operands[1:] if not self._without_rows(x)] or others
@@ -486,7 +486,7 @@ def _probed(
             slot = slot.reshape(-1, *(1,) * (other.ndim - 2))
     elif function is F.linear and place == 1 and len(shape) == 2:
         kind, other = "linear", args[0]
-    elif place == (2 if function is F.linear else 0) and function in _SHIFTED:
+    elif (function is F.linear and place == 2) or (function in _SHIFTED and place == 0):
         kind = "sum"
     elif function in _ADDED_ENTRYWISE:
         kind, other = "product", args[3 - place]

@@ -133,8 +133,6 @@ class Products:
         """A sum was made of them."""
         if total.shape != members[0].shape or not total.requires_grad:
             return
-        if torch._C._are_functorch_transforms_active():
-            return
         self.add(total, members)
         first, *others = members
         if not others:
