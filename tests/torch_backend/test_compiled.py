@@ -203,7 +203,15 @@ def test_positions_that_are_not_followed_in_a_graph_are_named_in_a_warning(how):
             kfac.step()
 
 
-def test_a_length_that_is_marked_as_dynamic_stays_so():
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda p, n: p[:n],
+        lambda p, n: (2 * p.exp())[:n],
+        lambda p, n: torch.split(p, [n, len(p) - n])[0],
+    ],
+)
+def test_a_length_that_is_marked_as_dynamic_stays_so(cut):
     torch._dynamo.reset()
 
     class Sliced(nn.Module):
@@ -213,7 +221,7 @@ def test_a_length_that_is_marked_as_dynamic_stays_so():
             self.positions = nn.Parameter(torch.randn(32, 8))
 
         def forward(self, x):
-            return self.head(torch.tanh(self.table(x) + self.positions[: x.shape[1]]))
+            return self.head(torch.tanh(self.table(x) + cut(self.positions, x.shape[1])))
 
     model, graphs = Sliced(), []
     kfac = KFAC(model, factor_update_steps=1)

@@ -51,6 +51,17 @@ def steps_in_turn(kfac, steps):
     return found
 
 
+def told_by_a_step(kfac, step):
+    """The warnings of a step with head a."""
+    kfac.zero_grad()
+    x, y = batch(step)
+    F.cross_entropy(kfac.model(x, "a"), y).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kfac.step()
+    return [(step, str(w.message)) for w in caught]
+
+
 @pytest.mark.parametrize("period", [2, 4, 10])
 def test_heads_that_are_trained_in_turn_are_preconditioned_both(period):
     kfac = made(TwoHeads(), period)
@@ -106,13 +117,7 @@ def test_a_layer_that_is_trained_later_where_no_hook_sees_it_is_told_of_once():
     for step in range(20):
         kfac.model.trunk.eval()
         kfac.model.trunk.requires_grad_(step >= 5)
-        kfac.zero_grad()
-        x, y = batch(step)
-        F.cross_entropy(kfac.model(x, "a"), y).backward()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            kfac.step()
-        said += [(step, str(w.message)) for w in caught]
+        said += told_by_a_step(kfac, step)
     assert [step for step, _ in said] == [6]
     assert "keep their plain gradient" in said[0][1]
     assert "'trunk'" in said[0][1]
@@ -240,13 +245,7 @@ def test_a_layer_that_trains_in_eval_mode_from_some_step_on_is_told_of_once():
     for step in range(60):
         kfac.model.train()
         kfac.model.trunk.train(step < 10)
-        kfac.zero_grad()
-        x, y = batch(step)
-        F.cross_entropy(kfac.model(x, "a"), y).backward()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            kfac.step()
-        said += [(step, str(w.message)) for w in caught]
+        said += told_by_a_step(kfac, step)
     assert [step for step, _ in said] == [16]
     assert "were not seen in two steps that take statistics" in said[0][1]
     assert said[0][1].endswith("'trunk'")

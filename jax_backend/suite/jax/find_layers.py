@@ -528,9 +528,9 @@ class _Finder:
 
     def join(self, node: jaxprs.Node) -> None:
         """Have products of a leaf that nothing but this sum reads be one use."""
-        one, other = (*(self.products.get(v) for v in node.inputs), None, None)[:2]  # type: ignore[arg-type]
         if not isinstance(node.operation, operations.Add) or node.custom is not None:
             return
+        one, other = (None if v is None else self.products.get(v) for v in node.inputs)
         if one is None or other is None or {self.readers[site.value] for site in (one, other)} != {1}:
             return
         places = [i for i, site in enumerate(self.uses.sites) if site is one or site is other]

@@ -252,17 +252,18 @@ class FreeParameters(Mode):
             derivative = _derivative(function, args, kwargs, output) if known and place == 0 else None
             for watched in known:
                 if function in VIEWS and place == 0:
-                    slot = _viewed(function, args[1:], kwargs, watched.slot)
-                    turned, origin = watched.turned != turns_over(function, args, kwargs), watched.origin
+                    slot, origin = _viewed(function, args[1:], kwargs, watched.slot), watched.origin
                     if origin is not None:
                         origin = origin.viewed(functools.partial(_of, function, args[1:], kwargs))
+                    turned = watched.turned != turns_over(function, args, kwargs)
                     made = watched._replace(tensor=output, slot=slot, turned=turned, origin=origin)
                     self.watched.append(made)
                 elif function in CASTS and place == 0:
-                    self.watched.append(watched._replace(tensor=output, origin=watched.of()))
+                    origin = None if self.is_traced else watched.of()
+                    self.watched.append(watched._replace(tensor=output, origin=origin))
                 elif derivative is not None:
                     derivative = derivative.to(watched.slot.dtype)
-                    slot, origin = watched.slot * derivative.square(), watched.of().times(derivative)
+                    slot, origin = watched.slot * derivative.square(), self._times(watched, derivative)
                     self.watched.append(watched._replace(tensor=output, slot=slot, origin=origin))
                 elif self._fits(function, args, kwargs, place, output):
                     # 1 + p has no rows before it meets x. The square of a factor goes into squares.
@@ -276,7 +277,7 @@ class FreeParameters(Mode):
                     slot = (watched.slot * factor**2).expand(output.shape)
                     widened = watched.widened or output.numel() > watched.slot.numel()
                     same = output.shape == watched.slot.shape
-                    origin = watched.of().times(factor) if same else None
+                    origin = self._times(watched, factor) if same else None
                     made = watched._replace(tensor=output, slot=slot, widened=widened, origin=origin)
                     self.watched.append(made)
                 else:
@@ -291,11 +292,10 @@ class FreeParameters(Mode):
                     # A buffer may be data, and its rows those of a product; parameters are none.
                     met = not any([self._without_rows(x) for x in others])  # noqa: C419
                     met = met and sum([x is operand for x in args]) == 1
-                    ends, probed = ends_of_groups(function, args, kwargs), None
-                    member = None
-                    if function in TIMES and len(known) == 1 and not self.is_traced:
-                        single = not in_place and not output.dtype.is_complex
-                        member = Member(watched.of(), output.shape) if single else None
+                    ends, probed, member = ends_of_groups(function, args, kwargs), None, None
+                    if function in TIMES and len(known) == 1 and not in_place and not self.is_traced:
+                        real = not output.dtype.is_complex
+                        member = Member(watched.of(), output.shape) if real else None
                     if met and (not kwargs or ends is not None):
                         use = function, output, before, place, watched, ends, in_place
                         probed = _probed(*use, self._without_rows, member)
@@ -307,21 +307,24 @@ class FreeParameters(Mode):
                         self.products.add(output, (member,))
         return output
 
+    def _times(self, watched: Watched, derivative: Any) -> Origin | None:
+        """What a function of a watched tensor is one of; no gate is joined in what is compiled."""
+        return None if self.is_traced else watched.of().times(derivative)
+
     def _seen_parts(self, function: Any, args: Any, kwargs: Any, parts: Sequence[Any]) -> None:
         """What a function made several tensors of."""
-        for place, operand in enumerate(args):
-            for watched in self._known(operand):
-                if function not in _SPLITS or place:
-                    for x in parts:
-                        if isinstance(x, T) and x.requires_grad:
-                            watched.misses(x)
-                    continue
-
-                split = functools.partial(_of, function, args[1:], kwargs)
-                found = None if watched.origin is None else watched.origin.split(split)
-                origins = [None] * len(parts) if found is None else found
-                for x, slot, origin in zip(parts, split(watched.slot), origins, strict=True):
-                    self.watched.append(watched._replace(tensor=x, slot=slot, origin=origin))
+        for watched in [known for x in args for known in self._known(x)]:
+            if function in _SPLITS and watched.tensor is args[0]:
+                found, slots = None, function(watched.slot, *args[1:], **kwargs)
+                if watched.origin is not None:
+                    found = watched.origin.split(functools.partial(_of, function, args[1:], kwargs))
+                origins: Sequence[Any] = [None] * len(parts) if found is None else found
+                for x, slot, own in zip(parts, slots, origins, strict=True):
+                    self.watched.append(watched._replace(tensor=x, slot=slot, origin=own))
+                continue
+            for x in parts:
+                if isinstance(x, T) and x.requires_grad:
+                    watched.misses(x)
 
     def _may_change(self, args: Any) -> bool:
         """Whether the first argument is watched, or has the memory of what is."""
