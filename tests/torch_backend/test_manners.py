@@ -370,6 +370,27 @@ def test_what_is_frozen_later_says_what_became_of_it():
     assert not torch.allclose(model[2].weight.grad, before["2.weight"])
 
 
+@pytest.mark.parametrize("how", ["frozen", "removed"])
+def test_a_model_of_which_nothing_is_preconditioned_any_more_says_so_once(how):
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+    weights, biases = [model[0].weight, model[2].weight], [model[0].bias, model[2].bias]
+    base = torch.optim.SGD([{"params": biases}, {"params": weights}], lr=0.1)
+    kfac = KFAC(model, base)
+    step(kfac, model(randn(4, 3)).square().mean())
+    if how == "frozen":
+        for weight in weights:
+            weight.requires_grad_(False)
+    else:
+        del base.param_groups[1]
+    kfac.zero_grad()
+    model(randn(4, 3)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="keeps its plain gradient") as caught:
+        kfac.step()
+    assert [w.filename for w in caught] == [__file__]
+    kfac.zero_grad()
+    step(kfac, model(randn(4, 3)).square().mean())  # warnings are errors
+
+
 def test_a_parameter_that_is_unfrozen_later_is_plain_and_says_so_once():
     model = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
     model[0].requires_grad_(False)

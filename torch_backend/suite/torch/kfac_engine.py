@@ -329,6 +329,7 @@ class KFACEngine:
         self.reports.torn(agreed.torn)
         self.factors.allocate()
         if not agreed.present:
+            self.reports.idle(moves)
             self.capture.forget_rows()
             return
         whole = self.gradients.whole(agreed.present, moves)

@@ -44,7 +44,7 @@ class Reports:
         self._known = {found.name_of(name): p for name, p in model.named_parameters()}
         self._has_seen = self._torn_reported = False
         self._has_compiled = False  # any layer
-        self._said_periods = False
+        self._said_periods = self._said_idle = False
         self._unseen = set(range(len(self.layers)))  # layers that never ran where a hook could see it
         self._saw_nothing = False  # in a step
         self._missed: set[str] = set()  # of whose derivatives was warned
@@ -212,6 +212,19 @@ class Reports:
             warn_user(
                 "parameters that were frozen when K-FAC was attached have gradients now and keep them "
                 "plain: detach() and attach again to cover them"
+            )
+
+    def idle(self, moves: Callable[[nn.Parameter], bool]) -> None:
+        """Once: warn where no layer can have a gradient any more, and other parameters train on."""
+        weights = [layer.weight.parameter for layer in self.layers]
+        if self._said_idle or any(weight.requires_grad and moves(weight) for weight in weights):
+            return
+        if any(p.grad is not None and moves(p) for p in self.model.parameters()):
+            self._said_idle = True
+            warn_user(
+                "the weights of all layers that K-FAC preconditions were frozen, or taken from the "
+                "optimizer, since it was attached: what trains now keeps its plain gradient. detach() and "
+                "attach again to cover it"
             )
 
     def added(self, parameters: Iterable[torch.Tensor]) -> None:
