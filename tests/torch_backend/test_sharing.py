@@ -205,6 +205,24 @@ def test_heads_with_a_micro_batch_each_have_an_A_each(first):
     assert leader_of(kfac) == {}
 
 
+def test_heads_that_run_in_another_order_share_on_and_lose_nothing():
+    """Where the one that sums A for both comes second the other does not know that it will come."""
+    torch.manual_seed(0)
+    model = TwoHeads().to(T64)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.0), factor_decay=0.5)
+    inputs = [torch.randn(2, 5, 6, dtype=T64) for _ in range(3)]
+    for step, parts in enumerate(inputs):
+        kfac.zero_grad()
+        for x, order in zip(parts, ("ab", "ba" if step == 1 else "ab"), strict=True):
+            sum(getattr(model, head)(x).square().mean() for head in order).backward()
+        kfac.step()
+    assert leader_of(kfac) == {"b": "a"}
+    rows = [x.reshape(-1, 6) for x in inputs]
+    expected = sum(w * x.T @ x / 10 for w, x in zip((0.125, 0.25, 0.5), rows, strict=True))
+    for name in ("a", "b"):
+        torch.testing.assert_close(factors(kfac)[name]["A"][0], expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
 def test_a_checkpoint_knows_who_shares(method):
     model, kfac = model_and_kfac(compute_method=method, inv_update_steps=3)

@@ -100,9 +100,8 @@ class Agreements:
             for layer in self.layers
         ]
         clock = self.capture.clock
-        names, clock.strangers = clock.strangers, set()
         read = [() if t is None else t.read for t in taken]
-        names |= {self.layers[i].name for i, j in input_of.items() if read[i] != read[j]}
+        parted = {i for i, j in input_of.items() if read[i] != read[j]}
         functional = self.capture.functional_layers()
         unseen = [i for i, t in enumerate(taken) if present[i] and t is None and clock.wanted]
         idle = self._with_zeros([i for i in unseen if i in doubted]) if reads else set()
@@ -112,7 +111,7 @@ class Agreements:
             [t is not None for t in taken],
             [t is not None and t.products is not None for t in taken],
             [t is not None and t.transposed is not None for t in taken],
-            [layer.name in names for layer in self.layers],
+            [i in parted for i in range(count)],
             [capture.incomplete for capture in self.capture.by_layer],
             [i in functional for i in range(count)],
         ]

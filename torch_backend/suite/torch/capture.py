@@ -609,11 +609,9 @@ class LayerCapture:
         assert self.input_of is not None
         if torch.compiler.is_compiling():
             return False
-        if any(reference() is x for reference in self.input_of.seen):
-            self.left_out = True
-            return True
-        self.clock.strangers.add(self.layer.name)
-        return False
+        found = any(reference() is x for reference in self.input_of.seen)
+        self.left_out |= found
+        return found
 
     def _reading(self, x: torch.Tensor) -> Reading | None:
         """For the backward pass of a call with this input; None: nobody asks whether there was one."""

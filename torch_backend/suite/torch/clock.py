@@ -40,7 +40,6 @@ class CaptureClock:
         self.captures: list[LayerCapture] = []  # of all that are
         self.taken = False  # whether what layers were called is of the last step, until one runs
         self.discovering = True  # which layers read the same inputs
-        self.strangers: set[str] = set()  # layers that turned out not to
         self.not_covered: list[int] = []  # of what ran and is not covered, the length of the first axis
         self.strays: set[str] = set()  # names of what has a use that is missed
         self.lookups: set[str] = set()  # what was looked up once for all, in what is not followed
