@@ -239,3 +239,96 @@ def test_a_length_that_is_marked_as_dynamic_stays_so(cut):
         model.zero_grad()
         counts.append(len(graphs))
     assert counts[-1] < len(counts)
+
+
+@pytest.mark.parametrize(
+    "convolution",
+    [
+        lambda: nn.Conv1d(8, 8, 3, padding=1),
+        lambda: nn.Conv1d(8, 8, 5, padding=2, groups=8),
+        lambda: nn.Conv2d(2, 8, (3, 2), stride=2),
+    ],
+    ids=["1", "depthwise", "2"],
+)
+def test_sizes_of_images_that_change_stay_dynamic(convolution):
+    ends = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, graphs = nn.Sequential(convolution(), nn.Tanh()).double(), []
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        kfac = KFAC(model, base, compute_method="inverse")
+        axes = 1 if isinstance(model[0], nn.Conv1d) else 2
+
+        def backend(graph, inputs, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        run, counts = torch.compile(model, backend=backend) if compiles else model, []
+        for length in range(7, 23, 2):
+            x = torch.randn(4, 8 // axes**2, *[length] * axes, dtype=torch.float64)
+            if compiles:
+                torch._dynamo.mark_dynamic(x, 2)
+            kfac.zero_grad()
+            run(x).square().mean().backward()
+            kfac.step()
+            counts.append(len(graphs))
+        assert counts[-1] <= 4 < len(counts)
+        ends.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+class TwoTasks(nn.Module):
+    """Heads of several kinds of layers, of which a loss may be made of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 6)
+        self.norm, self.first = nn.LayerNorm(6), nn.Linear(6, 3)
+        self.convolution, self.scale = nn.Conv1d(2, 2, 2), nn.Parameter(torch.ones(4) * 0.5)
+
+    def forward(self, x):
+        h = torch.tanh(self.trunk(x))
+        second = self.convolution(h.unflatten(-1, (2, 3))).flatten(1) * self.scale
+        return self.first(self.norm(h)), second
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("passes", [(0,), (1,), (0, 1), (1, 0, 1)])
+def test_outputs_that_the_loss_is_not_made_of_do_not_count(passes, backend):
+    """In a graph their gradients are zeros, and in eager passes there are none."""
+    ends = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = TwoTasks().double()
+        kfac = KFAC(model, kl_clip=None, damping=0.03, terms=sum(5 + head for head in passes))
+        run = torch.compile(model, backend=backend) if compiles else model
+        for _ in range(2):
+            kfac.zero_grad()
+            for head in passes:
+                run(torch.randn(5 + head, 4, dtype=torch.float64))[head].square().mean().backward()
+            kfac.step()
+        ends.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_layers_before_one_that_starts_from_zeros_have_an_A_at_once():
+    ends = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3, bias=False)).double()
+        nn.init.zeros_(model[2].weight)
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), kl_clip=None, damping=0.03)
+        run = torch.compile(model, backend="aot_eager") if compiles else model
+        for _ in range(3):
+            kfac.zero_grad()
+            F.mse_loss(run(torch.randn(5, 4, dtype=torch.float64)), torch.ones(5, 3).double()).backward()
+            kfac.step()
+        ends.append((list(model.parameters()), kfac.state_dict()["kfac"]["layers"]["0"]["A"]))
+    for a, b in zip(ends[0][0], ends[1][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(ends[0][1], ends[1][1], rtol=1e-12, atol=0)

@@ -1596,3 +1596,26 @@ def test_a_group_that_is_made_later_is_warned_of(kind, monkeypatch):
             model(torch.randn(4, 3)).square().mean().backward()
             optimizer.step()
     assert len([w for w in said if f"initialized after the {kind} was made" in str(w.message)]) == 1
+
+
+def steps_of(model: nn.Module, kfac: KFAC, answers: Any) -> None:
+    step(kfac, model(torch.ones(4, 3)).square().mean())
+    answers.put([p.detach().tolist() for p in model.parameters()])
+
+
+def test_a_process_that_is_started_gets_a_copy():
+    """What is made for it alone has to last until it has it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(kfac, model(torch.ones(4, 3)).square().mean())
+    kfac.zero_grad()
+    twin, its_kfac = copy.deepcopy((model, kfac))
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    process = context.Process(target=steps_of, args=(twin, its_kfac, answers))
+    process.start()
+    found = answers.get()
+    process.join()
+    step(kfac, model(torch.ones(4, 3)).square().mean())
+    assert found == [p.detach().tolist() for p in model.parameters()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, overload
@@ -356,6 +357,7 @@ class KFAC(torch.optim.Optimizer):
         self._base = optimizer
         self._known_groups = 0 if optimizer is None else len(optimizer.param_groups)
         self._steps = 0
+        self._handed_over: Any = None  # to a process that was started with this
         self._is_graphed = False  # whether GraphedStep records this step
         self._compared = False  # whether ranks have the same parameters
         self._skipped = SkippedSteps()
@@ -667,6 +669,8 @@ class KFAC(torch.optim.Optimizer):
             for names in (self._trained, self._given)
         ]
         made_with = type(self), self._engine.model, self._base, self._settings
+        if multiprocessing.context.get_spawning_popen() is not None:
+            self._handed_over = state  # a process that starts gets its memory once this has returned
         return kfac_records.made_again, (*made_with, *known), state
 
     def __setstate__(self, kfac: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from suite.core.statistics import (
     unit_second_moment_sum,
 )
 from suite.torch.hooks import can_be_read
+from suite.torch.patch_moments import patch_second_moment_sum
 from suite.torch.recorders import is_recording
 
 Bases = tuple[torch.Tensor | None, torch.Tensor | None]  # eigenvectors of (A, G)
@@ -145,8 +146,8 @@ def sums(
     if chosen is None and bases is None and _without_rows(spec):
         A = None
         if want_A:
-            given = (spec.kernel, spec.stride, spec.padding, spec.dilation, spec.groups)
-            A = correlations.second_moment_sum(_batched(x, spec), *given, bias=spec.bias)
+            given = (spec.kernel, spec.stride, spec.padding, spec.dilation, spec.groups, spec.bias)
+            A = patch_second_moment_sum(_batched(x, spec), *given)
         gradient = _batched(gradient, spec)
         if spec.diagonal[1]:
             G = second_moment_sum(patches.output_rows(gradient, spec.groups), diagonal=True)
