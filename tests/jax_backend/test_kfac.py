@@ -847,3 +847,21 @@ def test_without_jit_steps_are_the_same(method):
 def test_a_mask_of_weight_decay_that_does_not_fit_is_an_error():
     with pytest.raises(ValueError, match="weight_decay_mask must have the structure of the parameters"):
         kfac(PLAN, 0.1, weight_decay=0.1, weight_decay_mask={"w": True}).init(PARAMS)
+
+
+def test_a_state_of_another_method_or_plan_is_an_error():
+    def loss_fn(p, x):
+        return jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)
+
+    params, x = {"a": jnp.ones((5, 4)), "b": jnp.ones((4, 3))}, jnp.ones((6, 5))
+    vag = value_and_grad(loss_fn)
+    plan = vag.plan(params, x)
+    _, grads, statistics = vag(params, x)
+    states = [
+        scale_by_kfac(plan, compute_method="eigen").init(params),
+        scale_by_kfac(value_and_grad(loss_fn, plain=["['a']"]).plan(params, x)).init(params),
+    ]
+    tx = scale_by_kfac(plan, compute_method="inverse")
+    for state in states:
+        with pytest.raises(ValueError, match="with this plan and compute_method='inverse'"):
+            tx.update(grads, state, params, statistics=statistics)

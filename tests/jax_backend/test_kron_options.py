@@ -499,3 +499,35 @@ def test_extra_arguments_that_are_no_arrays_are_ignored():
     params = {"w": jnp.ones((4, 3))}
     tx = kron()
     tx.update(params, tx.init(params), params, phase="warmup", about={"f": len, "epoch": 3})
+
+
+@pytest.mark.parametrize("geometry", ["Q0.5EQ1.5", "QEQ", "QEP", "EQ", "QUAD", "PRO4P", "QUAD4P"])
+def test_a_run_has_derivatives_both_ways(geometry):
+    """Of the first step, too, where factors are multiples of the identity: nothing is divided by 0."""
+    tx, start = scale_by_kron(geometry=geometry), {"w": normal(5, 8)}
+
+    def end(shift):
+        state, total = tx.init(start), 0.0
+        for number in range(3):
+            gradient = {"w": jnp.roll(start["w"], number, 0) + shift * jnp.cos(start["w"] + number)}
+            updates, state = tx.update(gradient, state, start)
+            total += jnp.vdot(jnp.sin(start["w"]), updates["w"])
+        return total
+
+    end = jax.jit(end)
+    expected = (end(1e-5) - end(-1e-5)) / 2e-5
+    _, forward = jax.jvp(end, (0.0,), (1.0,))
+    np.testing.assert_allclose(forward, expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(end)(0.0), forward, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"block_size": 64}, {"memory_save_mode": "one_diag"}, {"shared_factors": False}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_state_of_other_settings_is_an_error(settings):
+    params = {"w": jnp.ones((200, 200))}
+    state = scale_by_kron(**settings).init(params)
+    with pytest.raises(ValueError, match=r"state must be that of init\(params\) with these settings"):
+        scale_by_kron().update(params, state, params)

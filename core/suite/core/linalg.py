@@ -434,7 +434,11 @@ def rotate_towards_symmetry(q: Array, chosen: Array | None = None) -> Array:
     q = lift(q)
     R = transpose(q) - q
     bound = spectral_norm_bound(R)[..., None, None]
-    R /= _at_least_tiny(bound)
+    # What is symmetric but for rounding stays as it is: as a direction that would be noise, and as a
+    # derivative as many times the rounding as 1 is of it.
+    rounding = 16 * float(xp.finfo(q.dtype).eps) * xp.abs(trace(q))[..., None, None]
+    turns = bound > rounding
+    R *= xp.astype(turns, q.dtype) / xp.where(turns, bound, 1.0)
     RQ = xp.matmul(R, q)
     RRQ = xp.matmul(R, RQ)
     slope, curvature = trace(RQ)[..., None, None], trace(RRQ)[..., None, None]
@@ -468,13 +472,15 @@ def spectral_norm_bound(x: Array) -> Array:
     xp = array_namespace(x)
     x = lift(x)
     largest = largest_entry(x, (-2, -1), keepdims=True)
-    x = x / _at_least_tiny(largest)
+    # Of a zero matrix, as at first, it is zero, and so are its derivatives: no 0 / 0, and no root of 0.
+    x = x / _or_one(largest)
     # No entry of x exceeds 1, and one is 1, so that the row's norm is at least 1; entries of `twice` are
     # at most n². No norm below leaves the range of single precision up to sides of millions.
     once = xp.matmul(factorizations(xp).largest_row(x, sum_of_squares(x)), x)
     twice = xp.matmul(once, x)
     before, after = sum_of_squares(once), sum_of_squares(twice)
-    return (largest[..., 0] * xp.sqrt(after / _at_least_tiny(before)))[..., 0]
+    gain = xp.sqrt(_at_least_tiny(after / _or_one(before)))
+    return (largest[..., 0] * gain)[..., 0]
 
 
 def largest_entry(x: Array, axis: tuple[int, ...], *, keepdims: bool = False) -> Array:

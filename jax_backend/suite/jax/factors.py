@@ -90,6 +90,19 @@ class Factors(FactorLayout):
                 "state must have all factors on every device, got one with shares: of a "
                 "gradient_worker_fraction below 1"
             )
+        in_bases = self.rule.compute_method in ("eigen", "ekfac")
+        expected = [
+            ((len(self.numbers(i)), s.n) if s.diagonal else (len(self.numbers(i)), s.n, s.n), in_bases)
+            for i, s in enumerate(self.stacks)
+        ]
+        pairs = zip(state.averages, state.inverses, strict=True)
+        found = [(x.shape, isinstance(y, core_kfac.Eigen)) for x, y in pairs]
+        if found != expected or bool(state.products) != (self.keeps_products and bool(self.buckets)):
+            raise ValueError(
+                "state must be that of init(params) with this plan and compute_method="
+                f"{self.rule.compute_method!r}: its factors must have the shapes, and be in eigenbases, "
+                f"as {expected}, got {found}"
+            )
 
     def update(self, state: FactorsState, given: Statistics, factor_decay: Any) -> FactorsState:
         """Average normalized statistics in."""

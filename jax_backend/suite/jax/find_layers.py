@@ -274,8 +274,10 @@ class _Finder:
                         self.activations.looked_up[out] = (LookedUp(site, features),)
                     return
         how = op.how if isinstance(op, operations.Moved) else ""
-        if node.name == "select_n":
+        if name == "select_n":
             how = "as of a `cond` under `vmap`: choose between results, by `jnp.where`"
+        elif name == "dot_general" and len({one.origin.leaf for one in met}) > 1:
+            how = "with another parameter"
         for one in met:
             own = "broadcast before" if one.origin.widened and not how else how
             self.uses.rule_out(one.origin, f"`{name}`, {own}" if own else f"`{name}`")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -134,6 +134,7 @@ def update(
     """
     _require_alike(updates, state.mu)
     static, layout = _plan(settings, updates, state.mu), settings.layout_on(updates)
+    _require_factors(static, state.buckets)
     in_state = zip(static.buckets, state.buckets, strict=True)
     state = state._replace(buckets=tuple(layout.resized(old, b.blocks) for b, old in in_state))
     leaves, treedef = jax.tree.flatten(updates)
@@ -224,6 +225,23 @@ def _require_alike(updates: Any, mu: Any) -> None:
     shapes = [{jax.tree_util.keystr(path): jnp.shape(x) for path, x in leaves} for leaves in flat]
     if shapes[0] != shapes[1]:
         raise ValueError(f"updates must have the shapes {shapes[1]}, got {shapes[0]}")
+
+
+def _require_factors(static: Blocks, states: Sequence[core_kron.KronState]) -> None:
+    """ValueError unless factors have the shapes that the settings give the parameters."""
+    found = [tuple(q.shape[1:] for q in state.factors) for state in states]
+    expected = [
+        tuple(
+            (n,) if is_diagonal else (n, n) if c == 1 else (c, n // c, n // c)
+            for n, is_diagonal, c in zip(b.sizes, b.diagonal, b.diagonal_blocks, strict=True)
+        )
+        for b in static.buckets
+    ]
+    if found != expected:
+        raise ValueError(
+            "state must be that of init(params) with these settings (block_size, memory_save_mode, "
+            f"shared_factors, ...): its factors must have the shapes {expected}, got {found}"
+        )
 
 
 def _absorb(
