@@ -865,3 +865,31 @@ def test_a_state_of_another_method_or_plan_is_an_error():
     for state in states:
         with pytest.raises(ValueError, match="with this plan and compute_method='inverse'"):
             tx.update(grads, state, params, statistics=statistics)
+
+
+def test_a_run_has_derivatives_both_ways():
+    """By its data, as in distillation."""
+
+    def loss_fn(p, x):
+        return jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"] - 1) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    start = {"a": jax.random.normal(keys[0], (5, 4)), "b": jax.random.normal(keys[1], (4, 3))}
+    data = jax.random.normal(keys[2], (9, 5))
+    vag = value_and_grad(loss_fn)
+    plan = vag.plan(start, data)
+    tx = kfac(plan, 0.1, damping=0.05, compute_method="inverse")
+
+    @jax.jit
+    def end(shift):
+        params, state, x = start, tx.init(start), data + shift * jnp.cos(data)
+        for _ in range(3):
+            _, grads, statistics = vag(params, x)
+            updates, state = tx.update(grads, state, params, statistics=statistics)
+            params = optax.apply_updates(params, updates)
+        return loss_fn(params, data)
+
+    expected = (end(1e-5) - end(-1e-5)) / 2e-5
+    _, forward = jax.jvp(end, (0.0,), (1.0,))
+    np.testing.assert_allclose(forward, expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(end)(0.0), forward, rtol=1e-9)

@@ -931,7 +931,7 @@ def test_what_is_no_call_of_the_layer_waits(how):
     model = built(lambda: Used(OTHERS[how]), 4)
     kfac = KFAC(model)
     model(inputs(numbers)).square().mean().backward()
-    with pytest.warns(RuntimeWarning, match="not seen running in training mode.*'body'"):
+    with pytest.warns(RuntimeWarning, match="by ways that K-FAC does not see.*'body'"):
         kfac.step()
     for name in ("weight", "bias"):
         assert kfac.routing()[f"body.{name}"].treatment == "waiting"
