@@ -431,7 +431,7 @@ class _Watching(Mode):
         sums = function in SUMS and not kwargs
         for product in self._met(args, kwargs) if self.products else ():
             bias = args[args[0] is product.tensor] if sums and function in ADDITIONS else None
-            if product.place in self._biased(bias, product.role_of_bias()):
+            if product.place in self._places(bias, product.role_of_bias()):
                 self._note_call(product.tensor, product.x)
                 sum_of = {"input": product.x, "bias": bias}
                 return self.around.meet([product.place], F.linear, sum_of, output, None, product.axes)
@@ -458,7 +458,7 @@ class _Watching(Mode):
                 return output
         bias = given.get("bias")
         if bias is not None:  # another bias than the layer's is no coordinate of its input
-            beside = self._biased(bias, "bias")
+            beside = self._places(bias, "bias")
             places = [p for p in places if not self.around.has_bias(p) or p in beside]
         for place in places:
             if self.around.awaits_bias(place, given):
@@ -629,7 +629,7 @@ class _Watching(Mode):
             if made.turned != (function in PRODUCTS):
                 alike = is_transpose(weight, made.tensor)
             if alike and made.tensor.shape == made.weight.shape:
-                beside = self._biased(given.get("bias"), "bias")
+                beside = self._places(given.get("bias"), "bias")
                 if self.around.has_bias(made.place) and made.place not in beside:
                     return output  # another bias
                 self._note_call(output, given["input"])
@@ -652,22 +652,6 @@ class _Watching(Mode):
         tables, others = (self._places(weight, role) for role in roles)
         found = [p for p in tables if self.around.is_table(p)]
         return found or [p for p in others if not self.around.is_table(p)]
-
-    def _biased(self, bias: Any, role: str) -> list[int]:
-        """The layers whose bias this is in that role, or is made of, a part of it masked perhaps."""
-        found = self._places(bias, role)
-        if (
-            found
-            or role != "bias"
-            or torch.compiler.is_compiling()
-            or not isinstance(bias, torch.Tensor)
-        ):
-            return found
-        own = {
-            node_of(k.tensor): k.place for k in self.known if k.role == "bias" and k.shape == bias.shape
-        }
-        reached = reached_from([node_of(bias)], own, {}, self.began)
-        return [place for node, place in own.items() if node in reached]
 
     def _places(self, tensor: Any, role: str) -> list[int]:
         return [known.place for known in self._found(tensor, role)]

@@ -189,11 +189,11 @@ class Reports:
         if unseen:
             names = ", ".join(repr(self.layers[i].name) for i in unseen)
             warn_user(
-                "these layers got a gradient by ways that K-FAC does not see, and keep it plain (times "
-                "kl_clip's coefficient) until they run in training mode and it does. Not seen are "
-                "functions of a weight that it does not know, or of what is made of one or with another "
-                "bias, and calls by torch.func, with nested tensors, or inside of another's "
-                f"autograd.Function as by odeint_adjoint: {names}"
+                "these layers got a gradient but were not seen running, and keep it plain (times "
+                "kl_clip's coefficient) until they are. Not seen are calls in eval mode, by torch.func, "
+                "with nested tensors, or inside of another's autograd.Function as by odeint_adjoint, "
+                "and functions that K-FAC does not know, of a weight, of what is made of one, or with "
+                f"another bias: {names}"
             )
 
     def stale(self, layers: Sequence[int]) -> None:
