@@ -119,7 +119,7 @@ def test_a_layer_that_is_trained_later_where_no_hook_sees_it_is_told_of_once():
         kfac.model.trunk.requires_grad_(step >= 5)
         said += told_by_a_step(kfac, step)
     assert [step for step, _ in said] == [6]
-    assert "keep their plain gradient" in said[0][1]
+    assert "but were not seen running, and keep it plain" in said[0][1]
     assert "'trunk'" in said[0][1]
 
 

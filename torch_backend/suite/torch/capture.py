@@ -43,7 +43,7 @@ from suite.torch.hooks import (
 from suite.torch.layers import Layer, Site
 from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast, is_of_each
 from suite.torch.prepared import prepared
-from suite.torch.probe import About, ProbeInPlace, Reached, Reading, number_used, probed
+from suite.torch.probe import About, ProbeInPlace, Reached, Reading, probed
 from suite.torch.rows import Bases, LayerSpec, example_count, output_positions, row_count
 from suite.torch.runs import Ending, Run
 from suite.torch.thin import KeptRows
@@ -756,7 +756,5 @@ class LayerCapture:
             A = torch.zeros_like(self.A)
         if self.layer.spec.kind == "free":
             A = A.reshape(1, -1)
-        main, both = LayerStatistics(A, G, counts[0]), (counts[1], positions)
-        if self.clock.is_compiled:
-            both = number_used(counts[1]), None if positions is None else number_used(positions)
-        return Captured(main, transposed, both, products, terms, read)
+        main = LayerStatistics(A, G, counts[0])
+        return Captured(main, transposed, (counts[1], positions), products, terms, read)

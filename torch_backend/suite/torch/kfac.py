@@ -357,7 +357,7 @@ class KFAC(torch.optim.Optimizer):
         self._base = optimizer
         self._known_groups = 0 if optimizer is None else len(optimizer.param_groups)
         self._steps = 0
-        self._handed_over: Any = None  # to a process that was started with this
+        self._handed_over: Any = None  # state to a process that was started with this, which shares it
         self._is_graphed = False  # whether GraphedStep records this step
         self._compared = False  # whether ranks have the same parameters
         self._skipped = SkippedSteps()
@@ -670,7 +670,7 @@ class KFAC(torch.optim.Optimizer):
         ]
         made_with = type(self), self._engine.model, self._base, self._settings
         if multiprocessing.context.get_spawning_popen() is not None:
-            self._handed_over = state  # a process that starts gets its memory once this has returned
+            self._handed_over = state  # whose memory the process opens when it has started
         return kfac_records.made_again, (*made_with, *known), state
 
     def __setstate__(self, kfac: dict[str, Any]) -> None:

@@ -224,8 +224,8 @@ class Reports:
             self._said_idle = True
             warn_user(
                 "the weights of all layers that K-FAC preconditions were frozen, or taken from the "
-                "optimizer, since it was attached: what trains now keeps its plain gradient. detach() "
-                "and attach again to cover it"
+                "optimizer, since it was attached: until they train again, what does keeps its plain "
+                "gradient. detach() and attach again where that is to be covered instead"
             )
 
     def added(self, parameters: Iterable[torch.Tensor]) -> None:

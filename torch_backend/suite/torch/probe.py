@@ -80,10 +80,6 @@ class Probe(torch.autograd.Function):
                 A, G, counts, products = Probe._sums(*given)
         if not counted or (ctx.call is not None and not ctx.call.is_first()):
             counts = torch.stack([counts[0], torch.zeros_like(counts[0])])
-        if torch.compiler.is_compiling():
-            share = of_what_is_used(gradient, counts)
-            A, counts = None if A is None else A * share.to(A.dtype), counts * share
-            G = G * share.to(G.dtype) if spec.kind == "norm" else G  # which counts there
         if not rest:
             return on, None, A, G, counts, None
         return on, None, A, G, counts, None, products, *(None,) * 5
@@ -134,21 +130,6 @@ class ProbeInPlace(ProbeOfDuals):
     @staticmethod
     def jvp(ctx: Any, y: torch.Tensor, *rest: Any) -> torch.Tensor:
         return y.add_(0)  # torch asks for a change in place
-
-
-def of_what_is_used(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(): 1, but next to nothing of a call with no gradient but zeros.
-
-    A compiled graph has those for outputs that the loss is not made of. Where all calls of a step are
-    such ones, as before a layer that starts from zeros, what is a mean over rows is so of these.
-    """
-    used = gradient.any().to(like.dtype)
-    return used + (1 - used) * 2.0**-48  # written out: a global number may be any in a dynamic graph
-
-
-def number_used(positions: torch.Tensor) -> torch.Tensor:
-    """Sums of positions times `of_what_is_used`: those that are used, or all if none is."""
-    return torch.where(positions < 0.5, positions * 2.0**48, positions)
 
 
 class Reached(torch.autograd.Function):
