@@ -166,9 +166,9 @@ class Loop(RuleBasedStateMachine):
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_that_run_different_passes_take_the_steps_of_the_equations(world):
     crew = Crew(world)
-    crew.run(follow_with_ranks, world, [*range(25)])
+    crew.run(follow_with_ranks, world, [*range(12)])
     crew.close()
 
 
 TestLoop = Loop.TestCase
-TestLoop.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLoop.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)

@@ -434,8 +434,8 @@ def rotate_towards_symmetry(q: Array, chosen: Array | None = None) -> Array:
     q = lift(q)
     R = transpose(q) - q
     bound = spectral_norm_bound(R)[..., None, None]
-    # What is symmetric but for rounding stays as it is: the direction to turn it in would be noise, and a
-    # derivative by q that noise divided by the rounding.
+    # What is symmetric but for rounding stays as it is: the direction to turn it in would be noise, and
+    # a derivative by q that noise divided by the rounding.
     rounding = 16 * float(xp.finfo(q.dtype).eps) * xp.abs(trace(q))[..., None, None]
     turns = bound > rounding
     R *= xp.astype(turns, q.dtype) / xp.where(turns, bound, 1.0)
