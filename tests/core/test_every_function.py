@@ -537,7 +537,7 @@ def test_half_precision_goes_in_and_comes_out(name):
 # Parts of `apply` and `gram`, which are cases; functions of no stack.
 OTHERS = {
     *("kronecker.is_diagonal", "kronecker.unfold", "kronecker.fold", "kronecker.apply_factor"),
-    *("kronecker.diagonal_blocks", "kronecker.squares_are_cheap"),
+    *("kronecker.diagonal_blocks", "kronecker.squares_are_cheap", "kronecker.factor_shape"),
     *("linalg.norm", "linalg.bilinear", "kfac.is_cheaper_by_rows", "kfac.probes_for"),
     "padding.size_classes",
     *("linalg.eye_like", "linalg.finite_marks", "linalg.inner_product", "step_size.kl_clip_coefficient"),

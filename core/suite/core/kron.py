@@ -98,7 +98,7 @@ class Kron:
         factors = []
         cuts = diagonal_blocks or (1,) * len(sides)
         for side, is_diagonal, c in zip(sides, diagonal, cuts, strict=True):
-            own = (side,) if is_diagonal else (side, side) if c == 1 else (c, side // c, side // c)
+            own = kronecker.factor_shape(side, is_diagonal, c)
             ones = xp.zeros((*batch, *own), **where) + scale ** (1 / len(sides))
             factors.append(ones if is_diagonal else ones * linalg.eye_like(ones))
         lipschitz = tuple(xp.zeros(batch, **where) for _ in sides)

@@ -90,6 +90,13 @@ def gram(x: Array, axis: int, ndim: int, *, diagonal: bool, blocks: int | None =
     return linalg.gram(xp.matrix_transpose(rows))
 
 
+def factor_shape(side: int, diagonal: bool, blocks: int) -> tuple[int, ...]:
+    """What a factor of an axis of `side` is kept as: its diagonal, `blocks` on that, or all of it."""
+    if diagonal:
+        return (side,)
+    return (side, side) if blocks == 1 else (blocks, side // blocks, side // blocks)
+
+
 def squares_are_cheap(sides: Sequence[int], matrices: Sequence[int]) -> tuple[bool, ...]:
     """For each axis, whether FᵀF takes at most a quarter of the multiplications of F x.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from suite.core import buckets, ekfac, moments, padding, statistics
+from suite.core import buckets, ekfac, kronecker, moments, padding, statistics
 from suite.core import kfac as core_kfac
 from suite.jax.dtypes import at_least_float32
 from suite.jax.factor_layout import FactorLayout
@@ -92,7 +92,7 @@ class Factors(FactorLayout):
             )
         in_bases = self.rule.compute_method in ("eigen", "ekfac")
         expected = [
-            ((len(self.numbers(i)), s.n) if s.diagonal else (len(self.numbers(i)), s.n, s.n), in_bases)
+            ((len(self.numbers(i)), *kronecker.factor_shape(s.n, s.diagonal, 1)), in_bases)
             for i, s in enumerate(self.stacks)
         ]
         pairs = zip(state.averages, state.inverses, strict=True)

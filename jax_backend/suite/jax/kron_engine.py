@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from suite.core import blocks, moments, noise
+from suite.core import blocks, kronecker, moments, noise
 from suite.core import kron as core_kron
 from suite.core._namespace import lift
 from suite.core.rounding import stochastic_round
@@ -231,11 +231,8 @@ def _require_factors(static: Blocks, states: Sequence[core_kron.KronState]) -> N
     """ValueError unless factors have the shapes that the settings give the parameters."""
     found = [tuple(q.shape[1:] for q in state.factors) for state in states]
     expected = [
-        tuple(
-            (n,) if is_diagonal else (n, n) if c == 1 else (c, n // c, n // c)
-            for n, is_diagonal, c in zip(b.sizes, b.diagonal, b.diagonal_blocks, strict=True)
-        )
-        for b in static.buckets
+        tuple(map(kronecker.factor_shape, bucket.sizes, bucket.diagonal, bucket.diagonal_blocks))
+        for bucket in static.buckets
     ]
     if found != expected:
         raise ValueError(

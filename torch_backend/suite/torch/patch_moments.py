@@ -6,7 +6,9 @@ no number for: traced through, each size would be compiled anew.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -35,19 +37,9 @@ def _in_graph(
 
 
 @_in_graph.register_fake
-def _(
-    x: torch.Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    bias: bool,
-) -> torch.Tensor:
-    side = x.shape[1] // groups
-    for places in kernel:
-        side = side * places
-    side = side + bias
+def _(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> torch.Tensor:
+    *_, groups, bias = rest
+    side = x.shape[1] // groups * math.prod(kernel) + bias
     return x.new_empty((groups, side, side), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
