@@ -418,6 +418,64 @@ def test_a_module_may_have_several_and_use_one_twice():
     assert_close(found["second"][1][0], 2 * sum(one.T @ one for one in g) / 2)
 
 
+class Cosines(Own):
+    """Of the angle between an input and the weight of each class (ArcFace; Deng et al. 2019)."""
+
+    def forward(self, x):
+        return F.linear(F.normalize(x), F.normalize(self.weight))
+
+
+class CosinesByTranspose(Own):
+    def forward(self, x):
+        weight = F.normalize(self.weight, p=2, dim=-1)
+        return F.normalize(x) @ weight.t()
+
+
+class CosinesOfColumns(Own):
+    """As LDAM's (Cao et al. 2019)."""
+
+    def forward(self, x):
+        return F.normalize(x, dim=1).mm(F.normalize(self.weight, dim=0))
+
+
+class CosinesOfColumnsHalved(Own):
+    def forward(self, x):
+        return F.normalize(x).mm(F.normalize(self.weight * 3, dim=0) / 2)
+
+
+@pytest.mark.parametrize("kind", [Cosines, CosinesByTranspose, CosinesOfColumns, CosinesOfColumnsHalved])
+def test_rows_of_a_normalized_weight_count_as_often_as_they_are_long(kind):
+    """By the chain rule, but for what normalizing projects out."""
+    turned = "Columns" in kind.__name__
+    model = double(lambda: nn.Sequential(kind(*((4, 3) if turned else (3, 4)), bias=False)))
+    x = numbers(9, 4)
+    weight = model[0].weight.detach()
+    rows = weight.T if turned else weight
+    lengths = (0.5 if "Halved" in kind.__name__ else 1) / rows.norm(dim=1)
+    a = x / x.norm(dim=1, keepdim=True)
+    y = (a @ (rows * lengths[:, None]).T).requires_grad_()
+    (g,) = torch.autograd.grad(loss_of(y, "sum"), y)
+    kfac = KFAC(model, kl_clip=None, loss_reduction="sum")
+    loss_of(model(x), "sum").backward()
+    kfac.step()
+    assert kfac.routing()["0.weight"].treatment == "kfac"
+    ((A, G),) = held(kfac).values()
+    assert_close(A[0], a.T @ a / 9)
+    assert_close(G[0], (g * lengths).T @ (g * lengths))
+
+
+def test_a_weight_that_is_normalized_along_its_outputs_waits():
+    class Other(Own):
+        def forward(self, x):
+            return x @ F.normalize(self.weight, dim=1)
+
+    model = double(lambda: nn.Sequential(nn.Linear(4, 4), Other(4, 3, bias=False)))
+    kfac = KFAC(model)
+    model(numbers(9, 4)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="not seen running.*'1'"):
+        kfac.step()
+
+
 # ---- what the source says ----------------------------------------------------------------------------
 
 
@@ -513,6 +571,18 @@ def of_what_may_be_data(self, x):
 
 def turned_and_scaled(self, x):
     return x @ (self.weight.t() * self.scale)
+
+
+def normalized(self, x):
+    return F.linear(x, F.normalize(self.weight), self.bias * 2)
+
+
+def turned_and_normalized(self, x):
+    return x @ F.normalize(self.weight.t())
+
+
+def normalized_stacks(self, x):
+    return torch.bmm(x, F.normalize(self.stack))
 
 
 def scaled_turned_and_cast(self, x):
@@ -788,6 +858,9 @@ SAID = [
     (of_what_is_changed, one(turned=True)),
     (of_noise, one(turned=True)),
     (turned_and_scaled, []),
+    (normalized, one()),
+    (turned_and_normalized, []),
+    (normalized_stacks, []),
     (scaled_turned_and_cast, []),
     (annotated, one()),
     (positional, one()),

@@ -1,8 +1,8 @@
 """What a layer's forward makes of its weight, and whether calls of the layer alone lead to the weight.
 
-Rows that are multiplied, shifted or standardized are so many times longer, and may take the weight's
-place, also where a mask leaves entries out. What gradients reach by other ways has no part in the
-layer's statistics.
+Rows, one for each output, that are multiplied, shifted, standardized or normalized are so many times
+longer, and may take the weight's place, also where a mask leaves entries out. What gradients reach by
+other ways has no part in the layer's statistics.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Made(NamedTuple):
     tensor: torch.Tensor
     place: int
     weight: torch.Tensor
-    scale: torch.Tensor  # () or (rows,): what its rows were multiplied with
-    turned: bool  # (in, out); then what its rows are multiplied with is one number
+    scale: torch.Tensor  # () or (outputs,): what its rows were multiplied with
+    turned: bool  # (in, out): its rows are columns
 
     def after(self, scale: Any, output: torch.Tensor) -> Made:
         """What an operation that multiplies its rows with `scale` makes of it."""
@@ -48,20 +48,16 @@ class Made(NamedTuple):
 
 def scale_of(function: Any, args: Any, kwargs: Any, at: int, made: Made) -> Any:
     """What an operation multiplies the rows of its operand `at` with; None: it is no such operation."""
-    found = _scale_of_rows(function, args, kwargs, at, made)
-    by_row = isinstance(found, torch.Tensor) and found.ndim > 0
-    return None if by_row and made.turned else found
-
-
-def _scale_of_rows(function: Any, args: Any, kwargs: Any, at: int, made: Made) -> Any:
-    x, rows = made.tensor, made.weight.shape[0]
-    axis = 0 if x.shape[0] == rows else 1
-    if x.shape[: axis + 1] != (*(1,) * axis, rows) or x.numel() != made.weight.numel():
+    x = made.tensor
+    axis = _axis_of_rows(made)
+    if axis is None:
         return None
     if function in RESHAPE or (function in _LIKE and at == 0 and not kwargs):
         return 1.0
     if function in _FAKES:
         return 1.0 if at == 0 else None
+    if function is F.normalize:
+        return _scale_of_normalized(x, axis, *args[1:], **kwargs) if at == 0 else None
     if function is F.batch_norm and at == 0 and axis == 1:
         given = dict(zip(ARGUMENTS[function], args, strict=False)) | kwargs
         if not given.get("training", False):
@@ -90,6 +86,26 @@ def _scale_of_rows(function: Any, args: Any, kwargs: Any, at: int, made: Made) -
     if function in TIMES:
         return other
     return 1 / other if function in QUOTIENTS and at == 0 else None
+
+
+def _axis_of_rows(made: Made) -> int | None:
+    """Along which axis it has one row after the other; None: it has another shape than its weight's."""
+    x, weight = made.tensor, made.weight
+    if made.turned:
+        return 1 if x.shape == weight.shape else None
+    rows = weight.shape[0]
+    axis = 0 if x.shape[0] == rows else 1
+    alike = x.shape[: axis + 1] == (*(1,) * axis, rows) and x.numel() == weight.numel()
+    return axis if alike else None
+
+
+def _scale_of_normalized(
+    x: torch.Tensor, axis: int, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> Any:
+    """One over the lengths of a matrix's rows; None: something else is normalized."""
+    if x.ndim != 2 or dim not in (1 - axis, -1 - axis) or out is not None:
+        return None
+    return 1 / x.norm(p, dim).clamp_min(eps)
 
 
 def _of_rows(other: Any, x: torch.Tensor, axis: int) -> Any:

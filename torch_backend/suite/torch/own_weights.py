@@ -610,6 +610,10 @@ class _Reader:
         if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice | ast.Tuple):
             found = self._weight(node.value)
             return None if found is None or found.indexed else found._replace(indexed=True)
+        if isinstance(node, ast.Call) and self._value(node.func) is F.normalize and node.args:
+            found = self._weight(node.args[0])
+            whole = found is not None and not (found.turned or found.indexed)
+            return found._replace(scaled=True) if found is not None and whole else None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr == "unbind" and not node.keywords:
                 by_torch = self._value(node.func) is torch.unbind
