@@ -273,6 +273,35 @@ def test_what_undoes_a_loss_scale_for_each_kind_of_statistics(reduction, method)
         )
 
 
+@pytest.mark.parametrize("fisher", [None, Categorical(), Categorical(exact=True)])
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_a_batch_all_of_whose_labels_are_ignored_is_no_evidence(fisher, method):
+    """In single precision, too, where the square of a tiny number is 0."""
+    single = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), PARAMS)
+    x, labels = jnp.asarray(normal(6, 4), jnp.float32), jnp.arange(6) % 3
+
+    def loss(p, x, mask):
+        z = model(p, x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(z, labels)
+        outputs = jnp.where(mask[..., None], z, jax.lax.stop_gradient(z))
+        return (losses * mask).sum() / jnp.maximum(mask.sum(), 1), outputs
+
+    sampled = {} if fisher is None else {"fisher": fisher}
+    vag = value_and_grad(loss, has_aux=True, terms=lambda x, mask: mask.sum(), **sampled)
+    tx = kfac(vag.plan(single, x, jnp.ones(6, bool)), 0.1, damping=0.01, compute_method=method)
+    state, seen = tx.init(single), []
+    for step, mask in enumerate([jnp.ones(6, bool), jnp.zeros(6, bool), jnp.zeros(6, bool)]):
+        drawn = {"key": jax.random.key(step)} if fisher == Categorical() else {}
+        _, grads, statistics = vag(single, x, mask, **drawn)
+        _, state = tx.update(grads, state, single, statistics=statistics)
+        factors = state.preconditioner.factors
+        seen.append(jax.tree.map(np.asarray, (factors.averages, factors.weight)))
+    assert int(state.preconditioner.steps) == 3
+    assert all(np.isfinite(x).all() and x.any() for x in jax.tree.leaves(seen[0]))
+    jax.tree.map(np.testing.assert_array_equal, seen[1], seen[0])
+    jax.tree.map(np.testing.assert_array_equal, seen[2], seen[0])
+
+
 def test_outputs_whose_gradient_is_stopped_are_no_terms():
     """As the predictions at padded positions, that the loss ignores, are none."""
     x, counted = normal(5, 7, 4, seed=3), jnp.asarray(np.random.default_rng(1).random((5, 7)) < 0.4)

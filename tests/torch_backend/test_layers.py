@@ -297,7 +297,7 @@ def test_the_kind_of_weight_sharing_may_depend_on_the_kind_of_layer():
             KFAC(nn.Linear(2, 2), weight_sharing=wrong)
 
 
-@pytest.mark.filterwarnings("ignore:.*jit.script.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*jit.script.*deprecated")
 def test_torchscript_children_are_plain_and_say_why():
     model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.Tanh())), nn.Linear(8, 3))
     kfac = KFAC(model)

@@ -172,7 +172,7 @@ class Factors(FactorLayout):
     def _of_the_loss(self, x: jax.Array, terms: jax.Array) -> jax.Array:
         """Sampled gradients are of single terms: N times those of a loss that is their mean."""
         if self.plan.sampled and self.loss_reduction == "mean":
-            terms = jnp.maximum(terms, 1e-30).astype(x.dtype)
+            terms = jnp.where(terms > 0, terms, 1).astype(x.dtype)
             return x / terms / terms
         return x
 

@@ -41,9 +41,9 @@ def finite_signs(given: Statistics) -> list[jax.Array]:
 
 
 def any_rows(given: Statistics) -> jax.Array:
-    """Whether statistics are of anything, ()."""
+    """Whether statistics are of anything, (): not where no layer ran, or the loss has no terms."""
     rows = [jnp.any(sums.main.rows > 0) for sums in given.layers.values()]
-    return jnp.any(jnp.stack(rows))
+    return jnp.any(jnp.stack(rows)) & (jnp.asarray(given.terms) > 0)
 
 
 def require_fit(plan: Plan, given: Statistics, products: bool) -> None:
