@@ -333,6 +333,43 @@ def test_copies_have_what_was_done_to_the_state(make, how):
     assert not same(run(*copied, loss_fn), expected)
 
 
+@pytest.mark.parametrize("cached", [None, False, True])
+@pytest.mark.parametrize("one", [False, True])
+def test_of_kron_what_begins_anew_does_by_the_settings_of_its_group(one, cached):
+    model, loss_fn = problem()
+    changed = {"preconditioner_init_scale": 4.0, "geometry": "QUAD4P"}
+    optimizer = Kron(model.parameters(), 0.01, cache_preconditioner=cached)
+    run(model, optimizer, loss_fn)
+    weight = model[0].weight
+    optimizer.param_groups[0] |= changed
+    if one:
+        del optimizer.state[weight]
+    else:
+        optimizer.state.clear()
+    fresh = Kron(model.parameters(), 0.01, cache_preconditioner=cached, **changed)
+    expected, found = fresh.state_dict()["state"], optimizer.state_dict()["state"]
+    for index in [0] if one else expected:
+        for name, tensor in expected[index].items():
+            assert torch.equal(found[index][name], tensor)
+    optimizer.state.clear()
+    new = copy.deepcopy(model)
+    expected = run(new, Kron(new.parameters(), 0.01, cache_preconditioner=cached, **changed), loss_fn)
+    assert same(run(model, optimizer, loss_fn), expected)
+
+
+def test_of_kron_a_wrong_setting_of_what_begins_anew_changes_nothing():
+    model, loss_fn = problem()
+    optimizer = Kron(model.parameters(), 0.01)
+    before = run(model, optimizer, loss_fn)
+    kept = copy.deepcopy(optimizer.state[model[0].bias])
+    del optimizer.state[model[0].weight]
+    optimizer.param_groups[0]["geometry"] = "QEF"
+    with pytest.raises(ValueError, match="geometry"):
+        run(model, optimizer, loss_fn, steps=1)
+    assert same(before, [p.detach() for p in model.parameters()])
+    assert all(torch.equal(optimizer.state[model[0].bias][name], x) for name, x in kept.items())
+
+
 def test_of_kron_a_group_can_begin_anew():
     model, loss_fn = problem()
     groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]

@@ -296,7 +296,7 @@ class Kron(torch.optim.Optimizer):
 
     def _follow(self) -> None:
         """Do as was done to `state`, and have it where the parameters are."""
-        anew = self._records.follow(self.state, self._engines)
+        anew = self._records.follow(self.state, self._engines, self._rule_of)
         whole = []
         for number, gone in anew.items():
             group = self.param_groups[number]
@@ -312,6 +312,13 @@ class Kron(torch.optim.Optimizer):
             for group, fixed in zip(self.param_groups, self._made_for, strict=True):
                 require_same(group, fixed)
             self._move()
+
+    def _rule_of(self, number: int) -> core_kron.Kron:
+        """A group's rule as it is set now, checked."""
+        group = self.param_groups[number]
+        rule = rule_of(group)
+        self._engines[number].storage.require(rule, group["stochastic_rounding"])
+        return rule
 
     def _begin(self) -> None:
         """Without any state."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from suite.core import kron as core_kron
 from suite.torch.kron_engine import KronEngine
 
 State = MutableMapping[torch.Tensor, dict[str, Any]]
@@ -49,17 +50,23 @@ class Records:
             self._views[-1].append(views)
             state[parameter] |= views
 
-    def follow(self, state: State, engines: Sequence[KronEngine]) -> dict[int, list[int]]:
+    def follow(
+        self,
+        state: State,
+        engines: Sequence[KronEngine],
+        rule_of_group: Callable[[int], core_kron.Kron],
+    ) -> dict[int, list[int]]:
         """Do as was done to `state`: any optimizer's has tensors replaced, and records deleted.
 
         What is in place of a tensor (state that was moved away and back) is taken over. A parameter
-        whose record is gone begins anew.
+        whose record is gone begins anew, by the rule that its group has now.
 
         Returns:
             By number of their engine, the numbers of the parameters that begin anew.
 
         Raises:
             RuntimeError: a part of a record is gone, or has another shape.
+            ValueError: the rule of a group that begins anew is not valid, or does not fit its state.
         """
         changed, anew = [], dict[int, list[int]]()
         for number, (engine, each) in enumerate(zip(engines, self._views, strict=True)):
@@ -78,6 +85,8 @@ class Records:
                     "state of a parameter must have what Kron put there, or what has its shape, or "
                     f"nothing (then it begins anew), got others or none for {one.misfits()}"
                 )
+        for number, rule in {number: rule_of_group(number) for number in anew}.items():
+            engines[number].rule = rule
         for one in changed:
             if one.is_gone:
                 one.engine.reset(one.index)

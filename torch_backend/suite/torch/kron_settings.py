@@ -74,8 +74,6 @@ def planned(group: dict[str, Any]) -> tuple[core_kron.Kron, StepSettings, dict[s
     for name in (*_STEP, "lr", "weight_decay", "maximize"):
         if is_at_hand(group[name]):
             _check_setting(name, group[name])
-    for name in _RULE:
-        require_known(name, group[name])
     before = tuple(group[name] for name in COUNTS)
     due, rate, counts = _turn(group, before)
     settings = StepSettings(
@@ -198,6 +196,8 @@ def _check_setting(name: str, value: Any) -> None:
 
 
 def rule_of(settings: dict[str, Any]) -> core_kron.Kron:
+    for name in _RULE:
+        require_known(name, settings[name])
     return core_kron.Kron(**{name: settings[name] for name in _RULE})
 
 

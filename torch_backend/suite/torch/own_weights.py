@@ -612,8 +612,9 @@ class _Reader:
             return None if found is None or found.indexed else found._replace(indexed=True)
         if isinstance(node, ast.Call) and self._value(node.func) is F.normalize and node.args:
             found = self._weight(node.args[0])
-            whole = found is not None and not (found.turned or found.indexed)
-            return found._replace(scaled=True) if found is not None and whole else None
+            if found is None or found.turned or found.indexed:
+                return None
+            return found._replace(scaled=True)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr == "unbind" and not node.keywords:
                 by_torch = self._value(node.func) is torch.unbind
