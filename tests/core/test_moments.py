@@ -60,3 +60,20 @@ def test_average_keeps_its_dtype(xp):
         == "float32"
     )
     assert dtype_name(xp.run(moments.unbiased, average, xp.asarray(0.5))) == "float32"
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+def test_in_half_precision_a_decay_near_one_is_not_one(xp, is_array):
+    """The first item weighs what it would in double precision, up to the average's own rounding."""
+    if xp.half is None:
+        pytest.skip("the library has no half precision")
+    decay, x = 0.9995, random(xp, 3, 2, dtype=xp.half)
+    given = xp.asarray(decay, "float32") if is_array else decay
+    average = xp.run(moments.update_average, x * 0, x, given)
+    assert dtype_name(average) == xp.half
+    expected = (1 - decay) * xp.numpy(x).astype(float)
+    np.testing.assert_allclose(xp.numpy(average).astype(float), expected, rtol=0.01)
+    kept = xp.run(moments.mix, x, x * 0, xp.asarray([decay] * 3, "float32"))
+    assert dtype_name(kept) == xp.half
+    added = xp.run(moments.mix, x * 0, x, xp.asarray([decay] * 3, "float32"))
+    np.testing.assert_allclose(xp.numpy(added).astype(float), expected, rtol=0.01)

@@ -88,6 +88,29 @@ def test_inject_hyperparams_with_a_schedule():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, after)
 
 
+@pytest.mark.parametrize("injected", [False, True])
+def test_the_mean_of_a_momentum_in_half_precision(injected):
+    """In bfloat16 a b1 of 0.999 is 1."""
+    never = {"preconditioner_update_probability": lambda t: 0.0 * t, "update_first": False}
+
+    def make(b1, mu_dtype="bfloat16"):
+        return kron(1.0, b1=b1, mu_dtype=mu_dtype, clip=None, **never)
+
+    grads = {"w": jnp.ones((4, 4), jnp.float32)}
+
+    def moved(tx):
+        state, found = tx.init(grads), []
+        for _ in range(20):
+            updates, state = tx.update(grads, state, grads)
+            found.append(float(updates["w"][0, 0]))
+        return found
+
+    tx = optax.inject_hyperparams(make)(b1=0.999) if injected else make(0.999)
+    expected = moved(make(0.999, None))
+    assert expected[0] != 0
+    np.testing.assert_allclose(moved(tx), expected, rtol=0.05)
+
+
 def test_one_compilation_donation_and_scan():
     tx = kron(0.01, preconditioner_update_probability=0.5)
     traces = []
