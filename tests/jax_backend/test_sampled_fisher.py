@@ -302,6 +302,26 @@ def test_a_batch_all_of_whose_labels_are_ignored_is_no_evidence(fisher, method):
     jax.tree.map(np.testing.assert_array_equal, seen[2], seen[0])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_where_the_only_product_does_not_run_a_norm_is_evidence_for_a_sum(reduction):
+    """Of a mean nobody knows then over how many terms it is."""
+
+    def loss(p, x, runs):
+        h = x * p["scale"] + p["shift"]
+        h = lax.cond(runs, lambda h: h + jnp.tanh(h @ p["w"]), lambda h: h, h)
+        return getattr(jnp, reduction)(jnp.sum(h**2, -1))
+
+    params = {"scale": normal(4), "shift": normal(4, seed=1), "w": normal(4, 4)}
+    vag, x = value_and_grad(loss), normal(6, 4)
+    tx = scale_by_kfac(vag.plan(params, x, True), loss_reduction=reduction, factor_decay=0.5)
+    state = tx.init(params)
+    for runs in (True, False, False):
+        _, grads, statistics = vag(params, x, runs)
+        _, state = tx.update(grads, state, params, statistics=statistics)
+    weights = {float(weight) for weight in state.factors.weight}
+    assert weights == ({0.5, 0.875} if reduction == "sum" else {0.5})
+
+
 def test_outputs_whose_gradient_is_stopped_are_no_terms():
     """As the predictions at padded positions, that the loss ignores, are none."""
     x, counted = normal(5, 7, 4, seed=3), jnp.asarray(np.random.default_rng(1).random((5, 7)) < 0.4)

@@ -368,6 +368,7 @@ def test_of_kron_a_wrong_setting_of_what_begins_anew_changes_nothing():
         run(model, optimizer, loss_fn, steps=1)
     assert same(before, [p.detach() for p in model.parameters()])
     assert all(torch.equal(optimizer.state[model[0].bias][name], x) for name, x in kept.items())
+    assert model[0].weight not in optimizer.state
 
 
 def test_of_kron_a_group_can_begin_anew():

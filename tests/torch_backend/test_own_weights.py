@@ -11,6 +11,7 @@ import linecache
 import math
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -464,16 +465,21 @@ def test_rows_of_a_normalized_weight_count_as_often_as_they_are_long(kind):
     assert_close(G[0], (g * lengths).T @ (g * lengths))
 
 
-def test_a_weight_that_is_normalized_along_its_outputs_waits():
+@pytest.mark.parametrize("dim", [0, (1,)])
+def test_what_else_is_normalized_is_no_layer_and_its_bias_stays_one(dim):
     class Other(Own):
         def forward(self, x):
-            return x @ F.normalize(self.weight, dim=1)
+            return F.linear(x, F.normalize(self.weight, dim=dim), self.bias)
 
-    model = double(lambda: nn.Sequential(nn.Linear(4, 4), Other(4, 3, bias=False)))
+    model = double(lambda: nn.Sequential(Other(3, 4), nn.Linear(3, 2)))
     kfac = KFAC(model)
     model(numbers(9, 4)).square().mean().backward()
-    with pytest.warns(RuntimeWarning, match="not seen running.*'1'"):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         kfac.step()
+    assert any("0.weight" in str(one.message) for one in told)
+    routing = kfac.routing()
+    assert [routing[f"0.{name}"].treatment for name in ("weight", "bias")] == ["waiting", "kfac"]
 
 
 # ---- what the source says ----------------------------------------------------------------------------
@@ -575,6 +581,18 @@ def turned_and_scaled(self, x):
 
 def normalized(self, x):
     return F.linear(x, F.normalize(self.weight), self.bias * 2)
+
+
+def normalized_columns(self, x):
+    return x @ F.normalize(self.weight, 2, -2)
+
+
+def normalized_along_outputs(self, x):
+    return F.linear(x, F.normalize(self.weight, dim=0), self.bias)
+
+
+def normalized_along_some_axis(self, x):
+    return F.linear(x, F.normalize(self.weight, dim=(0, 1)))
 
 
 def turned_and_normalized(self, x):
@@ -859,6 +877,9 @@ SAID = [
     (of_noise, one(turned=True)),
     (turned_and_scaled, []),
     (normalized, one()),
+    (normalized_columns, one(turned=True)),
+    (normalized_along_outputs, []),
+    (normalized_along_some_axis, []),
     (turned_and_normalized, []),
     (normalized_stacks, []),
     (scaled_turned_and_cast, []),

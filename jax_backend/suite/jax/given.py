@@ -40,10 +40,15 @@ def finite_signs(given: Statistics) -> list[jax.Array]:
     return found
 
 
-def any_rows(given: Statistics) -> jax.Array:
-    """Whether statistics are of anything, (): not where no layer ran, or the loss has no terms."""
+def are_evidence(given: Statistics, *, has_to_have_terms: bool) -> jax.Array:
+    """Whether statistics are of anything, ().
+
+    Args:
+        has_to_have_terms: whether those of a loss without terms are not.
+    """
     rows = [jnp.any(sums.main.rows > 0) for sums in given.layers.values()]
-    return jnp.any(jnp.stack(rows)) & (jnp.asarray(given.terms) > 0)
+    seen = jnp.any(jnp.stack(rows))
+    return seen & (jnp.asarray(given.terms) > 0) if has_to_have_terms else seen
 
 
 def require_fit(plan: Plan, given: Statistics, products: bool) -> None:

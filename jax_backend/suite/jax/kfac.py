@@ -23,7 +23,7 @@ from suite.jax.dtypes import at_least_float32, check_dtype
 from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.factors import Factors
 from suite.jax.finite import all_finite, select, zero_unless
-from suite.jax.given import any_rows, finite_signs, require_fit
+from suite.jax.given import are_evidence, finite_signs, require_fit
 from suite.jax.kept_factors import KeptFactors
 from suite.jax.kfac_state import KFACOptState, ScaleByKFACState, explicit_state_specs
 from suite.jax.layers import gradient_matrix, write_gradient
@@ -199,7 +199,8 @@ def scale_by_kfac(
         wanted = due | (finite & state.pending)
         new, seen = state.factors, jnp.asarray(False)
         if statistics is not None:
-            seen = any_rows(statistics)
+            of_terms = plan.terms_given or loss_reduction == "mean"
+            seen = are_evidence(statistics, has_to_have_terms=of_terms)
             new = factors.update_if(wanted & seen, new, statistics, at["factor_decay"])
         # Without inverses the first statistics that are late would wait for a whole period.
         first = finite & state.pending & seen & ~jnp.any(new.ready)

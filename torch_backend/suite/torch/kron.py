@@ -621,7 +621,8 @@ class Kron(torch.optim.Optimizer):
         """Take over a `state_dict()`; state and settings keep their own dtypes and block structure.
 
         Raises:
-            ValueError: state that does not fit a parameter; nothing has changed then.
+            ValueError: state that does not fit a parameter, or a setting of a group whose own state was
+                deleted is not valid; nothing has changed then.
             RuntimeError: groups hold other parameters than the state, or `state` a part of it.
         """
         self._require_parameters()

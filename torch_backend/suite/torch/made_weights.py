@@ -63,7 +63,9 @@ def scale_of(function: Any, args: Any, kwargs: Any, at: int, made: Made) -> Any:
         if not given.get("training", False):
             return None
         gain = 1.0 if given.get("weight") is None else given["weight"]
-        return gain * (x.flatten(2).var((0, 2), unbiased=False) + given.get("eps", 1e-5)).rsqrt()
+        return (
+            gain * (x.movedim(1, 0).flatten(1).var(1, unbiased=False) + given.get("eps", 1e-5)).rsqrt()
+        )
     if function in NEGATIONS:
         return -1.0
     if not kwargs and function in _CHOICES and _leaves_out(function, args, at, x):

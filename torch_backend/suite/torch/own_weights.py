@@ -77,6 +77,7 @@ class _Weight(NamedTuple):
     indexed: bool  # one or some of the parameter's matrices
     nodes: tuple[ast.AST, ...]  # the parameter's, and those of variables that hold it
     place: str = ""  # in a list of parameters
+    along: int | None = None  # the axis along which it is normalized
 
 
 class _Product(NamedTuple):
@@ -200,6 +201,8 @@ def _agreed(
                 return
             uses.add((axes, groups, weight.turned != turned, joined, *matrix))
             continue
+        if weight.along is not None and (axes or weight.along != (weight.turned == turned)):
+            return  # what is normalized is no row
         whole = function in _OF_STACKS_ALONE or (function in _OF_STACKS and not weight.indexed)
         if stacked and (weight.scaled or function is torch.addmm or not (weight.indexed or whole)):
             return
@@ -612,9 +615,11 @@ class _Reader:
             return None if found is None or found.indexed else found._replace(indexed=True)
         if isinstance(node, ast.Call) and self._value(node.func) is F.normalize and node.args:
             found = self._weight(node.args[0])
-            if found is None or found.turned or found.indexed:
+            named = _by_name(node, ("input", "p", "dim", "eps", "out"), node.args)
+            along = self._number(named["dim"]) if "dim" in named else 1
+            if found is None or found.turned or found.indexed or along not in (-2, -1, 0, 1):
                 return None
-            return found._replace(scaled=True)
+            return found._replace(scaled=True, along=int(along) % 2)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr == "unbind" and not node.keywords:
                 by_torch = self._value(node.func) is torch.unbind
