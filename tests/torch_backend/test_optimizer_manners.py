@@ -337,7 +337,7 @@ def test_copies_have_what_was_done_to_the_state(make, how):
 @pytest.mark.parametrize("one", [False, True])
 def test_of_kron_what_begins_anew_does_by_the_settings_of_its_group(one, cached):
     model, loss_fn = problem()
-    changed = {"preconditioner_init_scale": 4.0, "geometry": "QUAD4P"}
+    changed = {"preconditioner_init_scale": 4.0, "geometry": "QEQ" if one else "QUAD4P"}
     optimizer = Kron(model.parameters(), 0.01, cache_preconditioner=cached)
     run(model, optimizer, loss_fn)
     weight = model[0].weight
@@ -355,6 +355,30 @@ def test_of_kron_what_begins_anew_does_by_the_settings_of_its_group(one, cached)
     new = copy.deepcopy(model)
     expected = run(new, Kron(new.parameters(), 0.01, cache_preconditioner=cached, **changed), loss_fn)
     assert same(run(model, optimizer, loss_fn), expected)
+
+
+@pytest.mark.parametrize("pair", [("Q0.5EQ1.5", "QUAD4P"), ("PRO4P", "QEQ")])
+def test_of_kron_factors_of_one_kind_are_not_taken_for_the_other(pair):
+    """Before the first step the group's settings are those that count."""
+    model, loss_fn = problem()
+    optimizer = Kron(model.parameters(), 0.01, geometry=pair[0])
+    optimizer.param_groups[0] |= {"geometry": pair[1], "preconditioner_init_scale": 2.0}
+    new = copy.deepcopy(model)
+    other = Kron(new.parameters(), 0.01, geometry=pair[1], preconditioner_init_scale=2.0)
+    before = run(model, optimizer, loss_fn)
+    assert same(before, run(new, other, loss_fn))
+    saved = copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.param_groups[0]["geometry"] = pair[0]
+    with pytest.raises(ValueError, match=f"geometry must be one whose factors .* got '{pair[0]}'"):
+        run(model, optimizer, loss_fn, steps=1)
+    del optimizer.state[model[0].weight]
+    with pytest.raises(ValueError, match="geometry must be"):
+        run(model, optimizer, loss_fn, steps=1)
+    assert same(before, [p.detach() for p in model.parameters()])
+    optimizer.param_groups[0]["geometry"] = pair[1]
+    found = optimizer.state_dict()["state"]
+    assert all(torch.equal(found[1][name], x) for name, x in saved[1].items())
+    run(model, optimizer, loss_fn)
 
 
 def test_of_kron_a_wrong_setting_of_what_begins_anew_changes_nothing():

@@ -313,11 +313,13 @@ class Kron(torch.optim.Optimizer):
                 require_same(group, fixed)
             self._move()
 
-    def _rule_of(self, number: int) -> core_kron.Kron:
-        """A group's rule as it is set now, checked."""
-        group = self.param_groups[number]
+    def _rule_of(self, number: int, whole: bool) -> core_kron.Kron:
+        """A group's rule as it is set now, checked: all of its parameters begin anew, or some."""
+        group, engine = self.param_groups[number], self._engines[number]
         rule = rule_of(group)
-        self._engines[number].storage.require(rule, group["stochastic_rounding"])
+        engine.storage.require(rule, group["stochastic_rounding"])
+        if not whole:
+            engine.require(rule)
         return rule
 
     def _begin(self) -> None:
@@ -376,8 +378,12 @@ class Kron(torch.optim.Optimizer):
         for group, fixed in zip(self.param_groups, self._made_for, strict=True):
             require_same(group, fixed)
         plans = [planned(group) for group in self.param_groups]
-        for engine, (rule, settings, _) in zip(self._engines, plans, strict=True):
+        for group, engine, (rule, settings, _) in zip(
+            self.param_groups, self._engines, plans, strict=True
+        ):
             engine.storage.require(rule, settings.stochastic_rounding)
+            if group["steps"]:
+                engine.require(rule)
         loss, pairs = self._evaluate(closure, [settings for _, settings, _ in plans])
         parameters = [p for engine in self._engines for p in engine.parameters]
         for p in parameters:  # tensor parallelism may leave sums over ranks to be done
@@ -411,6 +417,8 @@ class Kron(torch.optim.Optimizer):
             return
         together = enumerate(zip(self.param_groups, self._engines, plans, pairs, strict=True))
         for number, (group, engine, (rule, settings, counts), pair) in together:
+            if not group["steps"] and not engine.begins_by(rule):
+                engine.begin(rule)
             engine.rule = rule
             found = [None if id(p) in absent else p.grad for p in engine.parameters]
             present = [g is not None for g in found]

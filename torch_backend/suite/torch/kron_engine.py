@@ -375,6 +375,29 @@ class KronEngine:
                     given = torch.stack([record[f"tile{share.tile}.{name}.{row}"] for row in rows])
                 tensor.copy_(self.storage.keep_factor(given) if _is_factor(name) else given)
 
+    def require(self, rule: core_kron.Kron) -> None:
+        """ValueError for a rule that takes the factors for something else."""
+        if rule.fits_P != self.rule.fits_P:
+            kinds = ("Q", "P") if rule.fits_P else ("P", "Q")
+            raise ValueError(
+                f"geometry must be one whose factors are {kinds[0]}'s while there are such, got "
+                f"{rule.geometry!r}, whose are {kinds[1]}'s: delete the state of the group's parameters "
+                "to begin anew"
+            )
+
+    def begins_by(self, rule: core_kron.Kron) -> bool:
+        """Whether this rule begins with the factors that are here before the first step."""
+        now = self.rule
+        alike = rule.fits_P == now.fits_P
+        return alike and rule.preconditioner_init_scale == now.preconditioner_init_scale
+
+    def begin(self, rule: core_kron.Kron) -> None:
+        """Begin anew with all parameters."""
+        self.rule = rule
+        for index in range(len(self.parameters)):
+            self.reset(index)
+        self.after_load()
+
     def reset(self, index: int) -> None:
         """Begin anew with one parameter; `after_load` has to follow."""
         for i, tensors in self._kept(index):

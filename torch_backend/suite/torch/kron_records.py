@@ -54,7 +54,7 @@ class Records:
         self,
         state: State,
         engines: Sequence[KronEngine],
-        rule_of_group: Callable[[int], core_kron.Kron],
+        rule_of_group: Callable[[int, bool], core_kron.Kron],
     ) -> dict[int, list[int]]:
         """Do as was done to `state`: any optimizer's has tensors replaced, and records deleted.
 
@@ -85,7 +85,9 @@ class Records:
                     "state of a parameter must have what Kron put there, or what has its shape, or "
                     f"nothing (then it begins anew), got others or none for {one.misfits()}"
                 )
-        for number, rule in {number: rule_of_group(number) for number in anew}.items():
+        counts = [len(each) for each in self._views]
+        rules = {n: rule_of_group(n, len(gone) == counts[n]) for n, gone in anew.items()}
+        for number, rule in rules.items():
             engines[number].rule = rule
         for one in changed:
             if one.is_gone:
