@@ -595,6 +595,11 @@ def normalized_along_some_axis(self, x):
     return F.linear(x, F.normalize(self.weight, dim=(0, 1)))
 
 
+def normalized_as_told(self, x):
+    told = (2, 0)
+    return F.linear(x, F.normalize(self.weight, *told))
+
+
 def turned_and_normalized(self, x):
     return x @ F.normalize(self.weight.t())
 
@@ -880,6 +885,7 @@ SAID = [
     (normalized_columns, one(turned=True)),
     (normalized_along_outputs, []),
     (normalized_along_some_axis, []),
+    (normalized_as_told, []),
     (turned_and_normalized, []),
     (normalized_stacks, []),
     (scaled_turned_and_cast, []),

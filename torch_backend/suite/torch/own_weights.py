@@ -614,8 +614,8 @@ class _Reader:
             found = self._weight(node.value)
             return None if found is None or found.indexed else found._replace(indexed=True)
         if isinstance(node, ast.Call) and self._value(node.func) is F.normalize and node.args:
-            found = self._weight(node.args[0])
             named = _by_name(node, ("input", "p", "dim", "eps", "out"), node.args)
+            found = self._weight(named["input"]) if named else None
             along = self._number(named["dim"]) if "dim" in named else 1
             if found is None or found.turned or found.indexed or along not in (-2, -1, 0, 1):
                 return None
