@@ -85,8 +85,7 @@ class Records:
                     "state of a parameter must have what Kron put there, or what has its shape, or "
                     f"nothing (then it begins anew), got others or none for {one.misfits()}"
                 )
-        counts = [len(each) for each in self._views]
-        rules = {n: rule_of_group(n, len(gone) == counts[n]) for n, gone in anew.items()}
+        rules = {n: rule_of_group(n, len(gone) == len(self._views[n])) for n, gone in anew.items()}
         for number, rule in rules.items():
             engines[number].rule = rule
         for one in changed:
