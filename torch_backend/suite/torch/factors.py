@@ -193,12 +193,11 @@ class LayerFactors(FactorRefresh):
 
 
 def _condition(average: torch.Tensor) -> float:
-    """Largest over smallest eigenvalue, worst over the blocks."""
-    average = average.double()
+    """About the largest over the smallest eigenvalue, worst over the blocks."""
     if average.ndim > 2:
         return float(linalg.condition_number(average).amax())
-    least = average.amin(-1).clamp_min(1.2e-38)  # as of matrices
-    return float((average.amax(-1) / least).amax())
+    average = average.float()
+    return float((average.amax(-1) / average.amin(-1)).nan_to_num(1e38).clamp_max(1e38).amax())
 
 
 def _where_present(
