@@ -194,25 +194,28 @@ class KFAC:
         xp = array_namespace(like)
         inverse_like = like if inverse_like is None else inverse_like
         device = device_of(like)
+        shape = (*batch, side) if diagonal else (*batch, side, side)
 
         def identity(dtype: Any) -> Array:
             if diagonal:
-                return xp.ones((*batch, side), dtype=dtype, device=device)
-            eye = xp.zeros((*batch, side, side), dtype=dtype, device=device)
-            return eye + linalg.eye_like(eye)
+                return xp.ones(shape, dtype=dtype, device=device)
+            blocks = xp.zeros((*batch, 1, 1), dtype=dtype, device=device)
+            return blocks + xp.eye(side, dtype=dtype, device=device)
 
-        average = identity(like.dtype)
+        def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+            return xp.zeros(shape, dtype=dtype, device=device)
+
         weight = xp.ones(batch, dtype=lift(like).dtype, device=device)
         inverse: Eigen | Array = identity(inverse_like.dtype)
         if self.keeps_eigenbases:
             ones = xp.ones((*batch, side), dtype=inverse_like.dtype, device=device)
             inverse = Eigen(None if diagonal else inverse, ones)
         return Factor(
-            average=average if identity_start else xp.zeros_like(average),
+            average=identity(like.dtype) if identity_start else zeros(shape, like.dtype),
             weight=weight if identity_start else xp.zeros_like(weight),
             inverse=inverse,
-            ready=xp.zeros(batch, dtype=xp.bool, device=device),
-            failures=xp.zeros(batch, dtype=xp.int32, device=device),
+            ready=zeros(batch, xp.bool),
+            failures=zeros(batch, xp.int32),
         )
 
     def update_factor(self, factor: Factor, new: Array, seen: Array, factor_decay: Scalar) -> Factor:
