@@ -114,9 +114,7 @@ def test_metrics_are_plain_numbers():
     assert 0 < metrics["kl_clip_coefficient"] < 1
     layer = kfac.state_dict()["kfac"]["layers"]["2"]
     values = torch.linalg.eigvalsh(layer["A"][0].double() / layer["A_weight"][0].double())
-    assert metrics["layers"]["2"]["condition_A"] == pytest.approx(
-        float(values[-1] / values[0]), rel=0.1
-    )
+    assert metrics["layers"]["2"]["condition_A"] == pytest.approx(float(values[-1] / values[0]), rel=0.1)
     assert metrics["layers"]["2"]["condition_G"] > 1e6  # gradients by logits sum to zero: singular
     ratio = model[2].weight.grad.norm() / model[2].weight.detach().norm()
     assert metrics["layers"]["2"]["update_to_weight"] == pytest.approx(float(ratio), rel=1e-5)

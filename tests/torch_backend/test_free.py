@@ -106,6 +106,20 @@ def change_parameters(x, p, q):
     return p * x
 
 
+OFFSETS = torch.tensor([[1, 2], [0, 1]])
+
+
+def of_each_score(p):
+    """(3, heads, 2, 2) of a table (heads, offsets) for each, (3, 2, 2)."""
+    return p[:, torch.tensor([[0, 0], [1, 1]]), torch.tensor([[0, 1]]), :, OFFSETS].permute(2, 3, 0, 1)
+
+
+def by_head(attend, x):
+    """An attention of two heads."""
+    heads = [y.unflatten(-1, (2, 2)).transpose(1, 2) for y in (x, x.cos(), x.sin())]
+    return attend(*heads).transpose(1, 2).flatten(2)
+
+
 FREE = {
     "x + p": (lambda x, p: x + p, lambda x, p: x + p, [(4,)], SEQUENCE, (3, 2)),
     "p + x": (lambda x, p: torch.add(p, x), lambda x, p: x + p, [(4,)], SEQUENCE, (3, 2)),
@@ -514,6 +528,47 @@ FREE = {
         [(4,), (4,)],
         SEQUENCE,
         (2, 3, 2),
+    ),
+    "a bias that is joined": (
+        lambda x, p, q: F.linear(x, torch.ones(5, 4).to(x), torch.cat([p, torch.ones(1), q])),
+        lambda x, p, q: (
+            F.linear(x, torch.ones(5, 4).to(x)) + torch.cat([p, torch.ones(*p.shape[:-1], 1), q], -1)
+        ),
+        [(1,), (3,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x * (joined p)": (
+        lambda x, p: x * torch.cat([p, torch.ones(2)]).exp(),
+        lambda x, p: x * torch.cat([p, torch.ones(*p.shape[:-1], 2)], -1).exp(),
+        [(2,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x (stacked p and q)": (
+        lambda x, p, q: F.linear(x, torch.stack([p.exp(), q], 0)),
+        lambda x, p, q: torch.stack([(x * p.exp()).sum(-1), (x * q).sum(-1)], -1),
+        [(4,), (4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "a mask of an attention": (
+        lambda x, p: F.scaled_dot_product_attention(x, x.cos(), x.sin(), p.exp()),
+        lambda x, p: ((x @ x.cos().mT) / 2 + p.exp()).softmax(-1) @ x.sin(),
+        [(2, 2)],
+        SEQUENCE,
+        (3,),
+    ),
+    "a mask by name, of a table for each head": (
+        lambda x, p: by_head(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=p[:, OFFSETS]), x
+        ),
+        lambda x, p: by_head(
+            lambda q, k, v: ((q @ k.mT) / 2**0.5 + of_each_score(p)).softmax(-1) @ v, x
+        ),
+        [(2, 3)],
+        SEQUENCE,
+        (3, 2, 2),
     ),
     "two in one": (
         lambda x, p, q: x * p + q,
@@ -1065,6 +1120,23 @@ def test_functions_with_several_results_are_named(how):
     with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'w'"):
         kfac = stepped(model, x)
     assert kfac.routing()["w"].treatment == "kfac"
+
+
+@pytest.mark.parametrize(
+    "how", [lambda x, p: torch.cat([x, p[None]]), lambda x, p: torch.lerp(x, end=p, weight=0.5)]
+)
+def test_uses_in_a_list_with_rows_and_by_name_are_named(how):
+    class Used(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own, self.after = nn.Parameter(numbers(4)), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.after(how(x + self.own, self.own))
+
+    x, model = numbers(6, 4), double(Used)
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'own'"):
+        stepped(model, x)
 
 
 def test_the_third_operand_of_an_einsum_is_a_use_that_is_missed():

@@ -54,6 +54,9 @@ CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T
 VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
+JOINS = {torch.cat, torch.concat, torch.concatenate, torch.hstack}
+_LISTS = JOINS | {torch.stack}
+_OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SPLITS = {T.chunk, torch.chunk, T.split, torch.split, T.unbind, torch.unbind, T.tensor_split,
            torch.tensor_split}  # fmt: skip
 _TRANSPOSE, _TURN = {T.transpose, torch.transpose, T.swapaxes, torch.swapaxes}, {T.mT.__get__}
@@ -181,6 +184,8 @@ class FreeParameters(Mode):
         if function is torch.einsum:
             equation, operands = operands_of(args)
             args = (equation, *operands)
+        if function is F.scaled_dot_product_attention:
+            args, kwargs = self._with_mask_of_each(args, kwargs)
         before, version = args, None
         with self.looking():
             if not kwargs and function in (T.mul_, T.__imul__) and self._known(args[1]):
@@ -194,6 +199,18 @@ class FreeParameters(Mode):
             output = self._seen(function, args, kwargs, before, output)
         self._ids = None  # of what is known now
         return output
+
+    def _with_mask_of_each(self, args: Any, kwargs: Any) -> Any:
+        """An attention's arguments: a mask that is watched, which is added, for each score."""
+        given = dict(zip(_OF_ATTENTION, args, strict=False)) | kwargs
+        mask = given.get("attn_mask")
+        with self.looking():
+            is_watched = bool(self._known(mask))
+        if not is_watched:
+            return args, kwargs
+        scores = (*given["query"].shape[:-1], given["key"].shape[-2])
+        shape = torch.broadcast_shapes(scores, mask.shape)
+        return (), given | {"attn_mask": self._called(T.expand, (mask, shape), {})}
 
     def _transformed(self, function: Any, args: Any, kwargs: Any) -> Any:
         """A function within one of torch.func's transforms, which take no probes."""
@@ -240,6 +257,7 @@ class FreeParameters(Mode):
             self._seen_parts(function, args, kwargs, output)
         if not isinstance(output, T) or not output.requires_grad:
             return output
+        self._seen_in_lists(function, args, kwargs, output)
         if not torch.compiler.is_compiling() and output.is_leaf:
             return output  # a view of a parameter in a compiled graph, whose own derivative autograd has
         in_place = any(output is operand for operand in args[:1])
@@ -325,6 +343,21 @@ class FreeParameters(Mode):
             for x in parts:
                 if isinstance(x, T) and x.requires_grad:
                     watched.misses(x)
+
+    def _seen_in_lists(self, function: Any, args: Any, kwargs: Any, output: T) -> None:
+        """What a function made of lists of tensors, or of tensors by keyword."""
+        lists = [x for x in args if isinstance(x, list | tuple)]
+        parts = tensors_given((), kwargs | {"": lists})
+        joins = function in _LISTS and len(lists) == 1 and not kwargs
+        joins = joins and all([self._was_fresh(x) or self._without_rows(x) for x in parts])  # noqa: C419
+        for at, part in enumerate(parts):
+            for watched in self._known(part):
+                if not joins:
+                    watched.misses(output)
+                    continue
+                zeros = [watched.slot.new_zeros(x.shape) for x in parts]
+                slot = function([*zeros[:at], watched.slot, *zeros[at + 1 :]], *args[1:])
+                self.watched.append(watched._replace(tensor=output, slot=slot, origin=None))
 
     def _may_change(self, args: Any) -> bool:
         """Whether the first argument is watched, or has the memory of what is."""

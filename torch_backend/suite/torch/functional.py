@@ -39,6 +39,7 @@ from suite.torch.free import (
     ADDED,
     ADDITIONS,
     CASTS,
+    JOINS,
     SUMS,
     T,
     turns,
@@ -63,7 +64,6 @@ from suite.torch.lookup_sums import Lookups
 from suite.torch.made_weights import Made, node_of, reached_from, scale_of, tensors_in
 from suite.torch.rows import Axes, LayerSpec
 
-_JOINS = (torch.cat, torch.concat, torch.concatenate, torch.hstack)
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
 
 
@@ -410,7 +410,7 @@ class _Watching(Mode):
             args, kwargs = summed(args, kwargs)
         if self.lookups is not None:
             self.lookups.follow(function, args, kwargs, output)
-        if function in _JOINS:
+        if function in JOINS:
             parts = tuple(args[0] if args else kwargs["tensors"])
             if any([self._places(x, "bias") for x in parts]):  # noqa: C419
                 self.joined.append((output, _version(output), parts))
