@@ -442,6 +442,29 @@ def test_a_subclass_with_a_forward_of_its_own_is_the_layer_it_is(case, method):
     assert all(route.treatment == "kfac" for route in kfac.routing())
 
 
+@pytest.mark.parametrize("more", [lambda w: w + 1, lambda w: 1.0 + w, lambda w: torch.add(w, 2) - 1])
+def test_a_norms_weight_may_be_counted_from_one(more):
+    """As in Nemotron's."""
+
+    class FromOne(nn.LayerNorm):
+        def reset_parameters(self):
+            nn.init.zeros_(self.weight)
+            nn.init.zeros_(self.bias)
+
+        def forward(self, x):
+            return F.layer_norm(x, self.normalized_shape, more(self.weight), self.bias, self.eps)
+
+    def body(norm):
+        return lambda: nn.Sequential(nn.Linear(4, 5), norm(5))
+
+    x = inputs(numbers)
+    found, _ = trained(built(body(FromOne), 5), x)
+    expected, _ = trained(built(body(nn.LayerNorm), 5), x)
+    for own in found:
+        own[2] += 1
+    assert_same(found, expected)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from suite.torch.free import (
     JOINS,
     SUMS,
     T,
+    is_subtracted,
     turns,
 )
 from suite.torch.hooks import (
@@ -220,6 +221,11 @@ class FunctionCapture(ModeAround):
         """Whether it is an embedding's."""
         capture, index = self.uses[place]
         return capture.layer.sites[index].spec.kind == "embedding"
+
+    def is_norm(self, place: int) -> bool:
+        """Whether it is a normalization's."""
+        capture, index = self.uses[place]
+        return capture.layer.sites[index].spec.kind == "norm"
 
     def has_bias(self, place: int) -> bool:
         """Whether a layer's bias is a coordinate of its input."""
@@ -445,6 +451,7 @@ class _Watching(Mode):
                 return self.around.meet([product.place], F.linear, sum_of, output, None, product.axes)
             self.around.stray(product.place, output)
         if sums:
+            self._follow_shifted(function, args, output)
             return output if self.lookups is None else self.lookups.meet(function, args, output)
         if function is torch.einsum:
             return self._meet_einsum(*operands_of(args), output)
@@ -628,6 +635,14 @@ class _Watching(Mode):
             if scale is not None:
                 found.append(made.after(scale, output))
         self.made += found
+
+    def _follow_shifted(self, function: Any, args: Any, output: torch.Tensor) -> None:
+        """A norm's scale and a number, such as 1 + weight: it has the same derivative."""
+        for place, x in enumerate(args):
+            if is_subtracted(function, place) or not isinstance(args[1 - place], int | float):
+                continue
+            if any([self.around.is_norm(one) for one in self._places(x, "weight")]):  # noqa: C419
+                self._view(x, output)
 
     def _is_made(self, x: Any) -> bool:
         """Whether it is made of a layer's weight, or a transpose of that."""
