@@ -494,6 +494,45 @@ def test_a_weight_norm_that_is_not_by_rows_scales_rows_as_they_are_longer(dim):
     assert kfac.routing()["layer.parametrizations.weight.original0"].treatment == "plain"
 
 
+class Times(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+def test_a_normed_transposed_convolution_is_the_plain_one_of_inputs_that_are_scaled(kind, groups):
+    """As in vocoders, whose weight_norm has a magnitude for each input channel."""
+    torch.manual_seed(0)
+    layer = nn.ConvTranspose1d(4, 6, 3, stride=2, groups=groups).double()
+    if kind == "weight_norm":
+        raw = parametrizations.weight_norm(layer).parametrizations.weight.original1
+        with torch.no_grad():
+            magnitudes = layer.parametrizations.weight.original0
+            magnitudes *= torch.linspace(0.5, 2.0, 4)[:, None, None]
+    else:
+        normed = parametrizations.spectral_norm(layer, n_power_iterations=200)
+        raw = normed.parametrizations.weight.original
+    model, x = Net(layer, 6, False).double(), numbers(3, 4, 5)
+    scale = (layer.weight.flatten(1).norm(dim=1) / raw.flatten(1).norm(dim=1)).detach()
+    plain = nn.ConvTranspose1d(4, 6, 3, stride=2, groups=groups).double()
+    plain.load_state_dict({"weight": raw.detach(), "bias": layer.bias.detach()})
+    reference = Net(nn.Sequential(Times(scale[:, None]), plain), 6, False).double()
+    reference.head.load_state_dict(model.head.state_dict())
+    torch.testing.assert_close(reference(x), model(x))
+    kfac = stepped(model, x)
+    (A, G), (inputs, outputs) = held(kfac)["layer"], held(stepped(reference, x))["layer.1"]
+    if kind == "spectral_norm":  # whose scale is the gradient's
+        inputs, outputs = inputs / scale[0] ** 2, outputs * scale[0] ** 2
+    assert_close(A, inputs)
+    assert_close(G, outputs)
+    assert kfac.routing()["layer.bias"].treatment == "kfac"
+
+
 @both_reductions
 @pytest.mark.parametrize("kind", PLAIN)
 @pytest.mark.parametrize("name", NORMED)

@@ -377,7 +377,8 @@ class LayerCapture:
             scale = made.expand(rows).reshape(-1, *(1,) * len(spec.kernel))
         source = None
         if spec.kind in PRODUCTS and given.requires_grad and not torch.compiler.is_compiling():
-            source = Source(self, site, factor is None and site.scaling != "magnitude" and whole)
+            scaled = site.scaling in ("magnitude", "weight_norm of inputs")
+            source = Source(self, site, factor is None and not scaled and whole)
         run = self._note(site, x, y, again)
         slots = self.transposed if site.transposed else (self.A, self.G, self.counts)
         shared = self.input_of is not None and not site.transposed and self._has_input_of(x)

@@ -393,14 +393,21 @@ class FoundLayers:
     def _parametrized(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
         """weight_norm and spectral_norm of a known layer: see `Site.scaling`."""
         direction, magnitude, scaling = parametrization(module)
-        if not isinstance(module, (nn.Linear, *CONVOLUTIONS)) or direction is None:
+        layout: Layout = "matrix"
+        if isinstance(module, TRANSPOSED):
+            layout = "transposed"
+            if scaling == "weight_norm":
+                scaling, magnitude = "weight_norm of inputs", None
+            elif scaling != "spectral_norm":
+                direction = None
+        if not isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)) or direction is None:
             self._say(module, _COMPUTED, recurse=True)
             return
         bias = own.get("bias")
         if not why_not(direction):
             spec = self._spec(module, direction, bias)
             site = Site(module, module, spec, scaling=scaling)
-            self._add(name, Piece(direction), None, "matrix", site)
+            self._add(name, Piece(direction), None, layout, site)
         if magnitude is not None and not why_not(magnitude):
             axis = channel_axis(module)
             spec = LayerSpec("norm", channel_axis=axis, reduce=self._reduces(module))

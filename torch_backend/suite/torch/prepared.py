@@ -37,6 +37,9 @@ def prepared(
         stack = module.parametrizations.weight
         return x, 1 / _spectral_norm(stack[0], stack.original)
     magnitude, direction = _weight_norm(module)
+    if site.scaling == "weight_norm of inputs":  # torch's dim=0 of a transposed convolution
+        scale = magnitude.reshape(-1) / linalg.row_norms(direction)
+        return x * scale.reshape(shape), None
     if site.scaling == "weight_norm":
         return x, (magnitude.reshape(-1) / linalg.row_norms(direction)).reshape(shape)
     # Magnitudes of columns, or one of all: what rows have of them is how much longer they are.
