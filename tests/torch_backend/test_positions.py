@@ -51,6 +51,13 @@ def in_place_on_a_view(h, found):
     return flat
 
 
+def attending(h, bias):
+    """What one query of each feature attends to."""
+    keys = h.mT[..., None]
+    return h + F.scaled_dot_product_attention(keys.mean(2, True), keys, keys, attn_mask=bias)[..., 0].mT
+
+
+FIRST = torch.arange(LENGTH) < LENGTH - 1
 FOLLOWED = {
     "sum": lambda h, found: h + found,
     "in place": lambda h, found: in_place(h.clone(), found),
@@ -65,10 +72,19 @@ FOLLOWED = {
     "cast": lambda h, found: h + found.float().double(),
     "masked first": lambda h, found: h + (found[None] + torch.ones(1, LENGTH, 1).double().tril()),
     "viewed": lambda h, found: h + found.contiguous().view(1, LENGTH, WIDTH).view(h.shape[1:]),
+    "attention": lambda h, found: attending(h, found.mT[None, :, None]),
+    "masked attention": lambda h, found: attending(
+        h, torch.where(FIRST, found.mT[None, :, None], -1e9).contiguous()
+    ),
+    "attention, masked as data say": lambda h, found: attending(
+        h, torch.where(h.mT < 1, found.mT, -1e9)[:, :, None]
+    ),
 }
 MISSED = {
     "gate": lambda h, found: h * found.sigmoid() + h * found,
     "where": lambda h, found: torch.where(h > 0, h, found),
+    "zeros in places": lambda h, found: h + torch.where(FIRST[:, None], found, 0.0) / 2,
+    "zeros as data say": lambda h, found: h.relu() + 3 * found.masked_fill(h < 0, 0.0),
     "addcmul": lambda h, found: torch.addcmul(h, found, torch.ones(()).double()),
     "alpha": lambda h, found: torch.add(h, found, alpha=3),
     "in place, a view by a statement": lambda h, found: in_place_of_a_view(h.clone(), found),

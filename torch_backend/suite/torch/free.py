@@ -102,6 +102,16 @@ def is_subtracted(function: Any, place: int) -> bool:
     return place == (0 if function in (T.__rsub__, torch.rsub) else 1)
 
 
+def mask_and_scores(args: Any, kwargs: Any) -> tuple[dict[str, Any], Any, Any]:
+    """An attention's arguments by name, its mask, and the shape of its scores with that, or None."""
+    given = dict(zip(_OF_ATTENTION, args, strict=False)) | kwargs
+    mask = given.get("attn_mask")
+    if mask is None:
+        return given, None, None
+    scores = (*given["query"].shape[:-1], given["key"].shape[-2])
+    return given, mask, torch.broadcast_shapes(scores, mask.shape)
+
+
 class Watched(NamedTuple):
     """A parameter, or a view of one, and where its sums go."""
 
@@ -202,14 +212,11 @@ class FreeParameters(Mode):
 
     def _with_mask_of_each(self, args: Any, kwargs: Any) -> Any:
         """An attention's arguments: a mask that is watched, which is added, for each score."""
-        given = dict(zip(_OF_ATTENTION, args, strict=False)) | kwargs
-        mask = given.get("attn_mask")
         with self.looking():
+            given, mask, shape = mask_and_scores(args, kwargs)
             is_watched = bool(self._known(mask))
         if not is_watched:
             return args, kwargs
-        scores = (*given["query"].shape[:-1], given["key"].shape[-2])
-        shape = torch.broadcast_shapes(scores, mask.shape)
         return (), given | {"attn_mask": self._called(T.expand, (mask, shape), {})}
 
     def _transformed(self, function: Any, args: Any, kwargs: Any) -> Any:

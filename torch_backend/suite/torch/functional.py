@@ -43,6 +43,7 @@ from suite.torch.free import (
     SUMS,
     T,
     is_subtracted,
+    mask_and_scores,
     turns,
 )
 from suite.torch.hooks import (
@@ -404,6 +405,8 @@ class _Watching(Mode):
             found = self._attend(dict(zip(attention.ARGUMENTS, args, strict=False)) | kwargs)
             if found is not None:
                 return found
+        if function is F.scaled_dot_product_attention and self.lookups is not None:
+            args, kwargs = self._with_mask_of_each(self.lookups, args, kwargs)
         output = function(*args, **kwargs)
         by_graph = in_traced_graph()
         with self.looking():
@@ -423,6 +426,9 @@ class _Watching(Mode):
         if function in SUMS and kwargs:
             args, kwargs = summed(args, kwargs)
         if self.lookups is not None:
+            masked_lookup = self.lookups.masked(function, args, kwargs)
+            if masked_lookup is not None:
+                function, args = torch.add, masked_lookup
             self.lookups.follow(function, args, kwargs, output)
         if function in JOINS:
             parts = tuple(args[0] if args else kwargs["tensors"])
@@ -503,6 +509,15 @@ class _Watching(Mode):
             return self.__torch_function__(F.linear, (), args)
 
         return attention.written_out(given, biases, linear)
+
+    def _with_mask_of_each(self, lookups: Lookups, args: Any, kwargs: Any) -> Any:
+        """An attention's arguments: a mask that was looked up, which is added, for each score."""
+        with self.looking():
+            given, mask, shape = mask_and_scores(args, kwargs)
+            if mask is None or mask.shape == shape or not lookups.has(mask):
+                return args, kwargs
+            scores = mask.new_zeros(()).expand(shape)
+        return (), given | {"attn_mask": self.__torch_function__(torch.add, (), (scores, mask))}
 
     def _biases(self, bias: Any) -> Any:
         """Of q, k and v, in one tensor: those of layers where it was joined of such."""

@@ -18,6 +18,7 @@ from suite.torch.capture import LayerCapture
 from suite.torch.free import CASTS, COPIES, QUOTIENTS, SUMS, TIMES, VIEWS, T
 from suite.torch.hooks import packs_with, tensors_given
 from suite.torch.looked_up import LookedUp, as_repeated
+from suite.torch.made_weights import CHOICES
 from suite.torch.rows import LayerSpec
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ _MOVES = VIEWS | COPIES | TIMES | QUOTIENTS | CASTS | SUMS
 _FOLLOWED = VIEWS | CASTS | COPIES | ARGUMENTS.keys() | {torch.einsum}
 _FOLLOWED |= {torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack}
 _FOLLOWED |= {torch.nn.functional.pad}
+
+
+_LEFT_OUT = -1e4  # a score of which a softmax makes zero
 
 
 class _InGraph(NamedTuple):
@@ -70,6 +74,26 @@ class Lookups:
             self._follow(function, args, kwargs, output)
             if self._in_graph and args:
                 self._in_graph += self._moved_in_graph(function, args, kwargs, output)
+
+    def has(self, x: Any) -> bool:
+        """Whether it is what a lookup found, or what became of that."""
+        if self._in_graph:
+            return any([one.found is x for one in self._in_graph])  # noqa: C419 (torch.compile)
+        return any([one.output() is x for one in self._known()]) and x is not None  # noqa: C419
+
+    def masked(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A lookup of scores, some of which are left out of a softmax, as the operands of a sum.
+
+        Gradients by those are zero: the mask only adds.
+        """
+        if function not in CHOICES or kwargs or len(args) != 3:
+            return None
+        for at in CHOICES[function]:
+            condition, other = (args[0], args[3 - at]) if function is torch.where else args[1:]
+            left_out = isinstance(other, int | float) and other <= _LEFT_OUT
+            if left_out and self.has(args[at]):
+                return args[at], condition
+        return None
 
     def miss(
         self, function: Any, args: Any, kwargs: Any, output: torch.Tensor, followed: bool = True

@@ -19,7 +19,7 @@ from suite.torch.free import NEGATIONS, QUOTIENTS, SUMS, TIMES, T, is_subtracted
 from suite.torch.hooks import can_be_read
 
 # Operations that put a constant in the place of some entries, and which of their operands has those.
-_CHOICES = {T.masked_fill: (0,), torch.masked_fill: (0,), T.where: (0,), torch.where: (1, 2)}
+CHOICES = {T.masked_fill: (0,), torch.masked_fill: (0,), T.where: (0,), torch.where: (1, 2)}
 _LIKE = {T.view_as, T.reshape_as, T.expand_as}
 # Roundings that pass gradients straight through.
 _FAKES = {
@@ -68,7 +68,7 @@ def scale_of(function: Any, args: Any, kwargs: Any, at: int, made: Made) -> Any:
         )
     if function in NEGATIONS:
         return -1.0
-    if not kwargs and function in _CHOICES and _leaves_out(function, args, at, x):
+    if not kwargs and function in CHOICES and _leaves_out(function, args, at, x):
         return 1.0
     if len(args) != 2 or kwargs or args[0] is args[1]:
         return None
@@ -130,7 +130,7 @@ def _of_rows(other: Any, x: torch.Tensor, axis: int) -> Any:
 
 def _leaves_out(function: Any, args: Any, at: int, x: torch.Tensor) -> bool:
     """Whether some entries of `x`, the operand `at`, become a constant, and the others stay."""
-    if len(args) != 3 or at not in _CHOICES[function]:
+    if len(args) != 3 or at not in CHOICES[function]:
         return False
     condition, other = (args[0], args[3 - at]) if function is torch.where else args[1:]
     fills = [y for y in (other,) if isinstance(y, torch.Tensor)]
