@@ -731,13 +731,14 @@ class KFAC(torch.optim.Optimizer):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, Any]:
-        """Plain numbers about the last step for any logger. Computed when asked, which takes a while.
+        """Plain numbers about the last step for any logger. Asking costs about what new inverses do.
 
         Keys: 'steps', 'skipped_steps', 'damping', 'kl_clip_coefficient', 'steps_since_refresh' (how
         stale the inverses are; with `spread_inverses` how far the current round of them is), 'retries'
-        (factorizations saved by another try), and 'layers', by name: 'condition_A', 'condition_G',
-        'failures_A', 'failures_G', 'ready', and 'update_to_weight', the norm of what is in the gradient
-        now (after `step`: the direction) over the weight's.
+        (factorizations saved by another try), and 'layers', by name: 'condition_A', 'condition_G'
+        (about the largest over the smallest eigenvalue; 1e38 if singular), 'failures_A', 'failures_G',
+        'ready', and 'update_to_weight', the norm of what is in the gradient now (after `step`: the
+        direction) over the weight's.
         """
         engine = self._engine.metrics(self.hyperparameter("damping"), self._steps)
         return {"steps": self._steps, "skipped_steps": self.skipped_steps, **engine}
