@@ -17,14 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from conftest import assert_close
 from suite.torch import KFAC
-from torch_backend.rows_by_loops import (
-    Net,
-    both_reductions,
-    double,
-    held,
-    loss_of,
-    with_one,
-)
+from torch_backend.rows_by_loops import both_reductions, held, loss_of, with_one
 from torch_backend.test_derivatives import Times, expected_factors
 
 
@@ -884,58 +877,6 @@ def test_a_weight_in_a_list_is_used_too():
     kfac = KFAC(model)
     model(torch.arange(5)).square().mean().backward()
     with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'table'"):
-        kfac.step()
-
-
-def masked_by(change):
-    """A linear layer with a bias for some of its outputs, as in Swin V2's attention."""
-
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv, self.fill = nn.Linear(4, 6), nn.Parameter(torch.zeros(2))
-
-        def forward(self, x):
-            bias = self.qkv.bias.clone()
-            change(bias, self.fill)
-            return F.linear(x, self.qkv.weight, bias)
-
-    return Masked
-
-
-def zero_some(bias, fill):
-    bias[2:4].zero_()
-
-
-def set_some(bias, fill):
-    bias[2:4] = fill.detach()
-
-
-def set_some_with_a_gradient(bias, fill):
-    bias[2:4] = fill
-
-
-@both_reductions
-@pytest.mark.parametrize("change", [zero_some, set_some])
-def test_a_bias_for_some_outputs_is_a_block_of_its_own(change, reduction):
-    model, x = double(lambda: Net(masked_by(change)(), 6)), torch.randn(5, 3, 4, dtype=torch.float64)
-    y = model.layer(x).detach().requires_grad_()
-    loss_of(model.after(y), reduction).backward()
-    a, g = x.flatten(0, 1), y.grad.flatten(0, 1)
-    kfac = KFAC(model, loss_reduction=reduction)
-    loss_of(model(x), reduction).backward()
-    kfac.step()
-    A, G = held(kfac)["layer.qkv"]
-    assert_close(A[0], torch.block_diag(a.mT @ a / len(a), torch.ones(1, 1)))
-    assert_close(G[0], (len(x) if reduction == "mean" else 1) * g.mT @ g)
-    assert {kfac.routing()[f"layer.qkv.{name}"].treatment for name in ("weight", "bias")} == {"kfac"}
-
-
-def test_a_bias_with_others_in_it_is_another():
-    model = double(lambda: Net(masked_by(set_some_with_a_gradient)(), 6))
-    kfac = KFAC(model)
-    loss_of(model(torch.randn(5, 3, 4, dtype=torch.float64))).backward()
-    with pytest.warns(RuntimeWarning, match="not seen running.*'layer.qkv'"):
         kfac.step()
 
 

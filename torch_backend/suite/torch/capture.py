@@ -281,14 +281,7 @@ class LayerCapture:
         return self._probed(site, x, y, args, kwargs)
 
     def observe_function(
-        self,
-        index: int,
-        x: Any,
-        y: Any,
-        spec: LayerSpec,
-        made: torch.Tensor | None = None,
-        *,
-        bias_apart: bool = False,
+        self, index: int, x: Any, y: Any, spec: LayerSpec, made: torch.Tensor | None = None
     ) -> Any:
         """`observe` of a function that got the layer's weight.
 
@@ -296,7 +289,6 @@ class LayerCapture:
             spec: what the call was like.
             made: () or (d_out,), of what was made of the weight and took its place: what the weight's
                 rows were multiplied with.
-            bias_apart: whether the bias is none for all outputs, so that it is a block of its own.
         """
         counts = self.clock.discovering and not torch.compiler.is_compiling()
         if counts and self.is_trained(index):
@@ -305,8 +297,7 @@ class LayerCapture:
         site, x = self.layer.sites[index], dense(x)
         if not self.wanted(index) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
-        site = replace(site, spec=spec)
-        return self._probed(site, x, y, (), {}, made=made, bias_apart=bias_apart)
+        return self._probed(replace(site, spec=spec), x, y, (), {}, made=made)
 
     def observe_transpose(self, index: int, x: Any, y: Any, spec: LayerSpec) -> Any:
         """`observe_function` of a function that got the weight's transpose: y = x W, as in decoders.
@@ -340,7 +331,6 @@ class LayerCapture:
         made: torch.Tensor | None = None,
         whole: bool = True,
         in_place: bool = False,
-        bias_apart: bool = False,
     ) -> Any:
         """
         Args:
@@ -368,8 +358,6 @@ class LayerCapture:
             # of their squares, and beside the bias their mean. So x is another layer's input no more.
             length = made.square().mean().sqrt()
             x, factor = x.detach(), torch.stack([length, made.mean() / (length + (length == 0))])
-        elif bias_apart and spec.bias:  # no products of inputs with the one
-            x, factor = x.detach(), torch.tensor([1.0, 0.0], dtype=self.G.dtype, device=self.G.device)
         elif made is not None and spec.kind == "embedding":
             scale = made
         elif made is not None:

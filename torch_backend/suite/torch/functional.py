@@ -66,7 +66,6 @@ from suite.torch.lookup_sums import Lookups
 from suite.torch.made_weights import Made, node_of, reached_from, scale_of, tensors_in
 from suite.torch.rows import Axes, LayerSpec
 
-_FILLS = {T.zero_, T.fill_, T.masked_fill_, T.__setitem__}
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
 
 
@@ -247,13 +246,8 @@ class FunctionCapture(ModeAround):
         output: Any,
         made: torch.Tensor | None = None,
         axes: Axes | None = None,
-        masked: Sequence[int] = (),
     ) -> Any:
-        """The output of a function that got a weight, or what was `made` of it, with a probe behind.
-
-        Args:
-            masked: the places whose bias had only some of its entries.
-        """
+        """The output of a function that got a weight, or what was `made` of it, with a probe behind."""
         for place in places:
             capture, index = self.uses[place]
             site = capture.layer.sites[index]
@@ -263,8 +257,7 @@ class FunctionCapture(ModeAround):
             if spec is not None:
                 self.found.add(place)
                 spec = spec._replace(axes=axes)
-                x, apart = given["input"], place in masked
-                return capture.observe_function(index, x, output, spec, made, bias_apart=apart)
+                return capture.observe_function(index, given["input"], output, spec, made)
         return output
 
     def meet_transpose(self, places: list[int], x: Any, output: Any, axes: Axes | None) -> Any:
@@ -318,8 +311,7 @@ class FunctionCapture(ModeAround):
 class _Known(NamedTuple):
     """A layer's 'weight' (out, in), the 'transpose' of that or the 'bias', a cast or a view of one.
 
-    A view has its numbers in their order; it is the thing itself while it has its `shape`. Of a bias
-    that is 'masked' some entries are constants.
+    A view has its numbers in their order; it is the thing itself while it has its `shape`.
     """
 
     tensor: torch.Tensor
@@ -477,9 +469,9 @@ class _Watching(Mode):
             given["input"] = rows_of(*args) if places else None
             if given["input"] is None:
                 return output
-        bias, masked = given.get("bias"), self._places(given.get("bias"), "masked")
+        bias = given.get("bias")
         if bias is not None:  # another bias than the layer's is no coordinate of its input
-            beside = self._places(bias, "bias") + masked
+            beside = self._places(bias, "bias")
             places = [p for p in places if not self.around.has_bias(p) or p in beside]
         for place in places:
             if self.around.awaits_bias(place, given):
@@ -493,7 +485,7 @@ class _Watching(Mode):
         if not places:
             return self._meet_made(function, given, output)
         self._note_call(output, given["input"])
-        return self.around.meet(places, function, given, output, None, axes, masked)
+        return self.around.meet(places, function, given, output, None, axes)
 
     def _attend(self, given: Mapping[str, Any]) -> Any:
         """What attention by its function returns, if some of its weights are layers'; else None."""
@@ -628,10 +620,7 @@ class _Watching(Mode):
         """A copy of something that is known was changed in place: it is that no more, nor are views."""
         x, self._ids, self._followed = args[0], (-1, set()), (-1, set())
         root = root_of(x)
-        filled = function in _FILLS and not any(y.requires_grad for y in tensors_given(args[1:], kwargs))
-        biases = [k for k in self.known if k.tensor is root and k.role in ("bias", "masked")]
         self.known = [known for known in self.known if root_of(known.tensor) is not root]
-        self.known += [k._replace(role="masked") for k in biases if filled]
         before = [made for made in self.made if made.tensor is x]
         self.made = [made for made in self.made if root_of(made.tensor) is not root]
         for made in before[-1:]:
