@@ -59,11 +59,12 @@ _MORE = {
 _PICTURES = """
     resnet18 resnext50_32x4d densenet121 squeezenet1_1 mobilenet_v2 mobilenet_v3_small
     shufflenet_v2_x0_5 mnasnet0_5 efficientnet_b0 efficientnet_v2_s regnet_y_400mf convnext_tiny swin_t
-    swin_v2_t fcn_resnet50 deeplabv3_mobilenet_v3_large lraspp_mobilenet_v3_large
+    swin_v2_t
 """
+_SEGMENTATION = "fcn_resnet50 deeplabv3_mobilenet_v3_large lraspp_mobilenet_v3_large"
 _TORCHVISION = {
     **dict.fromkeys(
-        _PICTURES.split(),
+        (*_PICTURES.split(), *_SEGMENTATION.split()),
         (3, 64, 64),
     ),
     "googlenet": (3, 128, 128),
@@ -83,7 +84,8 @@ def torchvision() -> Iterator[Case]:
     import torchvision
 
     for name, shape in _TORCHVISION.items():
-        make = partial(torchvision.models.get_model, name, num_classes=10, weights=None)
+        without = {"weights_backbone": None} if name in _SEGMENTATION.split() else {}
+        make = partial(torchvision.models.get_model, name, num_classes=10, weights=None, **without)
         yield Case(name, make, partial(_of_images, *shape))
 
 

@@ -519,6 +519,15 @@ def test_condition_number_is_about_the_ratio_of_the_extreme_eigenvalues(xp, scal
         assert_close(got, expected, rtol=0.1)
 
 
+@pytest.mark.parametrize("rows", [600, 2000])
+def test_condition_number_of_second_moments_is_near(xp, rows):
+    data = np.random.default_rng(0).normal(size=(rows, 512))
+    x = data.T @ data / rows
+    got = float(xp.numpy(xp.run(linalg.condition_number, xp.asarray(x))))
+    expected = np.linalg.cond(x)
+    assert 0.85 * expected < got <= expected * (1 + 1e-9)
+
+
 def test_condition_number_of_a_singular_matrix_is_large_and_of_one_that_is_not_finite_nan(xp):
     x = np.stack([np.diag([0.0, 1.0]), np.zeros((2, 2)), np.full((2, 2), np.nan), np.eye(2)])
     got = xp.numpy(xp.run(linalg.condition_number, xp.asarray(x)))

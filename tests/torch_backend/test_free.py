@@ -559,6 +559,20 @@ FREE = {
         SEQUENCE,
         (3,),
     ),
+    "a mask of an attention with one query for all": (
+        lambda x, p: x + F.scaled_dot_product_attention(x[:1].tanh() * 0 + 1, x.cos(), x, p.exp()),
+        lambda x, p: x + ((torch.ones_like(x) @ x.cos().mT) / 2 + p.exp()).softmax(-1) @ x,
+        [(2, 2)],
+        SEQUENCE,
+        (3,),
+    ),
+    "x + (p and q joined by name)": (
+        lambda x, p, q: x + torch.cat([p, q], dim=-1).exp(),
+        lambda x, p, q: x + torch.cat([p, q], -1).exp(),
+        [(2,), (2,)],
+        SEQUENCE,
+        (3, 2),
+    ),
     "a mask by name, of a table for each head": (
         lambda x, p: by_head(
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=p[:, OFFSETS]), x

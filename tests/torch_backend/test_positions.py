@@ -72,6 +72,8 @@ FOLLOWED = {
     "cast": lambda h, found: h + found.float().double(),
     "masked first": lambda h, found: h + (found[None] + torch.ones(1, LENGTH, 1).double().tril()),
     "viewed": lambda h, found: h + found.contiguous().view(1, LENGTH, WIDTH).view(h.shape[1:]),
+    "in places": lambda h, found: h + torch.where(FIRST[:, None], found.mT.mT, 0.5).mT.mT / 2,
+    "as data say": lambda h, found: h.relu() + 3 * (found / 2).masked_fill(h < 0, 0.0),
     "attention": lambda h, found: attending(h, found.mT[None, :, None]),
     "masked attention": lambda h, found: attending(
         h, torch.where(FIRST, found.mT[None, :, None], -1e9).contiguous()
@@ -79,12 +81,13 @@ FOLLOWED = {
     "attention, masked as data say": lambda h, found: attending(
         h, torch.where(h.mT < 1, found.mT, -1e9)[:, :, None]
     ),
+    "attention, some of nothing": lambda h, found: attending(
+        h, torch.where(h.mean((1, 2), True) < 0, found.mT, -1e9)[:, :, None]
+    ),
 }
 MISSED = {
     "gate": lambda h, found: h * found.sigmoid() + h * found,
     "where": lambda h, found: torch.where(h > 0, h, found),
-    "zeros in places": lambda h, found: h + torch.where(FIRST[:, None], found, 0.0) / 2,
-    "zeros as data say": lambda h, found: h.relu() + 3 * found.masked_fill(h < 0, 0.0),
     "addcmul": lambda h, found: torch.addcmul(h, found, torch.ones(()).double()),
     "alpha": lambda h, found: torch.add(h, found, alpha=3),
     "in place, a view by a statement": lambda h, found: in_place_of_a_view(h.clone(), found),

@@ -239,7 +239,7 @@ def bilinear(u: Array, x: Array, v: Array) -> Array:
 def condition_number(x: Array) -> Array:
     """About ‖x‖₂ ‖x⁻¹‖₂, the largest over the smallest eigenvalue, at the cost of one inverse.
 
-    From below, by `spectral_norm_bound` of both.
+    Both from below, by power iterations: within a few percent in most cases.
 
     Args:
         x: (..., n, n), symmetric positive semi-definite.
@@ -249,9 +249,21 @@ def condition_number(x: Array) -> Array:
     """
     xp = array_namespace(x)
     safe, finite = _guard(x)
-    found = spectral_norm_bound(safe) * spectral_norm_bound(damped_inverse(safe, 0.0))
+    found = _spectral_norm(safe) * _spectral_norm(damped_inverse(safe, 0.0))
     found = xp.where(found < 1e38, found, 1e38)  # NaN, too
     return xp.where(finite[..., 0, 0], found, float("nan"))
+
+
+def _spectral_norm(x: Array, iterations: int = 16) -> Array:
+    """‖x‖₂ of symmetric x, from below, by power iterations from the row of largest norm: (...)."""
+    xp = array_namespace(x)
+    largest = _or_one(largest_entry(x, (-2, -1), keepdims=True))
+    x = x / largest
+    vector = factorizations(xp).largest_row(x, sum_of_squares(x))
+    for _ in range(iterations):
+        length = xp.sqrt(sum_of_squares(vector))
+        vector = xp.matmul(vector / _or_one(length)[..., None], x)
+    return xp.sqrt(sum_of_squares(vector))[..., 0] * largest[..., 0, 0]
 
 
 def add_diagonal(x: Array, value: Scalar) -> Array:

@@ -483,6 +483,7 @@ class LayerCapture:
         operand: torch.Tensor,
         total: torch.Tensor,
         changed: bool = False,
+        kept: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Probe what an embedding's output was added to, if that has more rows.
 
@@ -493,6 +494,7 @@ class LayerCapture:
             known: what was made of the last lookup, the newest first, and that itself; `operand` may be
                 one of them.
             changed: whether the total took the place of another tensor, which goes on as it.
+            kept: where the lookup is a part of it; None: everywhere.
 
         Returns:
             The total with a probe behind it; None: there is none.
@@ -520,6 +522,10 @@ class LayerCapture:
             # Who goes on with the tensor that was changed, and not with what is returned, passes it by.
             last.unless.passed_by = functools.partial(self.clock.strays.add, self.layer.name)
         factor = None if last.factor == 1 else torch.full((), last.factor, device=total.device)
+        for places in (last.kept, kept):
+            if places is not None:
+                places = places.expand(total.shape).movedim(axis, -1).to(self.G.dtype)
+                factor = places * (last.factor if factor is None else factor)
         index = index.broadcast_to(rows.shape[:-1])
         probed = self._probed(
             last.site, index, rows, (), {}, last.unless, made=factor, in_place=in_place

@@ -196,8 +196,9 @@ def _condition(average: torch.Tensor) -> float:
     """About the largest over the smallest eigenvalue, worst over the blocks."""
     if average.ndim > 2:
         return float(linalg.condition_number(average).amax())
-    average = average.float()
-    return float((average.amax(-1) / average.amin(-1)).nan_to_num(1e38).clamp_max(1e38).amax())
+    least = average.float().amin(-1)
+    ratio = torch.where(least <= 0, 1e38, average.float().amax(-1) / least)
+    return float(ratio.clamp_max(1e38).amax())
 
 
 def _where_present(

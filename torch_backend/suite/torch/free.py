@@ -55,7 +55,7 @@ VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, 
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
 JOINS = {torch.cat, torch.concat, torch.concatenate, torch.hstack}
-_LISTS = JOINS | {torch.stack}
+_LISTS = JOINS | {torch.stack, torch.vstack}
 _OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SPLITS = {T.chunk, torch.chunk, T.split, torch.split, T.unbind, torch.unbind, T.tensor_split,
            torch.tensor_split}  # fmt: skip
@@ -108,7 +108,11 @@ def mask_and_scores(args: Any, kwargs: Any) -> tuple[dict[str, Any], Any, Any]:
     mask = given.get("attn_mask")
     if mask is None:
         return given, None, None
-    scores = (*given["query"].shape[:-1], given["key"].shape[-2])
+    query, key = given["query"].shape, given["key"].shape
+    # With groups of heads the query has all of them.
+    heads = 3 if given.get("enable_gqa") else 2
+    first = torch.broadcast_shapes(query[:-heads], key[:-heads])
+    scores = (*first, *query[len(query) - heads : -1], key[-2])
     return given, mask, torch.broadcast_shapes(scores, mask.shape)
 
 
@@ -355,7 +359,8 @@ class FreeParameters(Mode):
         """What a function made of lists of tensors, or of tensors by keyword."""
         lists = [x for x in args if isinstance(x, list | tuple)]
         parts = tensors_given((), kwargs | {"": lists})
-        joins = function in _LISTS and len(lists) == 1 and not kwargs
+        where = {name: n for name, n in kwargs.items() if name != "tensors"}
+        joins = function in _LISTS and where.keys() <= {"dim"}
         joins = joins and all([self._was_fresh(x) or self._without_rows(x) for x in parts])  # noqa: C419
         for at, part in enumerate(parts):
             for watched in self._known(part):
@@ -363,7 +368,7 @@ class FreeParameters(Mode):
                     watched.misses(output)
                     continue
                 zeros = [watched.slot.new_zeros(x.shape) for x in parts]
-                slot = function([*zeros[:at], watched.slot, *zeros[at + 1 :]], *args[1:])
+                slot = function([*zeros[:at], watched.slot, *zeros[at + 1 :]], *args[1:], **where)
                 self.watched.append(watched._replace(tensor=output, slot=slot, origin=None))
 
     def _may_change(self, args: Any) -> bool:

@@ -418,9 +418,9 @@ class _Watching(Mode):
         if function in SUMS and kwargs:
             args, kwargs = summed(args, kwargs)
         if self.lookups is not None:
-            masked_lookup = self.lookups.masked(function, args, kwargs)
-            if masked_lookup is not None:
-                function, args = torch.add, masked_lookup
+            masked = self.lookups.mask(function, args, kwargs, output)
+            if masked is not None:
+                return masked
             self.lookups.follow(function, args, kwargs, output)
         if function in JOINS:
             parts = tuple(args[0] if args else kwargs["tensors"])
@@ -506,7 +506,7 @@ class _Watching(Mode):
         """An attention's arguments: a mask that was looked up, which is added, for each score."""
         with self.looking():
             given, mask, shape = mask_and_scores(args, kwargs)
-            if mask is None or mask.shape == shape or not lookups.has(mask):
+            if not lookups.has(mask):
                 return args, kwargs
             scores = mask.new_zeros(()).expand(shape)
         return (), given | {"attn_mask": self.__torch_function__(torch.add, (), (scores, mask))}

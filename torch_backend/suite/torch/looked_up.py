@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -48,6 +49,7 @@ class LookedUp(NamedTuple):
     version: int  # of the output, which may be changed in place unseen
     steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()  # from what was found
     factor: float = 1.0
+    kept: torch.Tensor | None = None  # where a mask left it, of the output's shape; None: everywhere
 
     def moved(self, output: torch.Tensor, step: Any, factor: float = 1.0) -> LookedUp:
         """What a step, or a factor, makes of it."""
@@ -60,7 +62,15 @@ class LookedUp(NamedTuple):
             output._version,
             steps,
             self.factor * factor,
+            self.kept if self.kept is None or step is None else step(self.kept),
         )
+
+    def masked(self, output: torch.Tensor, kept: torch.Tensor) -> LookedUp:
+        """What is left of it where `kept`, of no more rows."""
+        step = functools.partial(torch.broadcast_to, size=output.shape)
+        moved = self.moved(output, step)
+        before = True if moved.kept is None else moved.kept
+        return moved._replace(kept=before & kept.expand(output.shape))
 
     def positions(self, width: int) -> tuple[torch.Tensor, int] | None:
         """The index that each position has now, and which axis, from the end, has the features.

@@ -31,9 +31,6 @@ _FOLLOWED |= {torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hst
 _FOLLOWED |= {torch.nn.functional.pad}
 
 
-_LEFT_OUT = -1e4  # a score of which a softmax makes zero
-
-
 class _InGraph(NamedTuple):
     """What a graph that is compiled found in a table, or a multiple of it, perhaps with axes of one."""
 
@@ -81,18 +78,25 @@ class Lookups:
             return any([one.found is x for one in self._in_graph])  # noqa: C419 (torch.compile)
         return any([one.output() is x for one in self._known()]) and x is not None  # noqa: C419
 
-    def masked(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """A lookup of scores, some of which are left out of a softmax, as the operands of a sum.
+    def mask(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        """The output, perhaps with a probe, where constants take the place of some entries of a lookup.
 
-        Gradients by those are zero: the mask only adds.
+        Returns:
+            None: the function is none that does so.
         """
-        if function not in CHOICES or kwargs or len(args) != 3:
+        if function not in CHOICES or kwargs or len(args) != 3 or self._in_graph:
             return None
         for at in CHOICES[function]:
             condition, other = (args[0], args[3 - at]) if function is torch.where else args[1:]
-            left_out = isinstance(other, int | float) and other <= _LEFT_OUT
-            if left_out and self.has(args[at]):
-                return args[at], condition
+            if not self.has(args[at]) or (isinstance(other, torch.Tensor) and other.requires_grad):
+                continue
+            kept = condition if at == 1 or function is T.where else ~condition
+            self.moved += [
+                (output, one.masked(output, kept))
+                for one in self._known()
+                if one.output() is args[at] and output.numel() == args[at].numel()
+            ]
+            return self.meet(function, (args[at], condition), output, kept)
         return None
 
     def miss(
@@ -117,8 +121,14 @@ class Lookups:
             if any([x is one.output() for x in given]):  # noqa: C419 (torch.compile)
                 self._miss(one, output, followed)
 
-    def meet(self, function: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """A sum, with a probe behind it if it is of a lookup for fewer rows, or what became of it."""
+    def meet(
+        self, function: Any, args: Any, output: torch.Tensor, kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A sum, with a probe behind it if it is of a lookup for fewer rows, or what became of it.
+
+        Args:
+            kept: where the lookup is a part of it; None: everywhere.
+        """
         if self._in_graph:
             return self._meet_in_graph(args, output)
         # Of `x += y` Python goes on with what is returned, of a statement `x.add_(y)` with x.
@@ -135,7 +145,7 @@ class Lookups:
                     if any([one.output() is operand for one in (*known, last)]):  # noqa: C419
                         self.around.find(capture)  # of one example it may be what others are added to
                     continue
-                probed = capture.observe_sum([*known, last], operand, output, changed)
+                probed = capture.observe_sum([*known, last], operand, output, changed, kept)
                 if probed is not None:
                     (self._seeing(capture) or [self])[-1].around.find(capture)
                     return probed
