@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from options import writable
 from suite.torch import KFAC
@@ -24,10 +25,11 @@ from versions import versions
 
 ABOUT = """\
 Every model takes one step of K-FAC (`compute_method="inverse"`), after a forward and a backward pass on
-random inputs, of its own loss or of a random combination of its outputs. *covered* is the share of the
-parameters with a gradient that K-FAC preconditions, *factored* that of those in blocks that are more
-than a diagonal. Models are as their packages build them, with small sizes where those are arguments; of
-timm the smallest of each of its modules, if it has at most 100 million parameters.
+random inputs, with noise in the place of parameters that start as zeros, of its own loss or of a random
+combination of its outputs. *covered* is the share of the parameters with a gradient that K-FAC
+preconditions, *factored* that of those in blocks that are more than a diagonal. Models are as their
+packages build them, with small sizes where those are arguments; of timm the smallest of each of its
+modules, if it has at most 100 million parameters.
 """
 
 
@@ -44,6 +46,9 @@ def measure(library: str, case: Case) -> Row:
     """Of one model: RuntimeError if a step is skipped."""
     torch.manual_seed(0)
     model = case.make().train()
+    for parameter in model.parameters():
+        if not parameter.any():  # through a head of zeros no gradient would come
+            nn.init.normal_(parameter, std=0.02)
     torch.manual_seed(1)
     given = case.inputs()
     kfac = KFAC(model, compute_method="inverse", damping=0.01)

@@ -31,6 +31,20 @@ class Rotated(nn.Module):
         return {"y": y, "shape": [y.mean(0), y.shape]}
 
 
+class ZeroHead(nn.Sequential):
+    def __init__(self):
+        super().__init__(Rotated(True), nn.Linear(1, 1))
+        nn.init.zeros_(self[1].weight)
+
+    def forward(self, x):
+        return self[1](self[0](x)["y"][:, :1])
+
+
+def test_what_is_behind_a_head_of_zeros_counts():
+    row = torch_coverage.measure("here", Case("Zero", ZeroHead, lambda: (torch.randn(6, 4),)))
+    assert row.left[0].startswith("`*.generators.*` (50): ")
+
+
 def row_of(rotates):
     case = Case("Rotated", lambda: Rotated(rotates), lambda: {"x": torch.randn(6, 4)})
     return torch_coverage.measure("here", case)
