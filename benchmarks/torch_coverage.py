@@ -28,8 +28,8 @@ Every model takes one step of K-FAC (`compute_method="inverse"`), after a forwar
 random inputs, with noise in the place of parameters that start as zeros, of its own loss or of a random
 combination of its outputs. *covered* is the share of the parameters with a gradient that K-FAC
 preconditions, *factored* that of those in blocks that are more than a diagonal. Models are as their
-packages build them, with small sizes where those are arguments; of timm the smallest of each of its
-modules, if it has at most 100 million parameters.
+packages build them, with small sizes where those are arguments; of timm the first of each of its
+modules with less than 4 million parameters, or its smallest with less than 100 million.
 """
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-_LARGEST = 100_000_000  # parameters
+_SMALL, _LARGEST = 4_000_000, 100_000_000  # parameters
 _TEXT = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -94,14 +94,18 @@ def _of_images(*shape: int) -> tuple[torch.Tensor]:
 
 
 def timm() -> Iterator[Case]:
-    """The smallest model of each of its modules."""
+    """A small model of each of its modules."""
     import timm
 
     for module in timm.list_modules():
-        sizes = {name: _size(timm, name) for name in timm.list_models(module=module)}
-        if not sizes or min(sizes.values()) > _LARGEST:
+        sizes: dict[str, float] = {}
+        for name in timm.list_models(module=module):
+            sizes[name] = _size(timm, name)
+            if sizes[name] < _SMALL:
+                break
+        name = min(sizes, key=lambda one: sizes[one], default="")
+        if sizes.get(name, _LARGEST) >= _LARGEST:
             continue
-        name = min(sizes, key=lambda one: sizes[one])
         given = (timm.get_pretrained_cfg(name) or timm.models.generate_default_cfgs({})).input_size[-1]
         found = _smallest(timm, name, given)
         if found is not None:

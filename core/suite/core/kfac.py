@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from suite.core import linalg, moments
-from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
+from suite.core._namespace import (
+    Array,
+    Scalar,
+    array_namespace,
+    as_scalar,
+    device_of,
+    lift,
+    padded_axes,
+)
 from suite.core.checks import check_choice, check_flag, check_integer
 from suite.core.damping import split_damping, tikhonov
 from suite.core.noise import unit_noise
@@ -200,7 +208,7 @@ class KFAC:
             if diagonal:
                 return xp.ones(shape, dtype=dtype, device=device)
             blocks = xp.zeros((*batch, 1, 1), dtype=dtype, device=device)
-            return blocks + xp.eye(side, dtype=dtype, device=device)
+            return blocks + padded_axes(xp.eye(side, dtype=dtype, device=device), len(shape))
 
         def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
             return xp.zeros(shape, dtype=dtype, device=device)
