@@ -114,6 +114,35 @@ class InBlocks(nn.Module):
         return self.head(self.blocks(self.tokens(x) + self.places(torch.arange(x.shape[1]))))
 
 
+class Scores(nn.Module):
+    """Relative positions, looked up once for all examples, in the scores of attention."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.tokens, self.table = how, nn.Embedding(20, 8), nn.Embedding(19, 2)
+        self.to_qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 20)
+        places = torch.arange(10)
+        self.register_buffer("distances", places[:, None] - places + 9)
+
+    def forward(self, x):
+        n, h = x.shape[1], self.tokens(x)
+        q, k, v = (part.transpose(1, 2) for part in self.to_qkv(h).view(len(x), n, 3, 2, 4).unbind(2))
+        found, hidden = self.table(self.distances[:n, :n]), torch.ones(n, n).triu(1) * -1e4
+        if self.how == "permuted":
+            scores = 0.5 * found.permute(2, 0, 1).unsqueeze(0)
+        elif self.how == "turned twice":
+            scores = found.transpose(0, 2).transpose(-1, 1)[None] + hidden
+        elif self.how == "shifted":
+            scores = (found + 1).permute([2, 0, 1])[None]
+        elif self.how == "expanded":
+            scores = found[None].expand(len(x), n, n, 2).permute(0, 3, 1, 2)
+        if self.how == "expanded":
+            y = F.scaled_dot_product_attention(q, k, v, scores)
+        else:
+            y = (q @ k.mT + scores + hidden).softmax(-1) @ v
+        return self.head(y.transpose(1, 2).flatten(2))
+
+
 def trained(model, batches, run=None, micro=1):
     """Outputs, and all parameters, after each step."""
     base = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -177,7 +206,7 @@ def test_blocks_that_are_compiled_one_by_one_are_one_graph_each():
 
 
 @pytest.mark.parametrize(
-    "how", ["arange", "buffer, in place", "scaled, with an axis more", "one of each example"]
+    "how", ["arange", "buffer, in place", "scaled, with an axis more", "one of each example", "expanded"]
 )
 def test_positions_count_once_an_example_in_one_graph(how, recwarn):
     torch.manual_seed(1)
@@ -189,7 +218,18 @@ def test_positions_count_once_an_example_in_one_graph(how, recwarn):
     assert not [w for w in recwarn if "compiled graph" in str(w.message)]
 
 
-@pytest.mark.parametrize("how", ["expanded", "by keyword"])
+@pytest.mark.parametrize("how", ["permuted", "turned twice", "shifted", "expanded"])
+def test_a_table_s_numbers_in_scores_count_once_an_example_in_one_graph(how, recwarn):
+    torch.manual_seed(1)
+    batches = [torch.randint(0, 20, (16, 10)) for _ in range(4)]
+    found, expected = pair_of(lambda: Scores(how), batches, "aot_eager", fullgraph=True)
+    for own, others in zip(found, expected, strict=True):
+        for a, b in zip(own, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    assert not [w for w in recwarn if "compiled graph" in str(w.message)]
+
+
+@pytest.mark.parametrize("how", ["by keyword"])
 def test_positions_that_are_not_followed_in_a_graph_are_named_in_a_warning(how):
     torch._dynamo.reset()
     model = Tokens(how)

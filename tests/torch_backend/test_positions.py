@@ -75,6 +75,9 @@ FOLLOWED = {
     "in places": lambda h, found: h + torch.where(FIRST[:, None], found.mT.mT, 0.5).mT.mT / 2,
     "as data say": lambda h, found: h.relu() + 3 * (found / 2).masked_fill(h < 0, 0.0),
     "attention": lambda h, found: attending(h, found.mT[None, :, None]),
+    "attention, of each": lambda h, found: attending(
+        h, found.mT[None, :, None].expand(len(h), -1, -1, -1)
+    ),
     "masked attention": lambda h, found: attending(
         h, torch.where(FIRST, found.mT[None, :, None], -1e9).contiguous()
     ),

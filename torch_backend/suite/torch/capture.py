@@ -549,24 +549,30 @@ class LayerCapture:
         self,
         spec: LayerSpec,
         x: torch.Tensor,
-        shape: torch.Size,
+        indices: torch.Tensor,
+        axis: int,
         factor: torch.Tensor | None,
         total: torch.Tensor,
     ) -> torch.Tensor:
-        """`observe_sum` in a graph that is compiled, of an output of this shape, times a factor.
+        """`observe_sum` in a graph that is compiled, of what was looked up, times a factor.
 
         What the lookup's own probe is to do was traced before. So it sums as ever, beside this.
+
+        Args:
+            x: what was looked up.
+            indices: those for each number of what is added, alike along the axis of features.
+            axis: of features, from the end.
         """
-        if total.shape[-1] != shape[-1] or total.ndim < len(shape):
-            return total
         self.summed_in_graph = True
-        if total.numel() <= shape.numel():
+        if total.numel() <= x.numel() * total.shape[axis]:
             return total
         if x.ndim == total.ndim - 1 and x.ndim and len(x) == len(total):
             return total  # once an example, for all its rows
         rest = () if factor is None else (None, factor, None, None, None, None)
-        index, about = x.broadcast_to(total.shape[:-1]), About(spec, None, None, None, None, None)
-        return probed(total, index, *self.of_sums, about, *rest)
+        rows = total if axis == -1 else total.movedim(axis, -1)
+        index, about = indices.select(axis, 0).broadcast_to(rows.shape[:-1]), About(spec, *[None] * 5)
+        found: torch.Tensor = probed(rows, index, *self.of_sums, about, *rest)
+        return found if axis == -1 else found.movedim(-1, axis)
 
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> Run | None:
         spec = site.spec

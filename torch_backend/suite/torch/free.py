@@ -450,16 +450,21 @@ def turns_over(function: Any, args: Any, kwargs: Any) -> bool:
 
 def turns(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether it exchanges its first argument's last two axes."""
-    if function in _TURN:
-        return True
-    if function in _PERMUTE and not kwargs:
-        ndim = args[0].ndim
-        order = args[1] if len(args) == 2 else args[1:]
-        return ndim > 1 and [n % ndim for n in order] == [*range(ndim - 2), ndim - 1, ndim - 2]
-    if function not in _TRANSPOSE or kwargs or len(args) != 3:
-        return False
+    order = order_of(function, args, kwargs) or []
+    return len(order) > 1 and order == [*range(len(order) - 2), len(order) - 1, len(order) - 2]
+
+
+def order_of(function: Any, args: Any, kwargs: Any) -> list[int] | None:
+    """The axes of a function's first argument in the order of its output; None: it moves none."""
+    if kwargs or function not in _TURN | _TRANSPOSE | _PERMUTE:
+        return None
     ndim = args[0].ndim
-    return {axis % ndim for axis in args[1:]} == {ndim - 2, ndim - 1}
+    if function in _PERMUTE:
+        return [axis % ndim for axis in (args[1] if len(args) == 2 else args[1:])]
+    first, second = (-2, -1) if function in _TURN else args[1:]
+    order = [*range(ndim)]
+    order[first], order[second] = order[second], order[first]
+    return order
 
 
 def _divides(x: Any) -> bool:

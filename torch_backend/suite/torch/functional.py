@@ -508,7 +508,10 @@ class _Watching(Mode):
             given, mask, shape = mask_and_scores(args, kwargs)
             if not lookups.has(mask):
                 return args, kwargs
-            scores = mask.new_zeros(()).expand(shape)
+            zero = mask.new_zeros(())
+            if mask.numel() == math.prod(shape) and not torch.compiler.is_compiling():
+                zero.requires_grad_()  # a constant would be taken for what only shifts a mask
+            scores = zero.expand(shape)
         return (), given | {"attn_mask": self.__torch_function__(torch.add, (), (scores, mask))}
 
     def _biases(self, bias: Any) -> Any:

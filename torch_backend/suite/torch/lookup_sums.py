@@ -15,7 +15,7 @@ import torch
 
 from suite.torch.calls import ARGUMENTS, keeps_order
 from suite.torch.capture import LayerCapture
-from suite.torch.free import CASTS, COPIES, QUOTIENTS, SUMS, TIMES, VIEWS, T
+from suite.torch.free import CASTS, COPIES, QUOTIENTS, SUMS, TIMES, VIEWS, T, order_of
 from suite.torch.hooks import packs_with, tensors_given
 from suite.torch.looked_up import LookedUp, as_repeated
 from suite.torch.made_weights import CHOICES
@@ -32,13 +32,24 @@ _FOLLOWED |= {torch.nn.functional.pad}
 
 
 class _InGraph(NamedTuple):
-    """What a graph that is compiled found in a table, or a multiple of it, perhaps with axes of one."""
+    """What a graph that is compiled found in a table, with its axes moved, or a multiple of it."""
 
     place: int  # in `FunctionCapture.uses`
     spec: LayerSpec
     x: torch.Tensor
+    indices: torch.Tensor  # of `found`'s shape, alike along the axis of features
+    axis: int  # of features, from the end
     found: torch.Tensor
     factor: torch.Tensor | None  # (); None: 1
+
+    def moved(self, found: torch.Tensor, step: Any, axis: int | None = None) -> _InGraph:
+        """What a step makes of it, which may move the axis of features."""
+        axis = self.axis if axis is None else axis
+        return self._replace(found=found, indices=step(self.indices), axis=axis)
+
+    def has_features_in(self, output: torch.Tensor) -> bool:
+        """Whether the axis of features may be where it was."""
+        return output.ndim >= -self.axis and output.shape[self.axis] == self.found.shape[self.axis]
 
 
 class Lookups:
@@ -62,7 +73,8 @@ class Lookups:
 
     def note_in_graph(self, place: int, spec: LayerSpec, x: torch.Tensor, found: torch.Tensor) -> None:
         """A lookup in a graph that is compiled."""
-        self._in_graph.append(_InGraph(place, spec, x, found, None))
+        indices = x[..., None].expand(found.shape)
+        self._in_graph.append(_InGraph(place, spec, x, indices, -1, found, None))
 
     def follow(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         """A function has made this; note what it made of a lookup."""
@@ -157,8 +169,10 @@ class Lookups:
                 capture = self.around.uses[one.place][0]
                 if operand is one.found and self._is_first_of(capture):
                     self.around.found.add(one.place)
-                    shape = one.found.shape
-                    output = capture.observe_sum_in_graph(one.spec, one.x, shape, one.factor, output)
+                    if one.has_features_in(output):
+                        output = capture.observe_sum_in_graph(
+                            one.spec, one.x, one.indices, one.axis, one.factor, output
+                        )
                     break
         return output
 
@@ -220,19 +234,41 @@ class Lookups:
     def _moved_in_graph(
         self, function: Any, args: Any, kwargs: Any, output: torch.Tensor
     ) -> list[_InGraph]:
-        """What a step makes of lookups that is still one: more axes in front, or a number of times."""
+        """What a step makes of lookups that is still one.
+
+        More axes in front, axes in another order, the same for more rows, a shift, a number of times.
+        """
+        order = order_of(function, args, kwargs)
         moved = []
         for one in self._in_graph:
-            shape = one.found.shape
-            if args[0] is one.found and function in CASTS:
-                moved.append(one._replace(found=output))
-            elif args[0] is one.found and keeps_order(function, args):
-                if output.shape[output.ndim - len(shape) :] == shape and output.numel() == shape.numel():
+            if args[0] is one.found:
+                again = functools.partial(_rearranged, function, args[1:], kwargs)
+                shape = one.found.shape
+                if function in CASTS:
                     moved.append(one._replace(found=output))
-            elif function in TIMES and len(args) == 2 and not kwargs:
+                elif order is not None:
+                    axis = order.index(one.found.ndim + one.axis) - one.found.ndim
+                    moved.append(one.moved(output, again, axis))
+                elif keeps_order(function, args):
+                    if (
+                        output.shape[output.ndim - len(shape) :] == shape
+                        and output.numel() == shape.numel()
+                    ):
+                        moved.append(one.moved(output, again))
+                elif function in COPIES and one.has_features_in(output):
+                    moved.append(one.moved(output, again))
+            if function in SUMS | TIMES and len(args) == 2 and not kwargs:
                 first, second = args
+                if first is not one.found and second is not one.found:
+                    continue
                 other = second if first is one.found else first
-                if isinstance(other, (int, float)) and (first is one.found or second is one.found):
+                if function in SUMS:
+                    if isinstance(other, (int, float)):
+                        moved.append(one._replace(found=output))
+                    elif _only_shifts(other, one.found, output):
+                        step = functools.partial(torch.broadcast_to, size=output.shape)
+                        moved.append(one.moved(output, step))
+                elif isinstance(other, (int, float)):
                     dtype = self.around.uses[one.place][0].dtype
                     factor = torch.ones((), dtype=dtype, device=output.device)
                     factor = factor * other if one.factor is None else one.factor * other
