@@ -77,6 +77,18 @@ def test_diagonal_factor_equals_the_dense_one_that_happens_to_be_diagonal(xp):
         assert_close(as_vector, kronecker.apply_factor(xp.asarray(np.diag(d)), x, axis, 3))
 
 
+@pytest.mark.parametrize("batch", [(), (5,)])
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 3, 2)])
+def test_a_factor_may_change_the_length_of_its_axis(xp, shape, batch):
+    x = normal(*batch, *shape)
+    for axis, n in enumerate(shape):
+        F, ndim = normal(*batch, 5, n), len(shape)
+        got = xp.run(kronecker.apply_factor, xp.asarray(F), xp.asarray(x), axis=axis, ndim=ndim)
+        pairs = zip(F, x, strict=True) if batch else [(F, x)]
+        expected = [np.moveaxis(np.tensordot(f, own, (1, axis)), 0, axis) for f, own in pairs]
+        assert_close(got, np.stack(expected) if batch else expected[0])
+
+
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("shape", [(4, 6, 2), (6, 4, 6)])
 def test_block_diagonal_factor_equals_the_dense_one_with_zeros(xp, axis, shape):

@@ -120,6 +120,12 @@ def by_head(attend, x):
     return attend(*heads).transpose(1, 2).flatten(2)
 
 
+def at_each(made):
+    """(3, 2, channels): of what is made for each position, (6, channels, 2), its own."""
+    return torch.einsum("npcp->npc", made.view(3, 2, -1, 2))
+
+
+LARGER = {"size": (2, 5), "mode": "bicubic", "antialias": True}
 FREE = {
     "x + p": (lambda x, p: x + p, lambda x, p: x + p, [(4,)], SEQUENCE, (3, 2)),
     "p + x": (lambda x, p: torch.add(p, x), lambda x, p: x + p, [(4,)], SEQUENCE, (3, 2)),
@@ -549,6 +555,27 @@ FREE = {
         lambda x, p, q: F.linear(x, torch.stack([p.exp(), q], 0)),
         lambda x, p, q: torch.stack([(x * p.exp()).sum(-1), (x * q).sum(-1)], -1),
         [(4,), (4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "positions of more places": (
+        lambda x, p: x + F.interpolate(p, 2, mode="linear", align_corners=False).mT,
+        lambda x, p: x + at_each(F.interpolate(p.flatten(0, 2), size=(2,), mode="linear")),
+        [(1, 4, 5)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "positions of another image": (
+        lambda x, p: x + torch.cat([F.interpolate(p, **LARGER)[0, :, :, 1].mT]) * 2,
+        lambda x, p: x + at_each(F.interpolate(p.flatten(0, 2), **LARGER)[..., 1]) * 2,
+        [(1, 4, 3, 2)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "positions of as many places": (
+        lambda x, p: x - F.interpolate(input=p, size=2).mT.exp(),
+        lambda x, p: x - at_each(p.flatten(0, 2)).exp(),
+        [(1, 4, 2)],
         SEQUENCE,
         (3, 2),
     ),

@@ -54,6 +54,7 @@ def apply_factor(factor: Array, x: Array, axis: int, ndim: int, *, symmetric: bo
     """F x along one axis: y[.., j, ..] = Σ_k F[j, k] x[.., k, ..].
 
     Args:
+        factor: (..., m, n), or the diagonal or blocks of one that is square.
         symmetric: F is, up to rounding, and may be used as its transpose.
     """
     xp = array_namespace(factor, x)
@@ -67,8 +68,10 @@ def apply_factor(factor: Array, x: Array, axis: int, ndim: int, *, symmetric: bo
         right = factor if symmetric else xp.matrix_transpose(factor)
         if blocks is not None:
             return xp.reshape(linalg.times_block_diagonal(rows, right), x.shape)
-        return xp.reshape(xp.matmul(rows, right), x.shape)
-    return fold(xp.matmul(factor, unfold(x, axis, ndim, blocks)), axis, x.shape, ndim)
+        return xp.reshape(xp.matmul(rows, right), (*x.shape[:-1], right.shape[-1]))
+    rows = xp.matmul(factor, unfold(x, axis, ndim, blocks))
+    side = x.shape[batch + axis] if blocks is not None else rows.shape[batch]
+    return fold(rows, axis, (*x.shape[: batch + axis], side, *x.shape[batch + axis + 1 :]), ndim)
 
 
 def apply(factors: Sequence[Array], x: Array, *, symmetric: bool = False) -> Array:

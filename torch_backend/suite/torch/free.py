@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +32,12 @@ from suite.torch.hooks import (
     packs_with,
     root_of,
     tensors_given,
+    tensors_in,
     traceable,
     when_reached,
     without_modes,
 )
+from suite.torch.resized import resized_slot
 from suite.torch.rows import Axes, counts_like
 from suite.torch.runs import Run
 
@@ -146,11 +148,18 @@ class Watched(NamedTuple):
 class FreeParameters(Mode):
     """Puts a probe behind every use of the watched parameters that is understood."""
 
-    def __init__(self, watched: list[Watched], constants: list[T], weights: Sequence[T] = ()) -> None:
+    def __init__(
+        self,
+        watched: list[Watched],
+        constants: list[T],
+        weights: Sequence[T] = (),
+        elsewhere: Mapping[int, Callable[[], bool]] | None = None,
+    ) -> None:
         """
         Args:
             constants: the module's own buffers, and parameters that are not watched.
             weights: those of layers inside of it, which are no data either.
+            elsewhere: by the id of a parameter, whether another mode sees what runs to use it.
         """
         super().__init__()
         self.watched, self.constants = list(watched), list(constants)
@@ -163,6 +172,17 @@ class FreeParameters(Mode):
         self._ids: set[int] | None = None  # of what is watched or constant; None: to be found
         self.products = Products()  # not of what is compiled
         self.saving = packs_with()
+        self.elsewhere = elsewhere or {}
+        self.uses_inside = False  # whether it met one of those, or what another mode's forward returned
+
+    def take(self, mode: FreeParameters, output: Any) -> None:
+        """Go on with what another mode watched and its forward returned."""
+        returned = [*tensors_in(output, set())]
+        found = [w for w in mode.watched if any([w.tensor is x for x in returned])]  # noqa: C419 (faster)
+        found = [watched for watched in found if id(watched.tensor) not in self.elsewhere]
+        self.watched += found
+        self._ids = None
+        self.uses_inside = self.uses_inside or len(found) > 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function), kwargs or {}
@@ -254,6 +274,9 @@ class FreeParameters(Mode):
         """
         operands = [x for x in args if isinstance(x, T)]
         given = [*operands, *(x for x in kwargs.values() if isinstance(x, T))]
+        if self.elsewhere and any(x.requires_grad for x in tensors_in(output, set())):
+            met = any(id(x) in self.elsewhere and self._known(x) for x in tensors_given(args, kwargs))
+            self.uses_inside = self.uses_inside or met
         written = args[0] if function is T.__setitem__ else output
         if isinstance(output, T) and not output.requires_grad and self._is_fresh(args, kwargs):
             if torch.compiler.is_compiling():
@@ -290,6 +313,10 @@ class FreeParameters(Mode):
                 elif function in CASTS and place == 0:
                     origin = None if self.is_traced else watched.of()
                     self.watched.append(watched._replace(tensor=output, origin=origin))
+                elif function is F.interpolate and place == 0 and not (self.is_traced or watched.reduce):
+                    slot = resized_slot(watched.slot, args[1:], kwargs)
+                    made = watched._replace(tensor=output, slot=slot, widened=True, origin=None)
+                    self.watched.append(made)
                 elif derivative is not None:
                     derivative = derivative.to(watched.slot.dtype)
                     slot, origin = watched.slot * derivative.square(), self._times(watched, derivative)
@@ -416,6 +443,8 @@ class FreeParameters(Mode):
         return self._without_rows(other)
 
     def _known(self, operand: Any) -> list[Watched]:
+        if self.elsewhere and id(operand) in self.elsewhere and self.elsewhere[id(operand)]():
+            return []
         return [watched for watched in self.watched if watched.tensor is operand]
 
     def _without_rows(self, operand: Any) -> bool:

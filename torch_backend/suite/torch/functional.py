@@ -58,12 +58,13 @@ from suite.torch.hooks import (
     packs_with,
     root_of,
     tensors_given,
+    tensors_in,
     traceable,
     when_reached,
 )
 from suite.torch.layers import Layer, Site
 from suite.torch.lookup_sums import Lookups
-from suite.torch.made_weights import Made, node_of, reached_from, scale_of, tensors_in
+from suite.torch.made_weights import Made, node_of, reached_from, scale_of
 from suite.torch.rows import Axes, LayerSpec
 
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children

@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
@@ -398,6 +398,16 @@ def tensors_given(args: Any, kwargs: Any) -> list[torch.Tensor]:
             elif levels and isinstance(x, list | tuple):
                 waiting.append((x, levels - 1))
     return found
+
+
+def tensors_in(given: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """All that are in what a module is given, holds or returns, but for what was `seen` before."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, Mapping | list | tuple) and id(given) not in seen:
+        seen.add(id(given))
+        for one in given.values() if isinstance(given, Mapping) else given:
+            yield from tensors_in(one, seen)
 
 
 def without_modes() -> Any:

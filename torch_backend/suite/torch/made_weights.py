@@ -7,7 +7,7 @@ other ways has no part in the layer's statistics.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from suite.torch.calls import ARGUMENTS, RESHAPE
 from suite.torch.free import NEGATIONS, QUOTIENTS, SUMS, TIMES, T, is_subtracted
-from suite.torch.hooks import can_be_read
+from suite.torch.hooks import can_be_read, tensors_in
 
 # Operations that put a constant in the place of some entries, and which of their operands has those.
 CHOICES = {T.masked_fill: (0,), torch.masked_fill: (0,), T.where: (0,), torch.where: (1, 2)}
@@ -147,16 +147,6 @@ def _is_mask(x: torch.Tensor) -> bool:
     if known is None or known[0] != x._version:
         known = _MASKS[x] = x._version, bool(((x == 0) | (x == 1)).all())
     return known[1]
-
-
-def tensors_in(given: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """All that are in what a module is given, holds or returns, but for what was `seen` before."""
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, Mapping | list | tuple) and id(given) not in seen:
-        seen.add(id(given))
-        for one in given.values() if isinstance(given, Mapping) else given:
-            yield from tensors_in(one, seen)
 
 
 def node_of(x: torch.Tensor) -> Any:

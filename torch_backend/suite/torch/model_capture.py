@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,10 +85,7 @@ class ModelCapture:
         self._uses = UseCounter(model, self.by_layer)
         self._attached.append(self._uses)
         capture_of = {id(c.layer): c for c in self.by_layer}
-        for module, layers in found.free.items():
-            captures = [capture_of[id(layer)] for layer in layers if id(layer) in capture_of]
-            if captures:
-                self._attached.append(FreeCapture(module, captures))
+        self._attach_free(model, found, capture_of)
         for module, layers in found.stacks.items():
             captures = [capture_of[id(layer)] for layer in layers if id(layer) in capture_of]
             if captures:
@@ -108,6 +105,37 @@ class ModelCapture:
             own = self._functions.get(module)
             seen = (lambda: False) if own is None else functools.partial(bool, own.found)
             self._attached.append(OutputWatch(module, channels, self.clock, seen))
+
+    def _attach_free(
+        self, model: nn.Module, found: FoundLayers, capture_of: Mapping[int, LayerCapture]
+    ) -> None:
+        """Watch what modules do with parameters that are no layers', and what is around these."""
+        watches = {}
+        for module, layers in found.free.items():
+            captures = [capture_of[id(layer)] for layer in layers if id(layer) in capture_of]
+            if captures:
+                watches[module] = FreeCapture(module, captures)
+        around = callers(model) if watches else {}
+        for inner in list(watches):
+            while inner in around and watches[inner].around is None:
+                outer = around[inner]
+                if outer not in watches:
+                    watches[outer] = FreeCapture(outer)
+                watches[inner].put_inside(watches[outer])
+                inner = outer
+        self._free = list(watches.values())
+        self._attached += self._free
+
+    def settle_free(self, seen: Sequence[bool]) -> None:
+        """After a step: watch no longer around modules that alone use their parameters."""
+        if not any(watch.inside and not watch.uses_inside for watch in self._free):
+            return
+        names = {layer.name for layer, has in zip(self.layers, seen, strict=True) if has}
+        for watch in [watch for watch in self._free if watch.settle(names)]:
+            for handle in watch.handles:
+                handle.remove()
+            self._free.remove(watch)
+            self._attached.remove(watch)
 
     def _attach_functions(self, model: nn.Module) -> dict[nn.Module, FunctionCapture]:
         """By module, what watches the functions that its forward calls with weights of layers."""

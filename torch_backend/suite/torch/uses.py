@@ -116,7 +116,8 @@ class _Counting(Mode):
 
     def _used(self, capture: LayerCapture, made: list[torch.Tensor]) -> None:
         capture.first.note_use(made)
-        if capture.layer.spec.kind in _WATCHED and not capture.running:
+        watched = [around for around in capture.watched_by if around.mode() is not None]
+        if capture.layer.spec.kind in _WATCHED and not capture.running and not watched:
             when_reached(made, functools.partial(capture.clock.strays.add, capture.layer.name))
 
     def _weight(self, operand: Any) -> int:
