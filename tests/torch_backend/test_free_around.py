@@ -188,6 +188,19 @@ def test_what_blocks_that_are_computed_again_are_given_is_named():
         stepped(made("given", recomputes=True), numbers(EXAMPLES, LENGTH, 8))
 
 
+class Beyond(Encoder):
+    def forward(self, x):
+        return super().forward(x) + self.blocks[0].relative.table.sum()
+
+
+def test_what_is_used_further_around_is_named():
+    model = double(lambda: Beyond("called"))
+    kfac = KFAC(model)
+    loss_of(model(numbers(EXAMPLES, LENGTH, 8))).backward()
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses.*'blocks.0.relative.table'"):
+        kfac.step()
+
+
 def test_modules_are_watched_only_as_long_as_something_may_be_used_there():
     for how, left in (("added there", 0), ("called", 1)):
         model = made(how)

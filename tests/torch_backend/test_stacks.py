@@ -483,7 +483,7 @@ class Around(nn.Module):
     [
         (lambda x, parts: 0, Parts, None),
         (lambda x, parts: x @ parts.up[1], Parts, ": '1.parts.up'. "),
-        (lambda x, parts: x * parts.scale, Parts, ": '1.parts.scale'. "),
+        (lambda x, parts: x * parts.scale, Parts, None),  # which is followed there
         (lambda x, parts: x * parts.scale.shape[0] * parts.up.detach()[0, 0], Parts, None),
         pytest.param(
             *(lambda x, parts: 0, PartlyCheckpointed, ": '1.parts.scale', '1.parts.up'. "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +23,22 @@ def all_finite(tree: Any) -> jax.Array:
     kind = at_least_float32(*(x.dtype for x in marks))
     together = jnp.concatenate([x.astype(kind) for x in marks])
     return jnp.isfinite(inner_product(together, jnp.zeros_like(together)))
+
+
+def sum_if(condition: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
+    """The sum of numbers, (), or 0 where a condition does not hold.
+
+    By a branch, for compilers write a plain sum of many into each kernel that uses it.
+    """
+    zeros = [jnp.zeros_like(x) for x in parts]
+    found: jax.Array = jax.lax.cond(
+        condition, _sum, lambda own: _sum(select(condition, own, zeros)), parts
+    )
+    return found
+
+
+def _sum(parts: Sequence[jax.Array]) -> jax.Array:
+    return jnp.sum(jnp.stack(parts))
 
 
 def select(condition: jax.Array, new: T, old: T) -> T:

@@ -22,7 +22,7 @@ from suite.jax.at_once import compiled_unless_traced
 from suite.jax.dtypes import at_least_float32, check_dtype
 from suite.jax.explicit_axes import across_explicit_axes
 from suite.jax.factors import Factors
-from suite.jax.finite import all_finite, select, zero_unless
+from suite.jax.finite import all_finite, select, sum_if, zero_unless
 from suite.jax.given import are_evidence, finite_signs, require_fit
 from suite.jax.kept_factors import KeptFactors
 from suite.jax.kfac_state import KFACOptState, ScaleByKFACState, explicit_state_specs
@@ -210,8 +210,7 @@ def scale_by_kfac(
         if at["kl_clip"] is not None and directions:
             parts = [inner_product(d, g) for d, g in zip(directions, gradients, strict=True)]
             dtype = at_least_float32(*(x.dtype for x in parts))
-            total = jnp.sum(jnp.stack([x.astype(dtype) for x in parts]))
-            total = jnp.where(finite, total, jnp.zeros_like(total))
+            total = sum_if(finite, [x.astype(dtype) for x in parts])
             coefficient = kl_clip_coefficient(at["lr"] ** 2 * total, at["kl_clip"])
             directions = [d * coefficient.astype(d.dtype) for d in directions]
         for layer, direction in zip(factors.layers, zero_unless(finite, directions), strict=True):
