@@ -876,7 +876,7 @@ def test_a_weight_in_a_list_is_used_too():
     model = Joined()
     kfac = KFAC(model)
     model(torch.arange(5)).square().mean().backward()
-    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'table'"):
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'lookup'"):
         kfac.step()
 
 
@@ -1434,31 +1434,50 @@ def test_a_decoder_with_the_encoders_transpose(decoder, bias, parts):
     torch.testing.assert_close(found[1][0], G, rtol=1e-9, atol=1e-12)
 
 
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.long())
+
+
 class TiedHead(nn.Module):
     """Logits by the rows of the table that words are looked up in."""
 
     def __init__(self, how):
         super().__init__()
-        self.table, self.how = nn.Embedding(7, 4), how
+        table, self.how = nn.Embedding(7, 4), how
+        if how == "further inside":
+            self.lookup = Wrapped(Wrapped(table))
+        else:
+            self.lookup = table
         self.body = nn.Linear(4, 4)
-        if how == "module":
+        if how in ("module", "a module's weight"):
             self.head = nn.Linear(4, 7, bias=False)
-            self.head.weight = self.table.weight
+            self.head.weight = table.weight
+
+    def rows(self):
+        inner = self.lookup.inner.inner if self.how == "further inside" else self.lookup
+        return inner.weight
 
     def forward(self, ids):
-        h = torch.tanh(self.body(self.table(ids)))
+        h = torch.tanh(self.body(self.lookup(ids)))
         if self.how == "module":
             return self.head(h)
-        if self.how == "linear":
-            return F.linear(h, self.table.weight)
+        if self.how == "a module's weight":
+            return F.linear(h, self.head.weight)
+        if self.how in ("linear", "further inside"):
+            return F.linear(h, self.rows())
         if self.how == "product":
-            return h @ self.table.weight.T
-        return torch.einsum("vd,ntd->ntv", self.table.weight, h)
+            return h @ self.rows().T
+        return torch.einsum("vd,ntd->ntv", self.rows(), h)
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("how", ["linear", "product", "einsum"])
+@pytest.mark.parametrize("how", ["linear", "product", "einsum", "a module's weight", "further inside"])
 def test_a_head_with_a_tables_rows(how, parts):
     ids = torch.randint(0, 7, (6, 5), generator=torch.Generator().manual_seed(0))
     found = []
@@ -1470,9 +1489,10 @@ def test_a_head_with_a_tables_rows(how, parts):
             (model(part).logsumexp(-1).mean() / parts).backward()
         kfac.step()
         assert kfac.counted_terms == 30
-        A, G = held(kfac)["table"]
+        factors = held(kfac)
+        A, G = next(factors[name] for name in factors if name.startswith("lookup"))
         sides = (A[0], G[0]) if A.ndim == 3 else (G[0], A[0])  # of features, of rows
-        found.append((sides[0][..., None] * sides[1], model.table.weight.grad, model.body.weight.grad))
+        found.append((sides[0][..., None] * sides[1], model.rows().grad, model.body.weight.grad))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-13)
 
@@ -1486,7 +1506,7 @@ def test_a_compiled_model_says_that_it_misses_the_head(how):
     kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run = torch.compile(model, backend="aot_eager")
     run(torch.arange(6).reshape(2, 3)).logsumexp(-1).mean().backward()
-    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'table'"):
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'lookup'"):
         kfac.step()
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from conftest import assert_close
 from torch_backend.rows_by_loops import (
+    Net,
     assert_sums,
     blocks_of,
     double,
@@ -48,6 +49,48 @@ def test_uses_of_one_weight_add_up(tied):
     g = torch.cat([y.grad for _, y in uses])[None]
     assert_close(torch.einsum("bri,brj->ij", g, a), reference.first.weight.grad)
     assert_sums(held(stepped(model, x))["first"], a, g, 5)
+
+
+class Exposes(nn.Module):
+    """A layer whose weights have a name here, too."""
+
+    def __init__(self, make, how):
+        super().__init__()
+        inner = make()
+        self.how = how
+        if how != "apart":
+            self.weight, self.bias = inner.weight, inner.bias
+        self.inner = inner
+
+    def forward(self, x):
+        if self.how == "by its own name":
+            return F.linear(x, self.weight, self.bias)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("how", ["exposed", "by its own name"])
+@pytest.mark.parametrize("kind", ["linear", "convolution", "norm"])
+def test_a_layer_whose_weights_a_module_around_it_exposes_is_that_layer(kind, how):
+    makes = {
+        "linear": lambda: nn.Linear(4, 3),
+        "convolution": lambda: nn.Conv1d(2, 3, 2),
+        "norm": lambda: nn.LayerNorm(4),
+    }
+    if how == "by its own name" and kind != "linear":
+        how = "exposed"
+    found, x = [], numbers(5, 2, 4)
+    for case in ("apart", how):
+        model = double(
+            lambda case=case: Net(Exposes(makes[kind], case), OUT[kind], kind != "convolution")
+        )
+        kfac = stepped(model, x)
+        assert {row.treatment for row in kfac.routing()} == {"kfac"}
+        found.append([held(kfac)["layer.inner"], held(kfac)["head"]])
+    for own, other in zip(*found, strict=True):
+        assert all(map(torch.equal, own, other))
+
+
+OUT = {"linear": 3, "convolution": 3, "norm": 4}
 
 
 def test_a_bias_that_one_of_two_uses_has_counts_the_rows_of_that_use():

@@ -203,6 +203,29 @@ def test_a_weight_that_another_module_had_too_and_has_no_more_is_still_trained()
         torch.testing.assert_close(A, scale**2 * x.T @ x / 12)
 
 
+@pytest.mark.parametrize("place", ["_parameters", "__dict__"])
+def test_a_call_with_detached_weights_in_their_place_leaves_no_trace(place):
+    """As a critic's in the loss of an actor, however they get there."""
+    model, x, _ = made("linear")
+    before = torch.nn.Parameter(torch.randn(12, 5).double())
+
+    def both(model, frozen):
+        critic = model(x).square().mean()
+        held = {(m, name): p for m in model.modules() for name, p in m._parameters.items()}
+        for (m, name), p in held.items() if frozen else ():
+            del m._parameters[name]
+            getattr(m, place)[name] = p.detach()
+        actor = model(before).mean() if frozen else 0.0
+        for (m, name), p in held.items():
+            vars(m).pop(name, None)
+            m._parameters[name] = p
+        (critic + actor).backward()
+
+    ends = [trained(copy.deepcopy(model), lambda m, f=f: both(m, f)) for f in (False, True)]
+    assert_alike(*ends)
+    assert before.grad.abs().max() > 0
+
+
 @pytest.mark.parametrize("how", ["exchanged", "by functional_call"])
 def test_a_layer_with_another_bias_is_still_trained(how):
     model, x, _ = made("linear")

@@ -68,12 +68,12 @@ def dense(x: Any) -> Any:
         return x.to_dense()
 
 
-def _place_of(site: Site, weight: nn.Parameter) -> tuple[dict[str, Any], str] | None:
+def _place_of(site: Site, weight: nn.Parameter) -> tuple[nn.Module, str] | None:
     """Where a site's module, or its owner, keeps a weight: functional_call puts others there."""
     for module in (*site.module.modules(), *site.owner.modules()):
         for name, parameter in module._parameters.items():
             if parameter is weight:
-                return module._parameters, name
+                return module, name
     return None
 
 
@@ -220,8 +220,10 @@ class LayerCapture:
         place = self._places[index]
         if place is None or self.held_back:  # while fully_shard's forward runs it has whole parameters
             return True
-        held, name = place
-        weight = held.get(name)
+        module, name = place
+        weight = module._parameters.get(name)
+        if weight is None:  # perhaps a tensor that is no parameter took its place
+            weight = vars(module).get(name)
         own = weight is self.layer.weight.parameter or weight is None or not weight.is_leaf
         self.with_others |= not own
         return own

@@ -104,8 +104,9 @@ class FoundLayers:
         named = [name for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)]
         # A model may have a part named `module` of its own, without which names would be ambiguous.
         self._strip = len(set(map(plain_name, named))) == len(named)
+        self._aliases = aliases(model)
         for full, module in model.named_modules():  # each once, whatever names it has
-            for parameter in module.parameters(recurse=False):
+            for parameter in self._own(module).values():
                 self._owners.setdefault(id(parameter), []).append(full)
         self._walk(model)
         self.layers = [
@@ -121,6 +122,11 @@ class FoundLayers:
     def name_of(self, full: str) -> str:
         """The name in reports and checkpoints of a module or parameter with this name in the model."""
         return plain_name(full) if self._strip else full
+
+    def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """A module's parameters by name, but for those that are a layer's inside of it."""
+        own = module.named_parameters(recurse=False)
+        return {key: p for key, p in own if (module, id(p)) not in self._aliases}
 
     # ---- the walk ------------------------------------------------------------------------------
 
@@ -139,7 +145,7 @@ class FoundLayers:
                 continue
             if module in claimed:
                 continue
-            own = dict(module.named_parameters(recurse=False))
+            own = self._own(module)
             if any(map(nn.parameter.is_lazy, own.values())):
                 raise ValueError(
                     f"layer {name!r} is lazy and has no shape yet: run one forward pass before "
@@ -690,6 +696,23 @@ class FoundLayers:
         ]
         for parameter in own if bias is None else [*own, bias]:
             self._reasons.setdefault(id(parameter), _COMPUTED)
+
+
+def aliases(model: nn.Module) -> set[tuple[nn.Module, int]]:
+    """Modules, and the ids of what they have of a layer inside: `self.weight = self.inner.weight`."""
+    layers: dict[int, list[str]] = {}
+    for full, module in model.named_modules():
+        for parameter in module.parameters(recurse=False) if isinstance(module, KINDS) else ():
+            layers.setdefault(id(parameter), []).append(full)
+    return {
+        (module, id(parameter))
+        for full, module in model.named_modules()
+        for parameter in module.parameters(recurse=False)
+        if any(
+            name != full and name.startswith(full and full + ".")
+            for name in layers.get(id(parameter), ())
+        )
+    }
 
 
 def _of_each(found: OwnWeight, lists: Mapping[str, Mapping[str, nn.Parameter]]) -> Iterator[OwnWeight]:

@@ -136,7 +136,7 @@ class FunctionCapture(ModeAround):
         """
         Args:
             weights: captures, and which of their sites they are, whose weights its forward may use.
-            tables: likewise, those further inside, of which only sums with lookups count.
+            tables: likewise, those of embeddings further inside.
         """
         super().__init__(module)
         self.weights, self.uses = list(weights), [*weights, *tables]
@@ -214,14 +214,19 @@ class FunctionCapture(ModeAround):
         return (d_in, d_out) == ((first, rest) if turned else (rest, first))
 
     def is_inside(self, place: int) -> bool:
-        """Whether a layer's own module runs, whose hook, or mode, sees what it does."""
-        running = self.uses[place][0].running
-        return len(running) > 0 and not (self.own[place] and running[-1] == self.places[place])
+        """Whether a module runs, the layer's own or one in between, that sees what it does itself."""
+        capture, _ = self.uses[place]
+        running = capture.running
+        if len(running) > 0 and not (self.own[place] and running[-1] == self.places[place]):
+            return True
+        under_way = [around for around in capture.arounds if around.mode() is not None]
+        return place >= len(self.weights) and under_way[-1] is not self
 
     def is_table(self, place: int) -> bool:
-        """Whether it is an embedding's."""
+        """Whether it is an embedding's, by itself."""
         capture, index = self.uses[place]
-        return capture.layer.sites[index].spec.kind == "embedding"
+        site = capture.layer.sites[index]
+        return site.spec.kind == "embedding" and not site.transposed
 
     def is_norm(self, place: int) -> bool:
         """Whether it is a normalization's."""
@@ -370,7 +375,7 @@ class _Watching(Mode):
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
         self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
         self.began = 0 if torch.compiler.is_compiling() else graph_clock()
-        for place, (capture, index) in enumerate(around.weights):
+        for place, (capture, index) in enumerate(around.uses):
             site = capture.layer.sites[index]
             weight = site.held(site.weight_name)
             turned = capture.layer.layout == "transposed"

@@ -140,7 +140,7 @@ class ModelCapture:
     def _attach_functions(self, model: nn.Module) -> dict[nn.Module, FunctionCapture]:
         """By module, what watches the functions that its forward calls with weights of layers."""
         uses: dict[nn.Module, list[tuple[LayerCapture, int]]] = {}
-        further: dict[nn.Module, list[tuple[LayerCapture, int]]] = {}  # out, for sums with lookups
+        further: dict[nn.Module, list[tuple[LayerCapture, int]]] = {}  # out, of embeddings
         around = callers(model)
         for capture in self.by_layer:
             for index, site in enumerate(capture.layer.sites):
