@@ -1497,6 +1497,53 @@ def test_a_head_with_a_tables_rows(how, parts):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-13)
 
 
+class Logits(torch.autograd.Function):
+    """h Wᵀ, as heads are written that compute their loss in chunks."""
+
+    @staticmethod
+    def forward(ctx, h, weight):
+        ctx.save_for_backward(h, weight)
+        return h @ weight.mT
+
+    @staticmethod
+    def backward(ctx, gradient):
+        h, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, -2).mT @ h.flatten(0, -2)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class OtherHead(TiedHead):
+    def forward(self, ids):
+        if self.how == "none":
+            return self.body(Doubled.apply(self.lookup(ids)))
+        h = torch.tanh(self.body(self.lookup(ids)))
+        weight = self.rows() if self.how == "itself" else self.rows().float().T.double().T
+        return Logits.apply(h, weight)
+
+
+@pytest.mark.parametrize("how", ["itself", "a view of a cast", "none"])
+def test_a_head_in_an_autograd_function_is_missed_aloud(how):
+    model = OtherHead(how).double()
+    kfac = KFAC(model)
+    model(torch.arange(6).reshape(2, 3)).logsumexp(-1).mean().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kfac.step()
+    assert len(caught) == (how != "none")
+    for warning in caught:
+        assert "statistics miss some uses" in str(warning.message)
+        assert "'lookup'" in str(warning.message)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
 @pytest.mark.parametrize("how", ["linear", "product", "einsum"])

@@ -16,14 +16,21 @@ from suite.torch.hooks import (
     ModeAround,
     in_traced_graph,
     tensors_given,
+    tensors_in,
     traceable,
     when_reached,
 )
+from suite.torch.made_weights import node_of, reached_from
 
 # Kinds whose module passes its weight to one function in every call.
 _COUNTED = ("dense", "convolution", "transposed", "embedding", "bag")
 # Kinds of which all is seen that the module itself does with them.
 _WATCHED = ("stack", "free")
+# Nodes of autograd's graph that pass on what they got, with its axes moved or cast.
+_PASSING = {
+    *("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0"),
+    *("AliasBackward0", "ToCopyBackward0", "CloneBackward0"),
+}
 
 
 class UseCounter(ModeAround):
@@ -50,9 +57,12 @@ class UseCounter(ModeAround):
         self.handles += [handle for running in self.running for handle in running.handles]
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
+        mode = self.modes.own()[-1] if self.modes.own() else None
         super().observe(site, args, kwargs, output)
         if args is None or torch.jit.is_tracing():  # it was interrupted
             return
+        if output is not None and mode is not None:
+            mode.note_functions(output)
         given = [x for x in tensors_given(args, kwargs) if not x.is_nested and x.ndim > 1]
         self.of_one_example = self.of_one_example or any(x.shape[0] == 1 for x in given)
 
@@ -79,6 +89,10 @@ class UseCounter(ModeAround):
         for handle in self.handles:
             handle.remove()
         self.handles = []
+
+
+def _note(capture: LayerCapture, *gradients: Any) -> None:
+    capture.clock.strays.add(capture.layer.name)
 
 
 class _Counting(Mode):
@@ -119,6 +133,24 @@ class _Counting(Mode):
         watched = [around for around in capture.watched_by if around.mode() is not None]
         if capture.layer.spec.kind in _WATCHED and not capture.running and not watched:
             when_reached(made, functools.partial(capture.clock.strays.add, capture.layer.name))
+
+    def note_functions(self, output: Any) -> None:
+        """Note weights that others' autograd.Functions got, as of a head and its loss in one.
+
+        Args:
+            output: of the forward; what it was made of is in autograd's graph.
+        """
+        nodes = reached_from([node_of(x) for x in tensors_in(output, set())], (), {}, 0)
+        for node in nodes:
+            made_by = getattr(node, "_forward_cls", None)
+            if made_by is None or made_by.__module__.partition(".")[0] in ("torch", "suite"):
+                continue
+            for before, _ in node.next_functions:
+                while before is not None and before.name() in _PASSING:
+                    before = before.next_functions[0][0]
+                capture = self.watched.get(id(getattr(before, "variable", None)))
+                if capture is not None:
+                    node.register_hook(functools.partial(_note, capture))
 
     def _weight(self, operand: Any) -> int:
         """Which weight an operand is, or is a view or a cast of; 0: none."""
