@@ -664,3 +664,13 @@ def test_uses_that_it_depends_on_are(unused):
     (model(torch.randn(8, 3, dtype=torch.float64)).square().mean() + model.unused[unused]).backward()
     with pytest.warns(RuntimeWarning, match=f"miss some uses.*: '{('rows', 'free')[unused]}'"):
         kfac.step()
+
+
+def test_parts_in_eval_mode_are_said_to_be_in_eval_mode():
+    """As a model of transformers by `from_pretrained`, in a module that trains."""
+    model = nn.ModuleDict({"inner": nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).eval()})
+    assert model.training
+    kfac = KFAC(model)
+    model["inner"](torch.randn(5, 3)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="are in eval mode.*of the whole model"):
+        kfac.step()

@@ -110,7 +110,15 @@ class Reports:
         )
         if all(layer.spec.kind == "free" for layer in self.layers):
             names = ", ".join(repr(layer.name) for layer in self.layers)
-            why = f"K-FAC does not know the operations in which {names} are used: see skip_layers"
+            why = (
+                f"K-FAC does not know the operations in which {names} are used: see skip_layers, and "
+                "attach it to networks, not to what calls them with parameters of its own"
+            )
+        elif not any(site.owner.training for layer in self.layers for site in layer.sites):
+            why = (
+                "The modules that have them are in eval mode, as from_pretrained of transformers leaves "
+                "them: call train() of the whole model"
+            )
         elif any(capture.called for capture in self.capture.by_layer):
             why = (
                 "Its hooks ran, so these gradients are not those of a backward pass since: "
@@ -192,8 +200,9 @@ class Reports:
                 "these layers got a gradient but were not seen running, and keep it plain (times "
                 "kl_clip's coefficient) until they are. Not seen are calls in eval mode, by torch.func, "
                 "with nested tensors, or inside of another's autograd.Function as by odeint_adjoint, "
-                "and functions that K-FAC does not know, of a weight, of what is made of one, or with "
-                f"another bias: {names}"
+                "what a module does with its own parameters outside of every forward (a method that a "
+                "training loop calls), and functions that K-FAC does not know, of a weight, of what is "
+                f"made of one, or with another bias: {names}"
             )
 
     def stale(self, layers: Sequence[int]) -> None:
