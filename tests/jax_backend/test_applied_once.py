@@ -140,7 +140,7 @@ def test_what_is_applied_once_for_all_examples_is_plain_and_says_so(name):
     verify(closed, params)
 
 
-def test_a_kernel_that_known_indices_look_up_is_computed_once_for_all_examples():
+def test_a_function_of_a_kernel_that_known_indices_look_up_is_plain_as_the_kernel_is():
     """As in networks that are symmetric by construction (NetKet's), with nothing else that has rows."""
     cyclic = (np.arange(D)[:, None] - np.arange(D)) % D
 
@@ -148,9 +148,8 @@ def test_a_kernel_that_known_indices_look_up_is_computed_once_for_all_examples()
         h = jnp.einsum("ni,fji->nfj", x, jnp.exp(p["k"][:, cyclic]))
         return jnp.mean((jnp.tanh(h).sum((1, 2)) - x[:, 0]) ** 2)
 
-    plan = value_and_grad(loss).plan({"k": normal(3, D)}, normal(N, D, seed=5))
-    assert "once for all examples, of whose summed gradient G is" in plan.routing["['k']"].reason
-    assert "give `terms` if that is wrong" in str(plan)
+    with pytest.raises(ValueError, match="a lookup of what is then a product's weight"):
+        value_and_grad(loss).plan({"k": normal(3, D)}, normal(N, D, seed=5))
 
 
 @pytest.mark.parametrize("how", ["arguments", "as many as examples"])
@@ -468,6 +467,42 @@ def test_closed_over_data_is_examples_beside_arguments_that_are_none(name):
     assert "once for all" not in str(plan)
 
 
+def unrolled(p, x, beside=None):
+    """A cell without a bias, from zeros that have no axis for examples."""
+    h = jnp.zeros(D)
+    for t in range(x.shape[1]):
+        z = h @ p["w"] if beside is None or t == 0 else h @ p["w"] + beside[t]
+        h = jnp.tanh(x[:, t] + z)
+    return h
+
+
+@pytest.mark.parametrize("examples", [N, 8 * N])
+def test_a_product_with_zeros_for_all_examples_is_no_use(examples):
+    def loss(p, x, beside=None):
+        return jnp.mean(jnp.sum(jnp.sin(unrolled(p, x, beside) @ p["head"]), -1))
+
+    params, x = {"w": normal(D, D), "head": normal(D, 3, seed=1)}, normal(examples, T, D, seed=2)
+    vag = value_and_grad(loss)
+    plan, sums = vag.plan(params, x), vag(params, x)[2].layers["['w']"].main
+    assert "once for all" not in str(plan)
+    g = jax.grad(loss, 2)(params, x, jnp.zeros((T, examples, D)))[1:]
+    np.testing.assert_allclose(sums.G[0], np.einsum("tni,tnj->ij", g, g), rtol=1e-5, atol=1e-9)
+    assert float(sums.rows[0]) == examples * (T - 1)
+    verify(loss, params, x)
+
+
+def test_the_report_tells_how_many_uses_are_for_all_examples():
+    def loss(p, x):
+        h = jnp.ones(D)
+        for t in range(T):
+            h = jnp.tanh(x[:, t] + h @ p["w"])
+        return jnp.mean(jnp.sin(h))
+
+    params = {"w": normal(D, D)}
+    reason = value_and_grad(loss).plan(params, normal(N, T, D, seed=2)).routing["['w']"].reason
+    assert f"one block for {T} uses, 1 of them {SUMMED}" in reason
+
+
 TABLE, HEAD = normal(7, D, seed=11), normal(D, 3, seed=12)
 SUMMED = "computed once for all examples, of whose summed gradient G is"
 
@@ -497,6 +532,7 @@ def test_what_is_computed_once_says_so_where_all_that_sees_examples_is_frozen():
     ]
     for plan in plans:
         assert SUMMED in plan.routing["['last']"].reason
+        assert "give `terms` if that is wrong" in str(plan)
 
 
 @pytest.mark.parametrize("name", ["targets", "a number", "a dot product"])

@@ -191,6 +191,8 @@ def test_numbers_that_are_looked_up_for_all_examples(how):
         lambda w: w[np.array([2, 0, 1, 3])],
         lambda w: jnp.take(w, jnp.arange(D)[::-1], axis=0),
         lambda w: w.T[np.array([1, 2, 0])].T,
+        lambda w: 2 * jnp.tanh(w[np.array([2, 0, 1, 3])]),
+        lambda w: jnp.fft.ifft(jnp.fft.fft(w[::-1][np.array([2, 0, 1, 3])])).real,
     ],
 )
 def test_weights_that_are_looked_up_are_plain(weights):
@@ -206,6 +208,21 @@ def test_weights_that_are_looked_up_are_plain(weights):
     assert "a lookup of what is then a product's weight" in route.reason
     assert [layer.name for layer in plan.layers] == ["['v']"]
     assert set(value_and_grad(loss)(params, x[:1])[2].layers) == {"['v']"}  # a last batch of one, too
+
+
+def test_spectra_of_what_is_looked_up_are_plain():
+    """As of group convolutions: products of data's spectra with those of a weight."""
+
+    def loss(p, x):
+        kernel = p["w"][:, np.array([2, 0, 1, 2])]
+        spectra = jnp.fft.fft(jnp.tanh(x @ p["v"]))[:, None] * jnp.fft.fft(kernel)
+        return jnp.mean(jnp.fft.ifft(spectra).real ** 2)
+
+    params, x = {"v": normal(3, 4), "w": normal(2, 3, seed=1)}, normal(N, 3, seed=2)
+    plan = value_and_grad(loss).plan(params, x)
+    (route,) = (route for route in plan.routing if route.parameter == "['w']")
+    assert route.treatment == "plain"
+    assert "a lookup of what then multiplies spectra" in route.reason
 
 
 def test_within_shard_map_inputs_and_rows_belong_together():

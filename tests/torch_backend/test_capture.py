@@ -672,5 +672,5 @@ def test_parts_in_eval_mode_are_said_to_be_in_eval_mode():
     assert model.training
     kfac = KFAC(model)
     model["inner"](torch.randn(5, 3)).square().mean().backward()
-    with pytest.raises(RuntimeError, match="are in eval mode.*of the whole model"):
+    with pytest.raises(RuntimeError, match=r"are in eval mode.*of the whole model"):
         kfac.step()

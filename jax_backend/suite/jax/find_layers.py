@@ -316,13 +316,17 @@ class _Finder:
                 self.aside[out] = site
 
     def leave_out_zeros(self) -> None:
-        """Products with what is 0 in derivatives of a leaf's others, which have a bias, are no uses."""
+        """Products with 0 are no uses, in derivatives of a leaf's others, which have a bias, or for all.
+
+        A cell that is unrolled begins with zeros, which have no axis for examples under `vmap`: what
+        comes to that product is the examples' summed gradient, and its part of the weight's is 0.
+        """
         valued = {use.site.use.place: use.site.leaf for own in self.uses.biases.values() for use in own}
         leaves = {*valued.values(), *(site.leaf for site in self.uses.beside)}
 
         def is_seed(site: Site) -> bool:
             product = isinstance(site.use.product, (Dense, Convolution)) and site.input in self.zeros
-            return product and site.leaf in leaves and site.use.place not in valued
+            return product and site.use.place not in valued and (site.leaf in leaves or site.use.once)
 
         self.uses.sites = [site for site in self.uses.sites if not is_seed(site)]
 
@@ -620,9 +624,13 @@ class _Finder:
         Rows that are the same for all examples have the examples' summed gradient.
         """
         op = node.operation
-        if isinstance(op, operations.Reindex) and node.inputs[0] in self.rows_found:
-            self.rows_found[node.outputs[0]] = self.rows_found[node.inputs[0]]
         if not isinstance(op, operations.DotGeneral):
+            found = [v for v in node.inputs if v in self.rows_found]
+            others = [v for v in node.inputs if v in self.of_data and v not in self.rows_found]
+            if len(found) == 1 and not others and len(node.outputs) == 1:  # a function of the rows alone
+                self.rows_found[node.outputs[0]] = self.rows_found[found[0]]
+            elif len(found) == 1 and isinstance(op, operations.Multiply) and not self.stays_real(node):
+                self.uses.rule_out(self.rows_found[found[0]], "a lookup of what then multiplies spectra")
             return
         for i, (value, other) in enumerate((node.inputs[:2], node.inputs[1::-1])):
             origin = None if value is None else self.rows_found.get(value)

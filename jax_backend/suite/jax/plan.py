@@ -477,8 +477,10 @@ def _route(
             words.append("some of them transposed")
         if is_changed:
             words.append("its norms (or what else of it changes it) as constants")
-        if of_each and any(use.once for use in layer.uses):
-            words.append("computed once for all examples, of whose summed gradient G is")
+        once = sum(use.once for use in uses)
+        if of_each and once:
+            some = "" if once == len(uses) else f"{once} of them "
+            words.append(f"{some}computed once for all examples, of whose summed gradient G is")
         if layer.input_of:
             words.append(f"shares A with {layer.input_of}")
         if (members := _members(layer, shapes[leaf])) in {other.groups for other in layers} - {1}:
