@@ -142,6 +142,22 @@ def test_a_stack_is_masked_inside_of_the_scan_that_takes_it_apart():
     assert plan.layers[0].groups == 2
 
 
+def test_masks_of_a_stack_are_scanned_with_it():
+    kept = np.stack([np.tril(np.ones((3, 3))), np.triu(np.ones((3, 3)))])
+
+    def loss(p, x, kept=kept):
+        def layer(h, given):
+            w, mask = given
+            return jnp.sin(h @ (w * mask)), None
+
+        return jnp.sum(lax.scan(layer, x, (p["w"], kept))[0])
+
+    plan, _ = check(loss, {"w": normal(2, 3, 3)}, normal(5, 3))
+    assert plan.layers[0].groups == 2
+    with pytest.raises(ValueError, match="would precondition nothing"):
+        value_and_grad(lambda p, x: loss(p, x, 2 * kept)).plan({"w": normal(2, 3, 3)}, normal(5, 3))
+
+
 def test_other_uses_of_masked_scales_positions_and_codes_are_what_they_were():
     def loss(p, x, known):
         h = jnp.where(known[:, None], x, p["codes"])
