@@ -829,7 +829,83 @@ def kernels(self, x):
     return F.conv1d(x, self.weight[:, :, None])
 
 
+def in_branches(self, x):
+    if self.groups:
+        w = self.weight / self.scale
+        x = torch.tanh(x @ w)
+    else:
+        w = self.weight / (2 * self.scale) ** 0.5
+        x = x @ w
+    return x
+
+
+def after_branches(self, x):
+    if self.groups:
+        w = self.weight * 0.5
+    else:
+        w = self.weight
+    return F.linear(x, w, self.bias)
+
+
+def step_by_step(self, x):
+    w = self.weight
+    w = w / self.scale
+    w = w.float()
+    return x @ w
+
+
+def another_in_a_branch(self, x):
+    w = self.weight
+    if self.groups:
+        w = self.other
+    return x @ w
+
+
+def masked_in_a_branch(self, x):
+    w = self.weight
+    if self.groups:
+        w = w * self.mask
+    return x @ w
+
+
+def turned_in_a_branch(self, x):
+    w = self.weight
+    if self.groups:
+        w = w.T
+    return x @ w
+
+
+def set_in_a_loop(self, x):
+    w = self.weight
+    for _ in range(2):
+        w = w * 2
+    return x @ w
+
+
+def set_to_another_later(self, x):
+    w = self.weight
+    x = x @ w
+    w = self.other
+    return x * w.sum()
+
+
+def set_and_grown(self, x):
+    w = self.weight
+    w = w * 2
+    w += self.other
+    return x @ w
+
+
 SAID = [
+    (in_branches, one(turned=True)),
+    (after_branches, one(bias="bias")),
+    (step_by_step, one(turned=True)),
+    (another_in_a_branch, []),
+    (masked_in_a_branch, []),
+    (turned_in_a_branch, []),
+    (set_in_a_loop, []),
+    (set_to_another_later, one(turned=True)),
+    (set_and_grown, []),
     (plain, one(bias="bias")),
     (bias_elsewhere, one()),
     (bias_of_a_kind, one()),

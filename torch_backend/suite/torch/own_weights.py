@@ -593,6 +593,10 @@ class _Reader:
         if value is not None:
             found = self._weight(value)
             return None if found is None else found._replace(nodes=(*found.nodes, node))
+        if isinstance(node, ast.Name) and self.stored[node.id] > 1:
+            several = self._in_branches(node)
+            if several is not None:
+                return several
         if isinstance(node, ast.Name) and node.id in self.bound:
             alone = self.stored[node.id] == 1 and node.id not in self.changed
             return _Weight(self.bound[node.id], False, False, False, (node,)) if alone else None
@@ -642,6 +646,29 @@ class _Reader:
                 if found is not None and not found.turned and self._number(other) is not None:
                     return found._replace(scaled=True)
         return None
+
+    def _in_branches(self, node: ast.Name) -> _Weight | None:
+        """What a variable holds that is set several times, to one parameter or multiples of it."""
+        given = [value for name, value in self.given if name == node.id]
+        if len(given) < self.stored[node.id] or node.id in self.changed:
+            return None
+        if any(self._is_in_a_loop(value) for value in given):
+            return None
+        here = node.lineno, node.col_offset
+        before = [self._weight(v) for v in given if (v.end_lineno, v.end_col_offset) <= here]
+        found = [weight for weight in before if weight is not None]
+        if not found or len(found) < len(before):
+            return None
+        nodes = tuple(dict.fromkeys(n for weight in found for n in weight.nodes))
+        scaled = any(weight.scaled for weight in found)
+        alike = {weight._replace(nodes=(), scaled=scaled) for weight in found}
+        return found[0]._replace(nodes=(*nodes, node), scaled=scaled) if len(alike) == 1 else None
+
+    def _is_in_a_loop(self, node: ast.AST) -> bool:
+        around: ast.AST | None = node
+        while around is not None and not isinstance(around, ast.For | ast.While | ast.comprehension):
+            around = self.parents.get(around)
+        return around is not None
 
     def _in_loop(self, node: ast.Name) -> _Weight | None:
         """What a variable of the loop holds that an expression is in, if nothing else sets it there."""
