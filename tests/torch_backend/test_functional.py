@@ -876,7 +876,7 @@ def test_a_weight_in_a_list_is_used_too():
     model = Joined()
     kfac = KFAC(model)
     model(torch.arange(5)).square().mean().backward()
-    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'lookup'"):
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'table'"):
         kfac.step()
 
 

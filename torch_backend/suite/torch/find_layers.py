@@ -700,19 +700,27 @@ class FoundLayers:
 
 def aliases(model: nn.Module) -> set[tuple[nn.Module, int]]:
     """Modules, and the ids of what they have of a layer inside: `self.weight = self.inner.weight`."""
-    layers: dict[int, list[str]] = {}
+    holders: dict[int, list[tuple[str, nn.Module]]] = {}
     for full, module in model.named_modules():
-        for parameter in module.parameters(recurse=False) if isinstance(module, KINDS) else ():
-            layers.setdefault(id(parameter), []).append(full)
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((full, module))
     return {
-        (module, id(parameter))
-        for full, module in model.named_modules()
-        for parameter in module.parameters(recurse=False)
-        if any(
-            name != full and name.startswith(full and full + ".")
-            for name in layers.get(id(parameter), ())
-        )
+        (module, parameter)
+        for parameter, some in holders.items()
+        for full, module in some
+        for other, inner in some
+        if other != full and other.startswith(full and full + ".") and _is_layer(inner, parameter)
     }
+
+
+def _is_layer(module: nn.Module, parameter: int) -> bool:
+    """Whether a module is a layer, torch's or by its own forward, with a parameter, by its id."""
+    if isinstance(module, KINDS):
+        return True
+    own = dict(module.named_parameters(recurse=False))
+    found: list[OwnWeight | OwnNorm] = [*own_weights(module, own), *own_norms(module, own)]
+    used = [own[name] for one in found for name in (one.name, one.bias) if name in own]
+    return any(id(p) == parameter for p in used)
 
 
 def _of_each(found: OwnWeight, lists: Mapping[str, Mapping[str, nn.Parameter]]) -> Iterator[OwnWeight]:
