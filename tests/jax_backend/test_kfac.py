@@ -13,7 +13,7 @@ import pytest
 from oracles import weighted_mean
 from suite.core import linalg
 from suite.jax import Categorical, eigenbases, kfac, scale_by_kfac, value_and_grad
-from suite.jax.finite import zero_unless
+from suite.jax.finite import sum_if, zero_unless
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -893,3 +893,31 @@ def test_a_run_has_derivatives_both_ways():
     _, forward = jax.jvp(end, (0.0,), (1.0,))
     np.testing.assert_allclose(forward, expected, rtol=1e-6)
     np.testing.assert_allclose(jax.grad(end)(0.0), forward, rtol=1e-9)
+
+
+@pytest.mark.parametrize("condition", ["varies", "is one for all"])
+@pytest.mark.parametrize("parts", ["vary", "are one for all", "both"])
+def test_a_sum_if_in_shard_map_takes_what_varies_and_what_does_not(condition, parts):
+    """As gradients of some leaves that are averaged over devices, and local ones of others."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    spec = jax.sharding.PartitionSpec("d")
+
+    def local(x):
+        constant = jnp.asarray(2.0)
+        own = {"vary": [x[0], x[0]], "are one for all": [constant] * 2, "both": [constant, x[0]]}
+        holds = x[0] > 0 if condition == "varies" else constant > 0
+        return sum_if(holds, own[parts]) + 0 * x
+
+    for value, expected in ((2.0, 4.0), (-2.0, {"vary": -4.0, "both": 0.0}.get(parts, 4.0))):
+        found = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)(jnp.asarray([value]))
+        holds = value > 0 or condition == "is one for all"
+        assert float(found[0]) == (expected if holds else 0.0)
+
+
+def test_a_sum_if_drops_what_is_not_finite():
+    parts = [jnp.asarray(jnp.nan), jnp.asarray(1.0)]
+    assert float(sum_if(jnp.asarray(False), parts)) == 0.0
+    each = jax.vmap(lambda holds, x: sum_if(holds, [x, 2 * x]))
+    np.testing.assert_array_equal(
+        each(jnp.asarray([True, False]), jnp.asarray([1.0, jnp.inf])), [3.0, 0.0]
+    )

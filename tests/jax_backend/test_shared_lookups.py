@@ -222,7 +222,7 @@ def test_spectra_of_what_is_looked_up_are_plain():
     plan = value_and_grad(loss).plan(params, x)
     (route,) = (route for route in plan.routing if route.parameter == "['w']")
     assert route.treatment == "plain"
-    assert "a lookup of what then multiplies spectra" in route.reason
+    assert "a lookup of what then multiplies complex data" in route.reason
 
 
 def test_within_shard_map_inputs_and_rows_belong_together():

@@ -48,6 +48,22 @@ class HandsOn(nn.Module):
         return {"bias": 2 * self.inner()}
 
 
+class PassesOn(nn.Module):
+    """Returns a parameter, or a view of one, as a child did."""
+
+    def __init__(self, inner) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self):
+        return self.inner()
+
+
+class Itself(Relative):
+    def forward(self):
+        return self.table
+
+
 class AddsItself(Relative):
     def forward(self, scores):
         return scores + super().forward()
@@ -57,7 +73,13 @@ class Attention(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.qkv, self.how = nn.Linear(8, 24), how
-        kinds = {"of a child's child": HandsOn, "added there": AddsItself, "both": AddsItself}
+        kinds = {
+            "of a child's child": HandsOn,
+            "added there": AddsItself,
+            "both": AddsItself,
+            "passed on": lambda: PassesOn(PassesOn(Itself())),
+            "taken further inside": lambda: PassesOn(Relative()),
+        }
         self.relative = None if how == "given" else kinds.get(how, Relative)()
 
     def scores(self, q, k, given):
@@ -68,6 +90,11 @@ class Attention(nn.Module):
             return scores + 0.5 * self.relative.get_bias()
         if self.how == "taken":
             return scores + self.relative.table[self.relative.index].permute(2, 0, 1)
+        if self.how == "passed on":
+            return scores + self.relative()[self.relative.inner.inner.index].permute(2, 0, 1)
+        if self.how == "taken further inside":
+            inner = self.relative.inner
+            return scores + inner.table[inner.index].permute(2, 0, 1)
         if self.how == "of a child's child":
             return scores + self.relative()["bias"]
         if self.how == "added there":
@@ -91,6 +118,10 @@ class Encoder(nn.Module):
     def __init__(self, how: str, recomputes: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Attention(how) for _ in range(2))
+        if how == "one child in both":
+            for block in self.blocks:
+                block.how = "called"
+            self.blocks[1].relative = self.blocks[0].relative
         self.shared = Relative() if how == "given" else None
         self.recomputes, self.head = recomputes, nn.Linear(8, 3)
 
@@ -110,6 +141,9 @@ HOW = {
     "taken": 1.0,
     "of a child's child": 2.0,
     "a mask": 1.0,
+    "passed on": 1.0,
+    "taken further inside": 1.0,
+    "one child in both": 1.0,
     "added there": 1.0,
     "both": 1.0,
     "given": 1.0,
@@ -188,13 +222,15 @@ def test_what_blocks_that_are_computed_again_are_given_is_named():
         stepped(made("given", recomputes=True), numbers(EXAMPLES, LENGTH, 8))
 
 
-class Beyond(Encoder):
-    def forward(self, x):
-        return super().forward(x) + self.blocks[0].relative.table.sum()
+def test_what_is_not_followed_around_is_named():
+    class Sums(Attention):
+        def scores(self, q, k, given):
+            return super().scores(q, k, given) + torch.where(
+                q[..., :1] > 0, self.relative.table[0, 0], 0.0
+            )
 
-
-def test_what_is_used_further_around_is_named():
-    model = double(lambda: Beyond("called"))
+    model = made("called")
+    model.blocks[0] = Sums("called").double()
     kfac = KFAC(model)
     loss_of(model(numbers(EXAMPLES, LENGTH, 8))).backward()
     with pytest.warns(RuntimeWarning, match="statistics miss some uses.*'blocks.0.relative.table'"):

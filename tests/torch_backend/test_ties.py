@@ -90,6 +90,24 @@ def test_a_layer_whose_weights_a_module_around_it_exposes_is_that_layer(kind, ho
         assert all(map(torch.equal, own, other))
 
 
+class WrapsOne(nn.Linear):
+    """A layer by its class, whose weights are those of a layer inside."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.inner = nn.Linear(4, 3)
+        self.weight, self.bias = self.inner.weight, self.inner.bias
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_layer_that_wraps_one_with_its_weights_keeps_them_preconditioned():
+    model = double(lambda: Net(WrapsOne(), 3))
+    kfac = stepped(model, numbers(5, 4))
+    assert {row.parameter: row.treatment for row in kfac.routing()}["layer.weight"] == "kfac"
+
+
 OUT = {"linear": 3, "convolution": 3, "norm": 4}
 
 

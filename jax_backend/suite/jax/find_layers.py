@@ -627,10 +627,14 @@ class _Finder:
         if not isinstance(op, operations.DotGeneral):
             found = [v for v in node.inputs if v in self.rows_found]
             others = [v for v in node.inputs if v in self.of_data and v not in self.rows_found]
-            if len(found) == 1 and not others and len(node.outputs) == 1:  # a function of the rows alone
+            if (
+                len(found) == 1 and not others and len(node.outputs) == 1
+            ):  # made of them alone, in one way
                 self.rows_found[node.outputs[0]] = self.rows_found[found[0]]
             elif len(found) == 1 and isinstance(op, operations.Multiply) and not self.stays_real(node):
-                self.uses.rule_out(self.rows_found[found[0]], "a lookup of what then multiplies spectra")
+                self.uses.rule_out(
+                    self.rows_found[found[0]], "a lookup of what then multiplies complex data"
+                )
             return
         for i, (value, other) in enumerate((node.inputs[:2], node.inputs[1::-1])):
             origin = None if value is None else self.rows_found.get(value)

@@ -30,15 +30,11 @@ def sum_if(condition: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
 
     By a branch, for compilers write a plain sum of many into each kernel that uses it.
     """
-    zeros = [jnp.zeros_like(x) for x in parts]
-    found: jax.Array = jax.lax.cond(
-        condition, _sum, lambda own: _sum(select(condition, own, zeros)), parts
-    )
+    together = jnp.stack(parts)
+    # Zeros by a choice, not by the branch: within `shard_map` both branches are to vary alike.
+    chosen = jnp.where(condition, together, jnp.zeros_like(together))
+    found: jax.Array = jax.lax.cond(condition, jnp.sum, lambda x: x[0], chosen)
     return found
-
-
-def _sum(parts: Sequence[jax.Array]) -> jax.Array:
-    return jnp.sum(jnp.stack(parts))
 
 
 def select(condition: jax.Array, new: T, old: T) -> T:

@@ -96,7 +96,6 @@ class LayerCapture:
         self.read: list[int] = []  # of those whose A others share, or may: that a backward pass reached
         self.first_call = 0  # its number among all layers' calls
         self.looked_up: LookedUp | None = None  # the last call, of an embedding
-        self.watched_by: list[Any] = []  # what is around the module that has the parameter (watches.py)
         self.arounds: list[Any] = []  # what watches the sums that its lookups are in (functional.py)
         self.summed_in_graph = False  # whether it saw one in a graph that is compiled
         self.ran = False  # whether it was called in this step, and not only computed again

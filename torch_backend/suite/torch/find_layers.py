@@ -683,7 +683,7 @@ class FoundLayers:
     # ---- why not -------------------------------------------------------------------------------
 
     def _say(self, module: nn.Module, reason: str, *, recurse: bool = False) -> None:
-        for parameter in module.parameters(recurse=recurse):
+        for parameter in module.parameters() if recurse else self._own(module).values():
             self._reasons.setdefault(id(parameter), reason)
 
     def _say_computed(self, module: nn.Module, attribute: str, bias: nn.Parameter | None) -> None:
@@ -709,14 +709,14 @@ def aliases(model: nn.Module) -> set[tuple[nn.Module, int]]:
         for parameter, some in holders.items()
         for full, module in some
         for other, inner in some
-        if other != full and other.startswith(full and full + ".") and _is_layer(inner, parameter)
+        if other != full and other.startswith(full and full + ".")
+        if isinstance(inner, KINDS) or (_uses(inner, parameter) and not _uses(module, parameter))
+        if not isinstance(module, KINDS)
     }
 
 
-def _is_layer(module: nn.Module, parameter: int) -> bool:
-    """Whether a module is a layer, torch's or by its own forward, with a parameter, by its id."""
-    if isinstance(module, KINDS):
-        return True
+def _uses(module: nn.Module, parameter: int) -> bool:
+    """Whether a module's own forward is a layer with a parameter, by its id."""
     own = dict(module.named_parameters(recurse=False))
     found: list[OwnWeight | OwnNorm] = [*own_weights(module, own), *own_norms(module, own)]
     used = [own[name] for one in found for name in (one.name, one.bias) if name in own]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from suite.torch.einsum import axes_of, operands_of
 from suite.torch.gates import Member, Origin, Products
 from suite.torch.hooks import (
     Mode,
+    Stacks,
     in_backward,
     in_traced_graph,
     is_batched,
@@ -153,16 +154,22 @@ class FreeParameters(Mode):
         watched: list[Watched],
         constants: list[T],
         weights: Sequence[T] = (),
-        elsewhere: Mapping[int, Callable[[], bool]] | None = None,
+        inside: Sequence[Watched] = (),
+        running_modes: Stacks | None = None,
     ) -> None:
         """
         Args:
             constants: the module's own buffers, and parameters that are not watched.
             weights: those of layers inside of it, which are no data either.
-            elsewhere: by the id of a parameter, whether another mode sees what runs to use it.
+            inside: parameters of modules inside, which their own modes see while they run.
+            running_modes: modes of modules around it and inside whose forwards run, the innermost last.
         """
         super().__init__()
-        self.watched, self.constants = list(watched), list(constants)
+        self.watched, self.constants = [*watched, *inside], list(constants)
+        self.captures = {id(one.tensor): one.capture for one in self.watched}
+        self.inside = {id(one.tensor): one.name for one in inside}
+        self.running_modes = running_modes
+        self.found: set[str] = set()  # names of what it met that is of modules inside
         self.weights = {id(x) for x in weights} - {id(x) for x in constants}
         if self.is_traced:
             self.constants += weights
@@ -172,17 +179,27 @@ class FreeParameters(Mode):
         self._ids: set[int] | None = None  # of what is watched or constant; None: to be found
         self.products = Products()  # not of what is compiled
         self.saving = packs_with()
-        self.elsewhere = elsewhere or {}
-        self.uses_inside = False  # whether it met one of those, or what another mode's forward returned
+
+    def watches(self, capture: Any) -> bool:
+        """Whether a layer's parameter is among those that it was made for."""
+        return any(one is capture for one in self.captures.values())
 
     def take(self, mode: FreeParameters, output: Any) -> None:
         """Go on with what another mode watched and its forward returned."""
-        returned = [*tensors_in(output, set())]
+        returned = [x for x in tensors_in(output, set()) if id(x) not in self.captures]
         found = [w for w in mode.watched if any([w.tensor is x for x in returned])]  # noqa: C419 (faster)
-        found = [watched for watched in found if id(watched.tensor) not in self.elsewhere]
         self.watched += found
+        self.found.update(watched.name for watched in found)
         self._ids = None
-        self.uses_inside = self.uses_inside or len(found) > 0
+
+    def _is_seen_inside(self, x: Any) -> bool:
+        """Whether a parameter of a module inside is used where another mode sees it."""
+        for mode in reversed(self.running_modes.own() if self.running_modes is not None else []):
+            if mode is self:
+                break
+            if id(x) in mode.captures:
+                return True
+        return False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function), kwargs or {}
@@ -274,9 +291,9 @@ class FreeParameters(Mode):
         """
         operands = [x for x in args if isinstance(x, T)]
         given = [*operands, *(x for x in kwargs.values() if isinstance(x, T))]
-        if self.elsewhere and any(x.requires_grad for x in tensors_in(output, set())):
-            met = any(id(x) in self.elsewhere and self._known(x) for x in tensors_given(args, kwargs))
-            self.uses_inside = self.uses_inside or met
+        if self.inside and any(x.requires_grad for x in tensors_in(output, set())):
+            others = [x for x in tensors_given(args, kwargs) if id(x) in self.inside]
+            self.found.update(self.inside[id(x)] for x in others if self._known(x))
         written = args[0] if function is T.__setitem__ else output
         if isinstance(output, T) and not output.requires_grad and self._is_fresh(args, kwargs):
             if torch.compiler.is_compiling():
@@ -443,7 +460,7 @@ class FreeParameters(Mode):
         return self._without_rows(other)
 
     def _known(self, operand: Any) -> list[Watched]:
-        if self.elsewhere and id(operand) in self.elsewhere and self.elsewhere[id(operand)]():
+        if self.inside and id(operand) in self.inside and self._is_seen_inside(operand):
             return []
         return [watched for watched in self.watched if watched.tensor is operand]
 

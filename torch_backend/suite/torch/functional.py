@@ -81,6 +81,11 @@ def has_functions(layer: Layer, site: Site) -> bool:
     )
 
 
+def only_calls(module: nn.Module) -> bool:
+    """Whether its forward does nothing but to call children."""
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward in _CALLING
+
+
 def callers(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """By module, the one around it whose forward may do more than to call its children."""
     found: dict[nn.Module, nn.Module] = {}

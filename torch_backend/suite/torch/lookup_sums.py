@@ -257,7 +257,7 @@ class Lookups:
                         moved.append(one.moved(output, again))
                 elif function in COPIES and one.has_features_in(output):
                     moved.append(one.moved(output, again))
-            if function in SUMS | TIMES and len(args) == 2 and not kwargs:
+            if function in SUMS | TIMES | QUOTIENTS and len(args) == 2 and not kwargs:
                 first, second = args
                 if first is not one.found and second is not one.found:
                     continue
@@ -268,7 +268,10 @@ class Lookups:
                     elif _only_shifts(other, one.found, output):
                         step = functools.partial(torch.broadcast_to, size=output.shape)
                         moved.append(one.moved(output, step))
-                elif isinstance(other, (int, float)):
+                elif isinstance(other, (int, float)) and (
+                    function in TIMES or (other and first is one.found)
+                ):
+                    other = 1 / other if function in QUOTIENTS else other
                     dtype = self.around.uses[one.place][0].dtype
                     factor = torch.ones((), dtype=dtype, device=output.device)
                     factor = factor * other if one.factor is None else one.factor * other

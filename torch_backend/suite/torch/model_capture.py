@@ -18,8 +18,14 @@ from suite.torch.clock import CaptureClock
 from suite.torch.dtensors import sharded_modules
 from suite.torch.factor_store import at_least_single
 from suite.torch.find_layers import FoundLayers
-from suite.torch.functional import FunctionCapture, RunningLayer, callers, has_functions
-from suite.torch.hooks import ModeAround, leave_interrupted
+from suite.torch.functional import (
+    FunctionCapture,
+    RunningLayer,
+    callers,
+    has_functions,
+    only_calls,
+)
+from suite.torch.hooks import ModeAround, Stacks, leave_interrupted
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
 from suite.torch.recurrent import Product
 from suite.torch.stacks import StackCapture
@@ -82,7 +88,8 @@ class ModelCapture:
             self.clock.move(*devices)
         self._slots = self.slots()
         self._watch_passes(True)  # until it is known that the model is not compiled
-        self._uses = UseCounter(model, self.by_layer)
+        self._running_modes = Stacks()
+        self._uses = UseCounter(model, self.by_layer, self._running_modes)
         self._attached.append(self._uses)
         capture_of = {id(c.layer): c for c in self.by_layer}
         self._attach_free(model, found, capture_of)
@@ -114,24 +121,37 @@ class ModelCapture:
         for module, layers in found.free.items():
             captures = [capture_of[id(layer)] for layer in layers if id(layer) in capture_of]
             if captures:
-                watches[module] = FreeCapture(module, captures)
-        around = callers(model) if watches else {}
-        for inner in list(watches):
-            while inner in around and watches[inner].around is None:
-                outer = around[inner]
-                if outer not in watches:
-                    watches[outer] = FreeCapture(outer)
-                watches[inner].put_inside(watches[outer])
-                inner = outer
+                watches[module] = FreeCapture(module, self._running_modes, captures)
+        owners = dict(watches)
+        for module in model.modules() if owners else ():
+            if only_calls(module) and module not in owners:
+                continue
+            inside = [owners[child] for child in module.modules() if child in owners]
+            inside = [one for one in inside if one.module() is not module]
+            if inside and module not in watches:
+                watches[module] = FreeCapture(module, self._running_modes)
+            if inside:
+                watches[module].inside = inside
         self._free = list(watches.values())
         self._attached += self._free
 
-    def settle_free(self, seen: Sequence[bool]) -> None:
-        """After a step: watch no longer around modules that alone use their parameters."""
-        if not any(watch.inside and not watch.uses_inside for watch in self._free):
+    def settle_free(self, around: set[int], seen: Sequence[bool]) -> None:
+        """After a step: watch no longer around modules that alone use their parameters.
+
+        Args:
+            around: layers that are used around their modules, on some rank, see `functional_layers`.
+            seen: by layer, whether some rank has its statistics.
+        """
+        if not any(watch.ran and watch.inside for watch in self._free):
             return
-        names = {layer.name for layer, has in zip(self.layers, seen, strict=True) if has}
-        for watch in [watch for watch in self._free if watch.settle(names)]:
+        names = [layer.name for layer in self.layers]
+        given = {names[i] for i in around} - {name for watch in self._free for name in watch.found}
+        given |= {
+            layer.name
+            for layer, has in zip(self.layers, seen, strict=True)
+            if not has and layer.weight.parameter.grad is not None
+        }
+        for watch in [watch for watch in self._free if watch.settle(watch.found | given)]:
             for handle in watch.handles:
                 handle.remove()
             self._free.remove(watch)
@@ -168,7 +188,12 @@ class ModelCapture:
         """The layers whose weights functions around their modules got, here and so far."""
         modes = self._functions.values()
         found = {id(own.uses[k][0]) for own in modes for k in own.found if not own.own[k]}
-        return {i for i, capture in enumerate(self.by_layer) if id(capture) in found}
+        names = {name for watch in self._free for name in watch.found}
+        return {
+            i
+            for i, capture in enumerate(self.by_layer)
+            if id(capture) in found or capture.layer.name in names
+        }
 
     def settle_functions(self, functional: set[int]) -> None:
         """After a step: watch no longer where no rank's module gave a child's weight to a function."""

@@ -14,6 +14,7 @@ from suite.torch.functional import RunningLayer
 from suite.torch.hooks import (
     Mode,
     ModeAround,
+    Stacks,
     in_traced_graph,
     tensors_given,
     tensors_in,
@@ -41,8 +42,13 @@ class UseCounter(ModeAround):
     that is no layer's, while the module that has it is not running.
     """
 
-    def __init__(self, model: nn.Module, captures: list[LayerCapture]) -> None:
+    def __init__(self, model: nn.Module, captures: list[LayerCapture], running_modes: Stacks) -> None:
+        """
+        Args:
+            running_modes: of forwards that run, and are watched for parameters that are no layers'.
+        """
         super().__init__(model)
+        self.running_modes = running_modes
         self.model = model
         self.of_one_example = False  # whether the model was given what has a length of 1
         self.captures = [
@@ -74,7 +80,7 @@ class UseCounter(ModeAround):
         if not self.model.training or not torch.is_grad_enabled():
             return None
         weights = [(c.layer.weight.parameter, c) for c in self.captures]
-        return _Counting({id(weight): c for weight, c in weights if weight.requires_grad})
+        return _Counting({id(w): c for w, c in weights if w.requires_grad}, self.running_modes)
 
     def strays(self) -> list[str]:
         """The layers whose weights the loss used more often than it used the layers."""
@@ -91,13 +97,16 @@ class UseCounter(ModeAround):
         self.handles = []
 
 
-def _note(capture: LayerCapture, *gradients: Any) -> None:
-    capture.clock.strays.add(capture.layer.name)
+def _note(capture: LayerCapture, place: int, by_inputs: Any, by_outputs: Any) -> None:
+    """A Function's backward pass is over: it is a use if it has a gradient by the weight."""
+    if by_inputs[place] is not None:
+        capture.clock.strays.add(capture.layer.name)
 
 
 class _Counting(Mode):
-    def __init__(self, watched: dict[int, LayerCapture]) -> None:
+    def __init__(self, watched: dict[int, LayerCapture], running_modes: Stacks) -> None:
         super().__init__()
+        self.running_modes = running_modes
         self.watched = watched  # by the weight's id
         self.casts: dict[int, tuple[torch.Tensor, int]] = {}  # a weight's, and which
 
@@ -130,8 +139,9 @@ class _Counting(Mode):
 
     def _used(self, capture: LayerCapture, made: list[torch.Tensor]) -> None:
         capture.first.note_use(made)
-        watched = [around for around in capture.watched_by if around.mode() is not None]
-        if capture.layer.spec.kind in _WATCHED and not capture.running and not watched:
+        if capture.layer.spec.kind not in _WATCHED or capture.running:
+            return
+        if not any(mode.watches(capture) for mode in self.running_modes.own()):
             when_reached(made, functools.partial(capture.clock.strays.add, capture.layer.name))
 
     def note_functions(self, output: Any) -> None:
@@ -145,12 +155,12 @@ class _Counting(Mode):
             made_by = getattr(node, "_forward_cls", None)
             if made_by is None or made_by.__module__.partition(".")[0] in ("torch", "suite"):
                 continue
-            for before, _ in node.next_functions:
+            for place, (before, _) in enumerate(node.next_functions):
                 while before is not None and before.name() in _PASSING:
                     before = before.next_functions[0][0]
                 capture = self.watched.get(id(getattr(before, "variable", None)))
                 if capture is not None:
-                    node.register_hook(functools.partial(_note, capture))
+                    node.register_hook(functools.partial(_note, capture, place))
 
     def _weight(self, operand: Any) -> int:
         """Which weight an operand is, or is a view or a cast of; 0: none."""

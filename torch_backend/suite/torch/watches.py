@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,15 @@ from torch import nn
 from suite.torch.capture import LayerCapture
 from suite.torch.clock import CaptureClock
 from suite.torch.free import FreeParameters, Watched
-from suite.torch.hooks import Hook, ModeAround, after_forward, in_backward, is_exporting, without_modes
+from suite.torch.hooks import (
+    Hook,
+    ModeAround,
+    Stacks,
+    after_forward,
+    in_backward,
+    is_exporting,
+    without_modes,
+)
 from suite.torch.probe import Reached
 from suite.torch.runs import Ending
 
@@ -26,86 +34,76 @@ class FreeCapture(ModeAround):
     What is around a module may use its parameters, or what it returned that is made of them alone.
     """
 
-    def __init__(self, module: nn.Module, captures: Sequence[LayerCapture] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, running_modes: Stacks, captures: Sequence[LayerCapture] = ()
+    ) -> None:
+        """
+        Args:
+            running_modes: the modes of all of these whose forwards run, the innermost last.
+        """
         super().__init__(module)
-        self.captures = captures
+        self.captures, self.running_modes = captures, running_modes
         names = {id(parameter): name for name, parameter in module._parameters.items()}
         self.names = [names.get(id(capture.layer.weight.parameter)) for capture in captures]
         self.layers = [child for child in module.modules() if isinstance(child, _WITH_WEIGHTS)]
-        self.inside: list[FreeCapture] = []  # not of what is compiled
-        self.around: FreeCapture | None = None
-        self.ran = self.uses_inside = False  # ran: while it looked for what modules inside have
+        self.inside: list[FreeCapture] = []  # of modules inside; not of what is compiled
+        self.ran = False  # while it looked for what those have
+        self.found: set[str] = set()  # names of the layers of those that it met
 
-    def put_inside(self, around: FreeCapture) -> None:
-        """The other one's forward calls the module's."""
-        self.around = around
-        around.inside.append(self)
-        for capture in self.captures:
-            capture.watched_by.append(around)
+    def captures_inside(self) -> list[LayerCapture]:
+        """Of what is not the module's, and may be used here."""
+        return [capture for one in self.inside for capture in one.captures]
 
-    def all_inside(self) -> Iterator[LayerCapture]:
-        """Of what may be used here, and is of modules inside."""
-        for one in self.inside:
-            yield from one.captures
-            yield from one.all_inside()
-
-    def mode(self) -> FreeParameters | None:
-        """That of the forward that runs; None: there is none."""
-        modes = [mode for mode in self.modes.own() if isinstance(mode, FreeParameters)]
-        return modes[-1] if modes else None
-
-    def settle(self, seen: set[str]) -> bool:
-        """After a step: look no longer for what modules inside have, if these alone use it.
-
-        Args:
-            seen: names of the layers that have statistics.
+    def settle(self, needed: set[str]) -> bool:
+        """Look no longer for what modules inside have, but for layers of these names.
 
         Returns:
             Whether there is nothing left to look for.
         """
-        needed = self.uses_inside or any(capture.layer.name not in seen for capture in self.all_inside())
-        if self.ran and not needed:
-            for one in self.inside:
-                one.around = None
-                for capture in one.captures:
-                    capture.watched_by.remove(self)
-            self.inside = []
+        if self.ran:
+            self.inside = [
+                one for one in self.inside if any(c.layer.name in needed for c in one.captures)
+            ]
         return not self.captures and not self.inside
 
+    def enter(self) -> None:
+        super().enter()
+        mode = self.modes.own()[-1]
+        if mode is not None and not torch.compiler.is_compiling():
+            self.running_modes.push(mode)
+
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
-        mode = None if torch.compiler.is_compiling() else self.mode()
+        mode = self.modes.own()[-1] if self.modes.own() else None
         super().observe(site, args, kwargs, output)
-        if mode is None:
+        if not isinstance(mode, FreeParameters) or torch.compiler.is_compiling():
             return
-        self.uses_inside = self.uses_inside or mode.uses_inside
-        outer = None if self.around is None else self.around.mode()
-        if outer is not None and outer.saving is mode.saving:
-            outer.take(mode, output)
+        self.found |= mode.found
+        running = self.running_modes.own()
+        if mode in running:
+            del running[running.index(mode) :]  # with those that were interrupted
+        if output is not None and running and running[-1].saving is mode.saving:
+            running[-1].take(mode, output)
 
     def make_mode(self) -> FreeParameters | None:
-        inside, within = self.inside, [*self.captures, *self.all_inside()]
-        if torch.compiler.is_compiling():
-            inside, within = [], [*self.captures]
+        inside = [] if torch.compiler.is_compiling() else self.inside
+        within = [*self.captures, *(capture for one in inside for capture in one.captures)]
         if not any([capture.wanted(0) for capture in within]):  # noqa: C419 (torch.compile)
             return None
-        watched, elsewhere, module = self._all_watched(), {}, self.module()
+        watched, module = self._all_watched(), self.module()
         own = [] if module is None else [*module._parameters.values(), *module._buffers.values()]
-        for one in inside:
-            found, child = one._all_watched(), one.module()
-            watched += found
-            elsewhere.update({id(w.tensor): one.runs for w in found})
-            own += [] if child is None else child._buffers.values()
         weights = [p for layer in self.layers for p in layer._parameters.values() if p is not None]
+        of_inside = []
+        for one in inside:
+            child = one.module()
+            of_inside += one._all_watched()
+            own += [] if child is None else child._buffers.values()
         self.ran = self.ran or len(inside) > 0
-        return FreeParameters(watched, [x for x in own if x is not None], weights, elsewhere)
+        constants = [x for x in own if x is not None]
+        return FreeParameters(watched, constants, weights, of_inside, self.running_modes)
 
     def _all_watched(self) -> list[Watched]:
         pairs = zip(self.captures, self.names, strict=True)
         return [self._watched(capture, name) for capture, name in pairs if capture.wanted(0)]
-
-    def runs(self) -> bool:
-        """Whether a forward is under way that is watched."""
-        return self.mode() is not None
 
     def _watched(self, capture: LayerCapture, name: str | None) -> Watched:
         # While fully_shard's forward runs, the module has the whole parameter in place of its shard.
