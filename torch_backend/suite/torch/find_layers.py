@@ -700,27 +700,31 @@ class FoundLayers:
 
 def aliases(model: nn.Module) -> set[tuple[nn.Module, int]]:
     """Modules, and the ids of what they have of a layer inside: `self.weight = self.inner.weight`."""
-    holders: dict[int, list[tuple[str, nn.Module]]] = {}
+    holders: dict[int, list[tuple[str, str, nn.Module]]] = {}
     for full, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), []).append((full, module))
+        for name, parameter in module.named_parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((full, name, module))
     return {
         (module, parameter)
         for parameter, some in holders.items()
-        for full, module in some
-        for other, inner in some
-        if other != full and other.startswith(full and full + ".")
-        if isinstance(inner, KINDS) or (_uses(inner, parameter) and not _uses(module, parameter))
-        if not isinstance(module, KINDS)
+        for full, name, module in some
+        for other, own, inner in some
+        if other != full and other.startswith(full and full + ".") and not isinstance(module, KINDS)
+        if isinstance(inner, KINDS) or (_is_weight(inner, own) and not _names(module, name))
     }
 
 
-def _uses(module: nn.Module, parameter: int) -> bool:
-    """Whether a module's own forward is a layer with a parameter, by its id."""
+def _is_weight(module: nn.Module, name: str) -> bool:
+    """Whether a module's own forward is a layer with a parameter of this name."""
     own = dict(module.named_parameters(recurse=False))
     found: list[OwnWeight | OwnNorm] = [*own_weights(module, own), *own_norms(module, own)]
-    used = [own[name] for one in found for name in (one.name, one.bias) if name in own]
-    return any(id(p) == parameter for p in used)
+    return any(name in (one.name, one.bias) for one in found)
+
+
+def _names(module: nn.Module, name: str) -> bool:
+    """Whether a module's forward may use what it has by this name."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is None or name in code.co_names
 
 
 def _of_each(found: OwnWeight, lists: Mapping[str, Mapping[str, nn.Parameter]]) -> Iterator[OwnWeight]:

@@ -166,7 +166,8 @@ class FreeParameters(Mode):
         """
         super().__init__()
         self.watched, self.constants = [*watched, *inside], list(constants)
-        self.captures = {id(one.tensor): one.capture for one in self.watched}
+        seen = [] if self.is_traced else self.watched
+        self.captures = {id(one.tensor): one.capture for one in seen}
         self.inside = {id(one.tensor): one.name for one in inside}
         self.running_modes = running_modes
         self.found: set[str] = set()  # names of what it met that is of modules inside
