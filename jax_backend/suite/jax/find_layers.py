@@ -621,20 +621,18 @@ class _Finder:
     def weigh_lookups(self, node: jaxprs.Node) -> None:
         """Rule out tables of which a weight is made: of products with what each example has.
 
-        Rows that are the same for all examples have the examples' summed gradient.
+        Rows that are the same for all examples have the examples' summed gradient. They are followed
+        through functions of them alone, and one at a time.
         """
         op = node.operation
         if not isinstance(op, operations.DotGeneral):
             found = [v for v in node.inputs if v in self.rows_found]
             others = [v for v in node.inputs if v in self.of_data and v not in self.rows_found]
-            if (
-                len(found) == 1 and not others and len(node.outputs) == 1
-            ):  # made of them alone, in one way
+            if len(found) == 1 and not others and len(node.outputs) == 1:
                 self.rows_found[node.outputs[0]] = self.rows_found[found[0]]
             elif len(found) == 1 and isinstance(op, operations.Multiply) and not self.stays_real(node):
-                self.uses.rule_out(
-                    self.rows_found[found[0]], "a lookup of what then multiplies complex data"
-                )
+                why = "a lookup of what then multiplies complex data"
+                self.uses.rule_out(self.rows_found[found[0]], why)
             return
         for i, (value, other) in enumerate((node.inputs[:2], node.inputs[1::-1])):
             origin = None if value is None else self.rows_found.get(value)

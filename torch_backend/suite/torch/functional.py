@@ -224,8 +224,10 @@ class FunctionCapture(ModeAround):
         running = capture.running
         if len(running) > 0 and not (self.own[place] and running[-1] == self.places[place]):
             return True
+        if place < len(self.weights):
+            return False
         under_way = [around for around in capture.arounds if around.mode() is not None]
-        return place >= len(self.weights) and under_way[-1] is not self
+        return under_way[-1] is not self
 
     def is_table(self, place: int) -> bool:
         """Whether it is an embedding's, by itself."""

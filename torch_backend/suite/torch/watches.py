@@ -50,10 +50,6 @@ class FreeCapture(ModeAround):
         self.ran = False  # while it looked for what those have
         self.found: set[str] = set()  # names of the layers of those that it met
 
-    def captures_inside(self) -> list[LayerCapture]:
-        """Of what is not the module's, and may be used here."""
-        return [capture for one in self.inside for capture in one.captures]
-
     def settle(self, needed: set[str]) -> bool:
         """Look no longer for what modules inside have, but for layers of these names.
 
