@@ -24,7 +24,8 @@ from suite.torch.rows import LayerSpec
 if TYPE_CHECKING:
     from suite.torch.functional import FunctionCapture
 
-_MOVES = VIEWS | COPIES | TIMES | QUOTIENTS | CASTS | SUMS
+_ARITHMETIC = TIMES | QUOTIENTS | SUMS
+_MOVES = VIEWS | COPIES | CASTS | _ARITHMETIC
 # What does not broadcast, or whose rows are no tensor's of its operands.
 _FOLLOWED = VIEWS | CASTS | COPIES | ARGUMENTS.keys() | {torch.einsum}
 _FOLLOWED |= {torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack}
@@ -234,49 +235,55 @@ class Lookups:
     def _moved_in_graph(
         self, function: Any, args: Any, kwargs: Any, output: torch.Tensor
     ) -> list[_InGraph]:
-        """What a step makes of lookups that is still one.
+        """What a step makes of lookups that is still one."""
+        moved = [self._made_in_graph(one, function, args, kwargs, output) for one in self._in_graph]
+        return [one for one in moved if one is not None]
 
-        More axes in front, axes in another order, the same for more rows, a shift, a number of times.
-        """
-        order = order_of(function, args, kwargs)
-        moved = []
-        for one in self._in_graph:
-            if args[0] is one.found:
-                again = functools.partial(_rearranged, function, args[1:], kwargs)
-                shape = one.found.shape
-                if function in CASTS:
-                    moved.append(one._replace(found=output))
-                elif order is not None:
-                    axis = order.index(one.found.ndim + one.axis) - one.found.ndim
-                    moved.append(one.moved(output, again, axis))
-                elif keeps_order(function, args):
-                    if (
-                        output.shape[output.ndim - len(shape) :] == shape
-                        and output.numel() == shape.numel()
-                    ):
-                        moved.append(one.moved(output, again))
-                elif function in COPIES and one.has_features_in(output):
-                    moved.append(one.moved(output, again))
-            if function in SUMS | TIMES | QUOTIENTS and len(args) == 2 and not kwargs:
-                first, second = args
-                if first is not one.found and second is not one.found:
-                    continue
-                other = second if first is one.found else first
-                if function in SUMS:
-                    if isinstance(other, (int, float)):
-                        moved.append(one._replace(found=output))
-                    elif _only_shifts(other, one.found, output):
-                        step = functools.partial(torch.broadcast_to, size=output.shape)
-                        moved.append(one.moved(output, step))
-                elif isinstance(other, (int, float)) and (
-                    function in TIMES or (other and first is one.found)
-                ):
-                    other = 1 / other if function in QUOTIENTS else other
-                    dtype = self.around.uses[one.place][0].dtype
-                    factor = torch.ones((), dtype=dtype, device=output.device)
-                    factor = factor * other if one.factor is None else one.factor * other
-                    moved.append(one._replace(found=output, factor=factor))
-        return moved
+    def _made_in_graph(
+        self, one: _InGraph, function: Any, args: Any, kwargs: Any, output: torch.Tensor
+    ) -> _InGraph | None:
+        """Rearranged, shifted by what has no more rows, or a number of times; None: none of these."""
+        if args[0] is one.found and function not in _ARITHMETIC:
+            return _rearranged_in_graph(one, function, args, kwargs, output)
+        if function not in _ARITHMETIC or len(args) != 2 or kwargs:
+            return None
+        first, second = args
+        if first is not one.found and second is not one.found:
+            return None
+        other = second if first is one.found else first
+        if function in SUMS and not isinstance(other, (int, float)):
+            if not _only_shifts(other, one.found, output):
+                return None
+            return one.moved(output, functools.partial(torch.broadcast_to, size=output.shape))
+        if function in SUMS:
+            return one._replace(found=output)
+        if not isinstance(other, (int, float)):
+            return None
+        if function in QUOTIENTS:
+            if first is not one.found or not other:
+                return None
+            other = 1 / other
+        dtype = self.around.uses[one.place][0].dtype
+        factor = torch.ones((), dtype=dtype, device=output.device)
+        factor = factor * other if one.factor is None else one.factor * other
+        return one._replace(found=output, factor=factor)
+
+
+def _rearranged_in_graph(
+    one: _InGraph, function: Any, args: Any, kwargs: Any, output: torch.Tensor
+) -> _InGraph | None:
+    """A cast, with more axes in front, in another order, or the same for more rows; None: none of it."""
+    if function in CASTS:
+        return one._replace(found=output)
+    again = functools.partial(_rearranged, function, args[1:], kwargs)
+    order, shape = order_of(function, args, kwargs), one.found.shape
+    if order is not None:
+        axis = order.index(one.found.ndim + one.axis) - one.found.ndim
+        return one.moved(output, again, axis)
+    if keeps_order(function, args):
+        last = output.shape[output.ndim - len(shape) :]
+        return one.moved(output, again) if last == shape and output.numel() == shape.numel() else None
+    return one.moved(output, again) if function in COPIES and one.has_features_in(output) else None
 
 
 def _only_shifts(other: Any, operand: torch.Tensor, total: torch.Tensor) -> bool:

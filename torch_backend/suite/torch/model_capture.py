@@ -185,7 +185,7 @@ class ModelCapture:
         return found
 
     def functional_layers(self) -> set[int]:
-        """The layers whose weights functions around their modules got, here and so far."""
+        """The layers whose weights what is around their modules used, here and so far."""
         modes = self._functions.values()
         found = {id(own.uses[k][0]) for own in modes for k in own.found if not own.own[k]}
         names = {name for watch in self._free for name in watch.found}
