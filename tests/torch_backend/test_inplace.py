@@ -50,6 +50,27 @@ def test_it_is_found_among_many_small_tensors(bad, where):
     assert not bool(all_finite(tensors))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("numbers", [2**12, 2**12 + 1, 2**13, 2**13 + 1])
+@pytest.mark.parametrize("where", range(3))
+def test_it_is_found_whether_they_are_stacked_or_not(dtype, numbers, where):
+    tensors = [torch.ones(numbers, dtype=dtype) for _ in range(3)]
+    assert bool(all_finite(tensors))
+    tensors[where][-1] = complex(0.0, float("nan")) if dtype.is_complex else float("nan")
+    assert not bool(all_finite(tensors))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", range(7))
+def test_it_is_found_among_small_ones_of_one_shape(dtype, bad, where):
+    tensors = [torch.ones(4, 3, dtype=dtype), *torch.ones(3, 4, 3, dtype=dtype).mT.mT.unbind()]
+    tensors += [torch.ones(3, 4, dtype=dtype).mT, torch.ones(3, 4, dtype=dtype), torch.ones(4, 3)]
+    assert bool(all_finite(tensors))
+    tensors[where][-1, -1] = bad
+    assert not bool(all_finite(tensors))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", [(0, 0), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -12,6 +12,7 @@ from torch import nn
 from suite.core._torch import isfinite
 
 HOST_DEVICES = ("cpu",)  # whose numbers can be read without waiting
+_LARGEST_STACKED = 2**13  # numbers of a tensor that a CPU takes longer to start on than to copy
 LARGEST_JOINED = 2**18  # numbers of a tensor that takes a device less time to copy than to start on
 
 
@@ -78,7 +79,7 @@ def all_finite(
     for dtype, some in _by_dtype(tensors).items():
         if dtype.is_complex:
             some = [torch.view_as_real(x.resolve_conj()) for x in some]
-        extremes = [extreme for x in some if x.is_cpu for extreme in torch.aminmax(x)]
+        extremes = [extreme for x in _together(some) for extreme in torch.aminmax(x)]
         found += _are_finite(extremes, [x for x in some if not x.is_cpu])
     for some in _by_dtype(moments).values():
         here = [x for x in some if x.is_cpu]
@@ -100,6 +101,19 @@ def read_flags(flags: Sequence[torch.Tensor]) -> list[list[bool]]:
         numbers = iter(torch.cat([flags[i] for i in own]).tolist())
         for i in own:
             found[i] = list(itertools.islice(numbers, len(flags[i])))
+    return found
+
+
+def _together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What is on CPUs, small ones of one shape stacked: to ask each takes longer than to copy it."""
+    found, alike = list[torch.Tensor](), dict[torch.Size, list[torch.Tensor]]()
+    for x in tensors:
+        if x.is_cpu and x.numel() > _LARGEST_STACKED:
+            found.append(x)
+        elif x.is_cpu:
+            alike.setdefault(x.shape, []).append(x)
+    for own in alike.values():
+        found += [torch.stack(own)] if len(own) > 1 else own
     return found
 
 
