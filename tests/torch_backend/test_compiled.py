@@ -189,6 +189,58 @@ def test_what_cannot_be_one_graph_is_the_same_function_and_step(make, backend):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
 
 
+class Around(nn.Module):
+    """Uses a child's weight by a function, and the parameters of another and its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.scaled, self.out = nn.Embedding(20, 8), Scaled(), nn.Linear(8, 20)
+        self.shift = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        h = self.scaled(self.tokens(x)) + self.scaled.scale.tanh() + self.shift
+        return F.linear(h, self.out.weight, self.out.bias)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.ones(8)), nn.RMSNorm(8)
+
+    def forward(self, x):
+        return self.norm(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        InBlocks,
+        Around,
+        lambda: Tokens("arange"),
+        lambda: Scores("permuted"),
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)),
+    ],
+    ids=["blocks", "around", "positions", "scores", "plain"],
+)
+def test_it_is_compiled_once_with_statistics_and_once_without(make):
+    torch._dynamo.reset()
+    model, graphs, counts = make(), [], []
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), factor_update_steps=2)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    run = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(5):
+        kfac.zero_grad()
+        x = torch.randn(6, 8) if isinstance(model, nn.Sequential) else torch.randint(0, 20, (6, 10))
+        run(x).square().mean().backward()
+        kfac.step()
+        counts.append(len(graphs))
+    assert counts == [1, 2, 2, 2, 2]
+
+
 def test_blocks_that_are_compiled_one_by_one_are_one_graph_each():
     torch.manual_seed(1)
     batches = [torch.randint(0, 20, (6, 5)) for _ in range(4)]

@@ -464,7 +464,7 @@ def test_a_norms_weight_may_be_counted_from_one(more):
     ("case", "backend"),
     [
         *((case, "aot_eager") for case in ("linear", "product and bias", "half", "layer norm")),
-        *((case, "aot_eager") for case in ("embedding", "left product", "einsum")),
+        *((case, "aot_eager") for case in ("embedding", "left product", "einsum", "einsum of features")),
         *(("linear", "eager"), ("embedding", "eager")),
         pytest.param(
             "mixer",

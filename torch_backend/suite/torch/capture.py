@@ -258,7 +258,7 @@ class LayerCapture:
         site = self.layer.sites[index]
         x = args[0] if args else kwargs.get("input")
         trained = self.is_trained(index)
-        if self.clock.discovering and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.clock.discovering:
             self.first.note_call(y, trained)
             watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
             if watched:
@@ -292,7 +292,7 @@ class LayerCapture:
             made: () or (d_out,), of what was made of the weight and took its place: what the weight's
                 rows were multiplied with.
         """
-        counts = self.clock.discovering and not torch.compiler.is_compiling()
+        counts = not torch.compiler.is_compiling() and self.clock.discovering
         if counts and self.is_trained(index):
             self.first.note_call(y, True)
             self.first.calls_of_made += made is not None

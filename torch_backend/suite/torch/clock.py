@@ -39,7 +39,8 @@ class CaptureClock:
         self.endings: list[Ending] = []  # of all layers that are not covered
         self.captures: list[LayerCapture] = []  # of all that are
         self.taken = False  # whether what layers were called is of the last step, until one runs
-        self.discovering = True  # which layers read the same inputs
+        # Which layers read the same inputs. Not to be asked in graphs, which would be compiled anew.
+        self.discovering = True
         self.not_covered: list[int] = []  # of what ran and is not covered, the length of the first axis
         self.strays: set[str] = set()  # names of what has a use that is missed
         self.lookups: set[str] = set()  # what was looked up once for all, in what is not followed
@@ -106,7 +107,7 @@ class CaptureClock:
         Returns:
             What the backward pass through this call is to say so to; None: nobody asks.
         """
-        if self.taken and not torch.compiler.is_compiling():  # what is read there is compiled in
+        if not torch.compiler.is_compiling() and self.taken:  # what is read there is compiled in
             for capture in self.captures:
                 capture.called = False
             self.taken = False

@@ -129,6 +129,13 @@ class RunningLayer:
             self.capture.running.pop()
 
 
+class _Met:
+    """Whether a weight was met: where torch.compile traces this is set, and a set would be looked at."""
+
+    def __init__(self) -> None:
+        self.yet = False
+
+
 class FunctionCapture(ModeAround):
     """Watches what a module's forward does with weights of its own, or of its children."""
 
@@ -146,28 +153,45 @@ class FunctionCapture(ModeAround):
         super().__init__(module)
         self.weights, self.uses = list(weights), [*weights, *tables]
         self.places = [place_of(capture.layer, module) for capture, _ in self.uses]
-        self.own = [capture.layer.sites[index].module is module for capture, index in self.uses]
-        self.found: set[int] = set()  # places in `uses`
+        # By short ways: torch.compile guards each step of a way, and that two lead to one place.
+        self.sites = [capture.layer.sites[index] for capture, index in self.uses]
+        self.own = [site.module is module for site in self.sites]
+        self.turned = [capture.layer.layout == "transposed" for capture, _ in self.uses]
+        self.makes = [self._makes_weights(place) for place in range(len(self.uses))]
+        self.clock = self.uses[0][0].clock
+        self._met = [_Met() for _ in self.uses]
         self.ran = False
-        for capture, _ in self.uses:
-            if capture.layer.spec.kind == "embedding":
-                capture.arounds.append(self)
+        self.tables = [capture for capture, _ in self.uses if capture.layer.spec.kind == "embedding"]
+        for capture in self.tables:
+            capture.arounds.append(self)
 
     def looked_up_in_graph(
         self, capture: LayerCapture, spec: LayerSpec, x: torch.Tensor, found: torch.Tensor
     ) -> None:
         """A lookup in a graph that is compiled."""
-        lookups = self.lookups()
-        if lookups is None or not lookups.is_traced:
+        mode = self.mode()
+        if mode is None or mode.lookups is None or not mode.is_traced:
             return
         for place, (own, _) in enumerate(self.uses):
             if own is capture:
-                lookups.note_in_graph(place, spec, x, found)
+                mode.lookups.note_in_graph(place, spec, x, found)
+                mode.refresh_followed()
                 return
 
     def find(self, capture: LayerCapture) -> None:
         """Note that it is needed for a table."""
-        self.found.update(place for place, (own, _) in enumerate(self.uses) if own is capture)
+        for place, (own, _) in enumerate(self.uses):
+            if own is capture:
+                self.meets(place)
+
+    def meets(self, place: int) -> None:
+        """Note that its forward uses a weight, or what was looked up in a table."""
+        self._met[place].yet = True
+
+    @property
+    def found(self) -> set[int]:
+        """Places in `uses` that it met so far."""
+        return {place for place, one in enumerate(self._met) if one.yet}
 
     def mode(self) -> _Watching | None:
         """That of the forward that runs, which may have called itself; None: there is none."""
@@ -175,10 +199,17 @@ class FunctionCapture(ModeAround):
         return modes[-1] if modes else None
 
     def make_mode(self) -> _Watching | None:
-        if not any([capture.wanted(index) for capture, index in self.uses]):  # noqa: C419 (torch.compile)
+        if not self._is_wanted():
             return None
         self.ran = True
         return _Watching(self)
+
+    def _is_wanted(self) -> bool:
+        if not torch.compiler.is_compiling():
+            return any([capture.wanted(index) for capture, index in self.uses])  # noqa: C419 (each notes)
+        if not self.clock.wanted or self.clock.pausing or not torch.is_grad_enabled():
+            return False
+        return any([site.owner.training for site in self.sites])  # noqa: C419 (torch.compile)
 
     def lookups(self) -> Lookups | None:
         """Those of the forward that runs."""
@@ -187,8 +218,7 @@ class FunctionCapture(ModeAround):
 
     def awaits_bias(self, place: int, given: Mapping[str, Any]) -> bool:
         """Whether what is made of a layer's weight is the layer's output once its bias is added."""
-        capture, index = self.uses[place]
-        spec = capture.layer.sites[index].spec
+        spec = self.sites[place].spec
         return spec.kind == "dense" and spec.bias and given.get("bias") is None
 
     def stray(self, place: int, output: torch.Tensor | None = None) -> None:
@@ -202,12 +232,11 @@ class FunctionCapture(ModeAround):
         else:
             when_reached([output], note)
 
-    def makes_weights(self, place: int) -> bool:
+    def _makes_weights(self, place: int) -> bool:
         """Whether what is computed from a weight may take its place: in the forward of its layer."""
-        capture, index = self.uses[place]
-        layer = capture.layer
-        is_matrix = layer.sites[index].spec.kind == "dense" and len(layer.weight.shape) == 2
-        return self.own[place] and (is_matrix or layer.sites[index].spec.kind == "convolution")
+        kind, weight = self.sites[place].spec.kind, self.uses[place][0].layer.weight
+        is_matrix = kind == "dense" and len(weight.shape) == 2
+        return self.own[place] and (is_matrix or kind == "convolution")
 
     def fits(self, place: int, shape: torch.Size, turned: bool, axes: Axes) -> bool:
         """Whether a weight's axes are those of a layer's inputs and outputs."""
@@ -231,19 +260,16 @@ class FunctionCapture(ModeAround):
 
     def is_table(self, place: int) -> bool:
         """Whether it is an embedding's, by itself."""
-        capture, index = self.uses[place]
-        site = capture.layer.sites[index]
+        site = self.sites[place]
         return site.spec.kind == "embedding" and not site.transposed
 
     def is_norm(self, place: int) -> bool:
         """Whether it is a normalization's."""
-        capture, index = self.uses[place]
-        return capture.layer.sites[index].spec.kind == "norm"
+        return self.sites[place].spec.kind == "norm"
 
     def has_bias(self, place: int) -> bool:
         """Whether a layer's bias is a coordinate of its input."""
-        capture, index = self.uses[place]
-        return capture.layer.sites[index].spec.bias
+        return self.sites[place].spec.bias
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         mode = self.modes.own()[-1] if self.modes.own() else None
@@ -262,13 +288,12 @@ class FunctionCapture(ModeAround):
     ) -> Any:
         """The output of a function that got a weight, or what was `made` of it, with a probe behind."""
         for place in places:
-            capture, index = self.uses[place]
-            site = capture.layer.sites[index]
+            (capture, index), site = self.uses[place], self.sites[place]
             if self.is_inside(place):
                 return output
             spec = None if given["input"].is_nested else call_of(function, given, site)
             if spec is not None:
-                self.found.add(place)
+                self.meets(place)
                 spec = spec._replace(axes=axes)
                 return capture.observe_function(index, given["input"], output, spec, made)
         return output
@@ -281,7 +306,7 @@ class FunctionCapture(ModeAround):
         """
         for place in places:
             capture, index = self.uses[place]
-            layer, site = capture.layer, capture.layer.sites[index]
+            layer, site = capture.layer, self.sites[place]
             if self.is_inside(place) or site.transposed:
                 return output
             if torch.compiler.is_compiling():
@@ -292,14 +317,14 @@ class FunctionCapture(ModeAround):
                 spec = LayerSpec("dense", diagonal=layer.diagonal, max_rows=spec.max_rows)
             # A bias that follows this product is none of the layer's inputs.
             if spec.kind == "dense" and (not spec.bias or capture.clock.has_run(capture)):
-                self.found.add(place)
+                self.meets(place)
                 return capture.observe_transpose(index, x, output, spec._replace(axes=axes))
         return output
 
     def counted(self, place: int) -> tuple[int, int, int] | None:
         """Uses of a weight so far, calls, and calls of what was made of it; None: nobody counts."""
         capture, _ = self.uses[place]
-        if not capture.clock.discovering or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not capture.clock.discovering:
             return None
         first = capture.first
         return first.uses, first.calls, first.calls_of_made
@@ -368,8 +393,7 @@ class _Watching(Mode):
     def __init__(self, around: FunctionCapture) -> None:
         super().__init__()
         self.around = around
-        tables = [capture for capture, _ in around.uses if capture.layer.spec.kind == "embedding"]
-        self.lookups = Lookups(around, tables, self.is_traced) if tables else None
+        self.lookups = Lookups(around, around.tables, self.is_traced) if around.tables else None
         # Of modules, and not of layers: while fully_shard's forward runs, they have whole parameters.
         self.known: list[_Known] = []
         self.products: list[_Product] = []
@@ -379,17 +403,16 @@ class _Watching(Mode):
         self._ids: tuple[int, set[int]] = -1, set()  # of the tensors in `known` and `made`, so many
         # And in `products` and `lookups.moved`. All only grow, but for `_changed`, which forgets both.
         self._followed: tuple[int, set[int]] = -1, set()
+        # Where torch.compile traces: all of these, by whether it is a parameter.
+        self._followed_in_graph: dict[bool, list[torch.Tensor]] = {}
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
         self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
         self.began = 0 if torch.compiler.is_compiling() else graph_clock()
-        for place, (capture, index) in enumerate(around.uses):
-            site = capture.layer.sites[index]
-            weight = site.held(site.weight_name)
-            turned = capture.layer.layout == "transposed"
+        for place, site in enumerate(around.sites):
+            weight, turned = site.held(site.weight_name), around.turned[place]
             self.known.append(_Known(weight, place, "transpose" if turned else "weight", weight.shape))
-            makes = around.makes_weights(place)
-            if makes:
-                one = torch.ones((), dtype=capture.dtype, device=weight.device)
+            if around.makes[place]:
+                one = torch.ones((), dtype=around.uses[place][0].dtype, device=weight.device)
                 self.made.append(Made(weight, place, weight, one, turned))
                 before = around.counted(place)
                 if before is not None:
@@ -398,10 +421,12 @@ class _Watching(Mode):
                 bias = site.held(site.bias_name)
                 self.known.append(_Known(bias, place, "bias", bias.shape))
         self.saving = packs_with()
+        if self.is_traced:
+            self.refresh_followed()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function), kwargs or {}
-        if self.is_elsewhere() or not (self.is_traced or self._follows(args, kwargs)):
+        if not (self._follows_in_graph(args, kwargs) if self.is_traced else self._follows(args, kwargs)):
             return function(*args, **kwargs)
         with self.looking():
             ours = self._ours(args)  # changed through it, perhaps, or through a view of it
@@ -420,7 +445,12 @@ class _Watching(Mode):
                 return output
             if not isinstance(output, torch.Tensor) or not output.requires_grad:
                 return output
-            return output if by_graph else self._seen(function, args, kwargs, output)
+            if by_graph:
+                return output
+            found = self._seen(function, args, kwargs, output)
+            if self.is_traced:
+                self.refresh_followed()
+            return found
 
     def _seen(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> Any:
         """What a function made of what is followed, with a probe behind it if that is a use."""
@@ -589,7 +619,7 @@ class _Watching(Mode):
         with torch._C.DisableTorchFunction():  # other modes are to see none of this
             weights = {node_of(made.weight): made.place for made in self.made}
             ours = weights.keys() | {node_of(made.tensor) for made in self.made}
-            modules = {capture.layer.sites[index].module for capture, index in self.around.uses}
+            modules = {site.module for site in self.around.sites}
             held = [x for module in modules for x in tensors_in(vars(module), set())]
             kept = [node_of(x) for x in held if x.requires_grad]
             starts = [
@@ -603,6 +633,8 @@ class _Watching(Mode):
 
     def _follows(self, args: Any, kwargs: Any) -> bool:
         """Whether an argument is followed, or a view of what is: few are, in any forward."""
+        if self.is_elsewhere():
+            return False
         moved = [] if self.lookups is None else self.lookups.moved
         count = len(self.known) + len(self.made) + len(self.products) + len(moved)
         if self._followed[0] != count:
@@ -615,6 +647,32 @@ class _Watching(Mode):
                 if id(x) in ids or id(x) in looked_up or id(x._base) in ids:
                     return True
         return False
+
+    def _follows_in_graph(self, args: Any, kwargs: Any) -> bool:
+        """`_follows` where torch.compile traces, which takes a millisecond for a few lines of Python."""
+        listed = any([isinstance(x, (list, tuple)) for x in args])  # noqa: C419 (torch.compile)
+        for x in tensors_given(args, kwargs) if kwargs or listed else args:
+            if isinstance(x, torch.Tensor):
+                base = x._base
+                if self._is_followed_in_graph(x) or (
+                    base is not None and self._is_followed_in_graph(base)
+                ):
+                    return True
+        return False
+
+    def _is_followed_in_graph(self, x: torch.Tensor) -> bool:
+        found = self._followed_in_graph[isinstance(x, nn.Parameter)]
+        return any([one is x for one in found])  # noqa: C419 (torch.compile)
+
+    def refresh_followed(self) -> None:
+        """Look for what is known by now in the graph that torch.compile traces, and for its lookups."""
+        followed = [one.tensor for some in (self.known, self.made, self.products) for one in some]
+        if self.lookups is not None:
+            followed += [one.found for one in self.lookups.in_graph]
+        self._followed_in_graph = {
+            of_parameter: [x for x in followed if isinstance(x, nn.Parameter) == of_parameter]
+            for of_parameter in (True, False)
+        }
 
     def _ours(self, args: Any) -> torch.Tensor | None:
         """A function's first argument, where it is known, made of what is or a view, and may be changed.

@@ -23,6 +23,8 @@ _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks"
 _TRACES_MODES = torch.__version__ >= "2.8"  # by version, not by letter
 
 _NOTHING: Any = contextlib.nullcontext()
+_REVERSED_MINUS, _REVERSED_OVER = torch.Tensor.__rsub__, torch.Tensor.__rtruediv__
+_REVERSED_DIV, _UNFLATTEN = torch.Tensor.__rdiv__, torch.Tensor.unflatten
 _LONGEST_INDEX = 64  # what is longer, and starts with a number, is data
 # What torch keeps of a hook by its number.
 _BESIDE = (
@@ -137,12 +139,11 @@ def traceable(function: Any) -> Any:
 
     torch.compile breaks its graph at the method `unflatten`, and cannot look for others in sets.
     """
-    T = torch.Tensor
-    if function is T.__rsub__:
+    if function is _REVERSED_MINUS:
         return torch.rsub
-    if function is T.__rtruediv__ or function is T.__rdiv__:
+    if function is _REVERSED_OVER or function is _REVERSED_DIV:
         return over
-    if function is T.unflatten and torch.compiler.is_compiling():
+    if function is _UNFLATTEN and torch.compiler.is_compiling():
         return torch.unflatten
     return function
 

@@ -193,8 +193,9 @@ class KFACEngine:
         self.reports.missed_derivatives()
         if self.capture.clock.is_compiled:
             self.reports.looked_up_for_all(taken, agreed.terms * agreed.share)
-        self.capture.settle_functions(agreed.functional)
-        self.capture.settle_free(agreed.functional, agreed.seen)
+        else:  # a graph holds with the hooks that there were: without some it would be compiled anew
+            self.capture.settle_functions(agreed.functional)
+            self.capture.settle_free(agreed.functional, agreed.seen)
         partial = self._settle_sharing(taken, agreed)
         captures, sampled = self.capture.by_layer, self.capture.clock.sampled
         if not sampled:  # gradients of the loss of all ranks, of which this is a share

@@ -66,7 +66,7 @@ class Lookups:
         self.around, self.tables, self.is_traced = around, tables, traced
         self.saving = packs_with()
         self.moved: list[tuple[torch.Tensor, LookedUp]] = []  # kept alive, for who adds it
-        self._in_graph: list[_InGraph] = []
+        self.in_graph: list[_InGraph] = []
 
     def outputs(self) -> list[torch.Tensor | None]:
         """What the last lookups found."""
@@ -75,20 +75,20 @@ class Lookups:
     def note_in_graph(self, place: int, spec: LayerSpec, x: torch.Tensor, found: torch.Tensor) -> None:
         """A lookup in a graph that is compiled."""
         indices = x[..., None].expand(found.shape)
-        self._in_graph.append(_InGraph(place, spec, x, indices, -1, found, None))
+        self.in_graph.append(_InGraph(place, spec, x, indices, -1, found, None))
 
     def follow(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         """A function has made this; note what it made of a lookup."""
         self.miss(function, args, kwargs, output)
         if function in _MOVES:
             self._follow(function, args, kwargs, output)
-            if self._in_graph and args:
-                self._in_graph += self._moved_in_graph(function, args, kwargs, output)
+            if self.in_graph and args:
+                self.in_graph += self._moved_in_graph(function, args, kwargs, output)
 
     def has(self, x: Any) -> bool:
         """Whether it is what a lookup found, or what became of that."""
-        if self._in_graph:
-            return any([one.found is x for one in self._in_graph])  # noqa: C419 (torch.compile)
+        if self.in_graph:
+            return any([one.found is x for one in self.in_graph])  # noqa: C419 (torch.compile)
         return any([one.output() is x for one in self._known()]) and x is not None  # noqa: C419
 
     def mask(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor | None:
@@ -97,7 +97,7 @@ class Lookups:
         Returns:
             None: the function is none that does so.
         """
-        if function not in CHOICES or kwargs or len(args) != 3 or self._in_graph:
+        if function not in CHOICES or kwargs or len(args) != 3 or self.in_graph:
             return None
         for at in CHOICES[function]:
             condition, other = (args[0], args[3 - at]) if function is torch.where else args[1:]
@@ -122,8 +122,9 @@ class Lookups:
         Args:
             followed: whether sums are, where the function ran.
         """
-        discovering = self.tables[0].clock.discovering and not torch.compiler.is_compiling()
-        if not discovering or function in _FOLLOWED:
+        if torch.compiler.is_compiling() or not self.tables[0].clock.discovering:
+            return
+        if function in _FOLLOWED:
             return
         if followed and function in SUMS and not kwargs:
             return
@@ -142,7 +143,7 @@ class Lookups:
         Args:
             kept: where the lookup is a part of it; None: everywhere.
         """
-        if self._in_graph:
+        if self.in_graph:
             return self._meet_in_graph(args, output)
         # Of `x += y` Python goes on with what is returned, of a statement `x.add_(y)` with x.
         changed = function in (T.add_, T.sub_) and not self.is_traced
@@ -166,10 +167,10 @@ class Lookups:
 
     def _meet_in_graph(self, operands: Sequence[Any], output: torch.Tensor) -> torch.Tensor:
         for operand in operands:
-            for one in reversed(self._in_graph):  # what was changed in place is there again
+            for one in reversed(self.in_graph):  # what was changed in place is there again
                 capture = self.around.uses[one.place][0]
                 if operand is one.found and self._is_first_of(capture):
-                    self.around.found.add(one.place)
+                    self.around.meets(one.place)
                     if one.has_features_in(output):
                         output = capture.observe_sum_in_graph(
                             one.spec, one.x, one.indices, one.axis, one.factor, output
@@ -236,7 +237,7 @@ class Lookups:
         self, function: Any, args: Any, kwargs: Any, output: torch.Tensor
     ) -> list[_InGraph]:
         """What a step makes of lookups that is still one."""
-        moved = [self._made_in_graph(one, function, args, kwargs, output) for one in self._in_graph]
+        moved = [self._made_in_graph(one, function, args, kwargs, output) for one in self.in_graph]
         return [one for one in moved if one is not None]
 
     def _made_in_graph(

@@ -258,9 +258,9 @@ class ModelCapture:
         """
         self.clock.taken = True
         self.clock.take_positions()
-        nothing = all(slot.grad is None for slot in self._slots)
-        turned = [slot for capture in self.by_layer for slot in capture.transposed[1:2]]
-        nothing = nothing and all(slot.grad is None for slot in turned)  # which derivatives may add
+        nothing = all([slot.grad is None for slot in self._slots])  # noqa: C419 (it is faster)
+        turned = [c.transposed[1] for c in self.by_layer if c.transposed]  # which derivatives may add
+        nothing = nothing and all(slot.grad is None for slot in turned)
         if nothing and not self.clock.sampled:
             for capture in self.by_layer:
                 capture.take_nothing()
@@ -309,7 +309,8 @@ class ModelCapture:
     def strays(self) -> list[str]:
         """The layers, by name, whose weights something else used; asked once, after the first step."""
         found = dict.fromkeys([*self._uses.strays(), *sorted(self.clock.strays)])
-        self._uses.detach()
+        if not self.clock.is_compiled:  # a graph holds with the hooks that there were
+            self._uses.detach()
         return list(found)
 
 

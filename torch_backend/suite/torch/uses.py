@@ -73,9 +73,10 @@ class UseCounter(ModeAround):
         self.of_one_example = self.of_one_example or any(x.shape[0] == 1 for x in given)
 
     def make_mode(self) -> _Counting | None:
-        clock = self.captures[0].clock if self.captures else None
-        compiling = torch.compiler.is_compiling()
-        if clock is None or not clock.discovering or not clock.wanted or compiling:
+        if torch.compiler.is_compiling() or not self.captures:
+            return None
+        clock = self.captures[0].clock
+        if not clock.discovering or not clock.wanted:
             return None
         if not self.model.training or not torch.is_grad_enabled():
             return None

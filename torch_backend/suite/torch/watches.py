@@ -110,7 +110,8 @@ class FreeCapture(ModeAround):
         if not torch.compiler.is_compiling() and not in_backward():
             capture.forget_what_was_discarded()
         clock = capture.clock if capture.clock.sampled else None
-        strays = capture.clock.strays if capture.clock.discovering else None
+        finds_out = torch.compiler.is_compiling() or capture.clock.discovering
+        strays = capture.clock.strays if finds_out else None
         slots = capture.A, capture.G, capture.counts
         reduce = capture.layer.spec.reduce
         name = capture.layer.name
@@ -143,7 +144,7 @@ class OutputWatch:
         if self.is_covered() or not clock.wanted or not module.training:
             return output
         positions = output.numel() // max(self.channels, 1)
-        if clock.discovering and not torch.compiler.is_compiling() and output.ndim > 1:
+        if not torch.compiler.is_compiling() and clock.discovering and output.ndim > 1:
             clock.not_covered.append(len(output))
         if torch.compiler.is_compiling():
             if is_exporting():
