@@ -68,6 +68,16 @@ def dense(x: Any) -> Any:
         return x.to_dense()
 
 
+def is_training(clock: CaptureClock, site: Site) -> bool:
+    """Whether calls of a site are part of training now, as far as modules and torch say so."""
+    if clock.pausing or not site.owner.training or not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    # Under torch.func's transforms tensors are wrapped, and hooks cannot tell what is summed.
+    return not torch._C._are_functorch_transforms_active() and not torch.jit.is_tracing()
+
+
 def _place_of(site: Site, weight: nn.Parameter) -> tuple[nn.Module, str] | None:
     """Where a site's module, or its owner, keeps a weight: functional_call puts others there."""
     for module in (*site.module.modules(), *site.owner.modules()):
@@ -199,12 +209,12 @@ class LayerCapture:
 
     def _keeps(self, site: Site, x: Any, y: Any) -> bool:
         usable = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and y.requires_grad
-        return usable and self._training(site) and not torch.compiler.is_compiling()
+        return usable and is_training(self.clock, site) and not torch.compiler.is_compiling()
 
     def wanted(self, index: int) -> bool:
         """Whether a call of a site is to have a part in statistics."""
         site = self.layer.sites[index]
-        return self.clock.wanted and self._training(site) and self.is_trained(index)
+        return self.clock.wanted and is_training(self.clock, site) and self.is_trained(index)
 
     def is_trained(self, index: int) -> bool:
         """Whether a call of a site trains the layer: it is not frozen, and the call is with its weight.
@@ -236,14 +246,6 @@ class LayerCapture:
             self.clock.endings.append(self._ending)
         self._ending.sees(y, output_positions(site.spec, y))
 
-    def _training(self, site: Site) -> bool:
-        if self.clock.pausing or not site.owner.training or not torch.is_grad_enabled():
-            return False
-        if torch.compiler.is_compiling():
-            return True
-        # Under torch.func's transforms tensors are wrapped, and hooks cannot tell what is summed.
-        return not torch._C._are_functorch_transforms_active() and not torch.jit.is_tracing()
-
     def observe(self, index: int, args: Any, kwargs: Any, y: Any) -> Any:
         """Probe a call of the layer, if it is part of training and this step wants statistics."""
         clock = self.clock
@@ -268,7 +270,7 @@ class LayerCapture:
             return y
         if self.kept is not None and trained and self._keeps(site, x, y):
             y = self.kept.probe(x, y)
-        seen = self.clock.wanted and self._training(site) and isinstance(x, torch.Tensor)
+        seen = self.clock.wanted and is_training(self.clock, site) and isinstance(x, torch.Tensor)
         if not seen or not y.requires_grad:
             return y
         if not trained:

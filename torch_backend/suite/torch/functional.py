@@ -33,7 +33,7 @@ from suite.torch.calls import (
     rows_of,
     summed,
 )
-from suite.torch.capture import LayerCapture
+from suite.torch.capture import LayerCapture, is_training
 from suite.torch.einsum import axes_of, operands_of
 from suite.torch.free import (
     ADDED,
@@ -207,9 +207,8 @@ class FunctionCapture(ModeAround):
     def _is_wanted(self) -> bool:
         if not torch.compiler.is_compiling():
             return any([capture.wanted(index) for capture, index in self.uses])  # noqa: C419 (each notes)
-        if not self.clock.wanted or self.clock.pausing or not torch.is_grad_enabled():
-            return False
-        return any([site.owner.training for site in self.sites])  # noqa: C419 (torch.compile)
+        wanted = [self.clock.wanted and is_training(self.clock, site) for site in self.sites]
+        return any(wanted)
 
     def lookups(self) -> Lookups | None:
         """Those of the forward that runs."""
@@ -443,9 +442,7 @@ class _Watching(Mode):
             if ours is not None and version != ours._version:
                 self._changed(function, args, kwargs)
                 return output
-            if not isinstance(output, torch.Tensor) or not output.requires_grad:
-                return output
-            if by_graph:
+            if by_graph or not isinstance(output, torch.Tensor) or not output.requires_grad:
                 return output
             found = self._seen(function, args, kwargs, output)
             if self.is_traced:
