@@ -7,6 +7,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from suite.core import statistics
 from suite.torch import KFAC, detach
+from suite.torch.capture import LayerCapture
+from suite.torch.hooks import ModeAround
 from suite.torch.rows import _rows
+from suite.torch.watches import OutputWatch
 
 torch.manual_seed(0)
 
@@ -99,6 +103,14 @@ def test_eval_no_grad_and_frozen_input_leave_no_trace():
     assert kfac._engine.capture.take_statistics() == [None, None]
 
 
+def noting(into: list, method: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(self: Any, *args: Any) -> Any:
+        into.append(method.__name__)
+        return method(self, *args)
+
+    return noted
+
+
 def test_steps_between_factor_updates_capture_nothing():
     model = nn.Linear(3, 2)
     kfac = KFAC(model, factor_update_steps=2)
@@ -108,6 +120,58 @@ def test_steps_between_factor_updates_capture_nothing():
         seen.append(kfac._engine.capture.by_layer[0].G.grad is not None)
         kfac.step()
     assert seen == [True, False, True, False]
+
+
+def test_between_factor_updates_no_hook_asks_whether_there_is_anything_to_see(monkeypatch):
+    asked = []
+    for owner, name in (
+        (LayerCapture, "observe"),
+        (ModeAround, "enter"),
+        (ModeAround, "observe"),
+        (OutputWatch, "observe"),
+    ):
+        monkeypatch.setattr(owner, name, noting(asked, getattr(owner, name)))
+    model = double(lambda: nn.Sequential(Scaled(), nn.ReLU(), nn.Linear(2, 2)))
+    periods = {"factor_update_steps": 3, "skip_layers": ["2"]}
+    kfac, counts = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), **periods), []
+    for _ in range(7):
+        model(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
+        kfac.step()
+        kfac.zero_grad()
+        counts.append(len(asked))
+        asked.clear()
+    assert [count > 0 for count in counts] == [True, False, False, True, False, False, True]
+
+
+def test_hooks_sleep_after_a_forward_was_interrupted():
+    class Interrupted(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.interrupts:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    model = Interrupted()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), factor_update_steps=2)
+    for number in range(4):
+        for model.interrupts in (True, False) if number == 2 else (False,):
+            model.train(not model.interrupts)
+            try:
+                model(torch.ones(4, 3)).sum().backward()
+            except KeyboardInterrupt:
+                assert number == 2
+        kfac.step()
+        kfac.zero_grad()
+        hooks = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
+        assert hooks
+        assert all(hook.awake == bool(number % 2) and not hook.owed for hook in hooks)
+
+
+def test_hooks_look_at_a_model_that_is_yet_to_be_discovered_whether_statistics_are_wanted_or_not():
+    model = nn.Linear(3, 2)
+    kfac = KFAC(model)
+    kfac._engine.capture.clock.want(False)
+    model(torch.ones(4, 3))
+    assert kfac._engine.capture.by_layer[0].first.calls == 1
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -523,7 +587,7 @@ def test_gradients_do_not_depend_on_whether_statistics_are_captured():
     for wanted in (True, False):
         model = double(lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)))
         kfac = KFAC(model)
-        kfac._engine.capture.clock.wanted = wanted
+        kfac._engine.capture.clock.want(wanted)
         model(torch.ones(3, 4, dtype=torch.float64)).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):

@@ -5,6 +5,8 @@ The oracle is the model as it is, whose own tests compare it to dense formulas.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -224,7 +226,7 @@ class Scaled(nn.Module):
 )
 def test_it_is_compiled_once_with_statistics_and_once_without(make):
     torch._dynamo.reset()
-    model, graphs, counts = make(), [], []
+    model, graphs, counts, awake = make(), [], [], []
     kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), factor_update_steps=2)
 
     def backend(graph, inputs):
@@ -238,7 +240,41 @@ def test_it_is_compiled_once_with_statistics_and_once_without(make):
         run(x).square().mean().backward()
         kfac.step()
         counts.append(len(graphs))
+        hooks = [
+            h
+            for m in model.modules()
+            for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())
+        ]
+        awake.append({hook.awake for hook in hooks})
     assert counts == [1, 2, 2, 2, 2]
+    assert awake == [{False}, {True}, {False}, {True}, {False}]  # all of them
+
+
+class WithShallowCopy(nn.Module):
+    """Of which the copy has the layer's hooks, and other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        copied = copy.copy(self.layer)
+        copied._parameters = {
+            "weight": nn.Parameter(torch.zeros(4, 4)),
+            "bias": nn.Parameter(torch.zeros(4)),
+        }
+        self.copied = (copied,)
+
+    def forward(self, x):
+        return self.layer(x) + self.copied[0](x)
+
+
+def test_a_shallow_copy_in_a_compiled_model_has_no_part_in_statistics():
+    x = torch.randn(6, 4)
+    model = WithShallowCopy()
+    kfac = KFAC(model)
+    torch.compile(model, backend="eager")(x).sum().backward()
+    (captured,) = kfac._engine.capture.take_statistics()
+    torch.testing.assert_close(captured.main.A[0, :-1, :-1], x.T @ x)
+    torch.testing.assert_close(captured.main.G[0], torch.full((4, 4), 6.0))
 
 
 def test_blocks_that_are_compiled_one_by_one_are_one_graph_each():

@@ -197,3 +197,42 @@ def test_a_pass_in_another_thread_that_outlasts_the_first_step_leaves_its_modes(
     alone(x).square().mean().backward()
     other_kfac.step()
     assert len(model._forward_hooks) == len(alone._forward_hooks)
+
+
+@pytest.mark.parametrize("during", [2, 3])  # a step with statistics before one without, or the reverse
+def test_a_pass_that_outlasts_a_step_in_which_hooks_fall_asleep_or_wake_leaves_its_modes(during):
+    inside, stepped, left = threading.Event(), threading.Event(), []
+    model, alone = Net(), Net()
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def step(kfac: KFAC) -> None:
+        kfac.zero_grad()
+        kfac._engine.model(x).square().mean().backward()
+        kfac.step()
+
+    def gate() -> None:
+        inside.set()
+        assert stepped.wait(60)
+
+    def evaluate() -> None:
+        model(x, gate)
+        left.append(len(torch.overrides._get_current_function_mode_stack()))
+
+    kfac, other_kfac = (
+        KFAC(one, torch.optim.SGD(one.parameters(), lr=0.1), damping=0.1, factor_update_steps=2)
+        for one in (model, alone)
+    )
+    other = threading.Thread(target=evaluate)
+    for number in range(6):
+        if number == during:
+            other.start()
+            assert inside.wait(60)
+        step(kfac)
+        step(other_kfac)
+        if number == during:
+            stepped.set()
+            other.join()
+    assert left == [0]
+    for own, others in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(own, others)
+    assert not any(around.under_way.total() for around in kfac._engine.capture._functions.values())

@@ -39,6 +39,7 @@ from suite.torch.hooks import (
     is_batched,
     on_transformed,
     when_reached,
+    without_modes,
 )
 from suite.torch.layers import Layer, Site
 from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast, is_of_each
@@ -123,6 +124,7 @@ class LayerCapture:
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
         self.handles: list[Any] = []
+        self.hooks: list[Hook] = []
         self.pass_handles: list[Any] = []  # of these those of `watch_passes`
         self._began: Any = None  # what they call
         self.dtype = dtype
@@ -152,6 +154,7 @@ class LayerCapture:
                 # First, so that it sees what the layer computed and not what other hooks made of it.
                 handle = after_forward(site.module, hook, prepend=True)
                 self.handles.append(handle)
+                self.hooks.append(hook)
 
     def _slot(self, *shape: int) -> torch.Tensor:
         # Expanded from one number: only gradients take memory.
@@ -251,9 +254,11 @@ class LayerCapture:
         clock = self.clock
         if self.kept is None and not clock.wanted and not clock.discovering:
             return y
-        if type(y) is not torch.Tensor or torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if type(y) is not torch.Tensor and not is_compiling:
             return self._observe(index, args, kwargs, y)
-        with torch._C.DisableTorchFunction():  # modes would be asked for each attribute of a tensor
+        # Modes would be asked for each attribute of a tensor.
+        with without_modes() if is_compiling else torch._C.DisableTorchFunction():
             return self._observe(index, args, kwargs, y)
 
     def _observe(self, index: int, args: Any, kwargs: Any, y: Any) -> Any:

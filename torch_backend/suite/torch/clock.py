@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from suite.core.noise import unit_noise
-from suite.torch.hooks import in_backward
+from suite.torch.hooks import Hook, in_backward
 from suite.torch.rows import stratified
 from suite.torch.runs import Ending, Run
 
@@ -22,7 +22,9 @@ class CaptureClock:
     """Shared by all layers of a model."""
 
     def __init__(self) -> None:
-        self.wanted = True
+        self.wanted = (
+            True  # changed by `want`, and `paused`, whose forwards find their hooks as they are
+        )
         self.pausing = False  # neither statistics nor rows are
         self.sampled = False  # statistics come from passes of our own (`fisher`) ...
         self.sampling = False  # ... one of which is running
@@ -40,7 +42,9 @@ class CaptureClock:
         self.captures: list[LayerCapture] = []  # of all that are
         self.taken = False  # whether what layers were called is of the last step, until one runs
         # Which layers read the same inputs. Not to be asked in graphs, which would be compiled anew.
-        self.discovering = True
+        self.discovering = True  # changed by `discover`
+        self.awake = True  # whether hooks have anything to see
+        self.hooks: list[Hook] = []  # that look for nothing else
         self.not_covered: list[int] = []  # of what ran and is not covered, the length of the first axis
         self.strays: set[str] = set()  # names of what has a use that is missed
         self.lookups: set[str] = set()  # what was looked up once for all, in what is not followed
@@ -56,6 +60,23 @@ class CaptureClock:
     def move(self, device: torch.device) -> None:
         """Have what noise is made of where it is used."""
         self.count, self.stream = self.count.to(device), self.stream.to(device)
+
+    def want(self, statistics: bool) -> None:
+        """Whether the coming step takes statistics."""
+        self.wanted = statistics
+        self._rouse()
+
+    def discover(self, discovering: bool) -> None:
+        """Whether it is still to be found out what the model does."""
+        self.discovering = discovering
+        self._rouse()
+
+    def _rouse(self) -> None:
+        awake = self.wanted or self.discovering
+        if awake != self.awake:
+            self.awake = awake
+            for hook in self.hooks:
+                hook.awake = awake
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -51,14 +51,18 @@ from suite.torch.hooks import (
     Hook,
     Mode,
     ModeAround,
+    ToldApart,
     after_forward,
     before_forward,
     graph_clock,
     in_traced_graph,
+    is_among,
+    is_data,
     packs_with,
     root_of,
     tensors_given,
     tensors_in,
+    told_apart,
     traceable,
     when_reached,
 )
@@ -67,6 +71,7 @@ from suite.torch.lookup_sums import Lookups
 from suite.torch.made_weights import Made, node_of, reached_from, scale_of
 from suite.torch.rows import Axes, LayerSpec
 
+_LISTS = list, tuple
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
 
 
@@ -115,10 +120,10 @@ class RunningLayer:
 
     def __init__(self, capture: LayerCapture, module: nn.Module) -> None:
         self.capture, self.place = capture, place_of(capture.layer, module)
-        end = Hook(self, module)
+        self.hooks = Enter(self, module), Hook(self, module)
         self.handles = [
-            before_forward(module, Enter(self, module)),
-            after_forward(module, end, always_call=True),
+            before_forward(module, self.hooks[0]),
+            after_forward(module, self.hooks[1], always_call=True),
         ]
 
     def enter(self) -> None:
@@ -402,8 +407,7 @@ class _Watching(Mode):
         self._ids: tuple[int, set[int]] = -1, set()  # of the tensors in `known` and `made`, so many
         # And in `products` and `lookups.moved`. All only grow, but for `_changed`, which forgets both.
         self._followed: tuple[int, set[int]] = -1, set()
-        # Where torch.compile traces: all of these, by whether it is a parameter.
-        self._followed_in_graph: dict[bool, list[torch.Tensor]] = {}
+        self._followed_in_graph: ToldApart = [], []  # where torch.compile traces: all of these
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
         self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
         self.began = 0 if torch.compiler.is_compiling() else graph_clock()
@@ -647,29 +651,20 @@ class _Watching(Mode):
 
     def _follows_in_graph(self, args: Any, kwargs: Any) -> bool:
         """`_follows` where torch.compile traces, which takes a millisecond for a few lines of Python."""
-        listed = any([isinstance(x, (list, tuple)) for x in args])  # noqa: C419 (torch.compile)
-        for x in tensors_given(args, kwargs) if kwargs or listed else args:
+        for x in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(x, torch.Tensor):
-                base = x._base
-                if self._is_followed_in_graph(x) or (
-                    base is not None and self._is_followed_in_graph(base)
-                ):
+                if is_among(x, self._followed_in_graph):
                     return True
+            elif isinstance(x, _LISTS) and not is_data(x) and self._follows_in_graph(x, {}):
+                return True
         return False
-
-    def _is_followed_in_graph(self, x: torch.Tensor) -> bool:
-        found = self._followed_in_graph[isinstance(x, nn.Parameter)]
-        return any([one is x for one in found])  # noqa: C419 (torch.compile)
 
     def refresh_followed(self) -> None:
         """Look for what is known by now in the graph that torch.compile traces, and for its lookups."""
         followed = [one.tensor for some in (self.known, self.made, self.products) for one in some]
         if self.lookups is not None:
             followed += [one.found for one in self.lookups.in_graph]
-        self._followed_in_graph = {
-            of_parameter: [x for x in followed if isinstance(x, nn.Parameter) == of_parameter]
-            for of_parameter in (True, False)
-        }
+        self._followed_in_graph = told_apart(followed)
 
     def _ours(self, args: Any) -> torch.Tensor | None:
         """A function's first argument, where it is known, made of what is or a view, and may be changed.

@@ -22,6 +22,8 @@ _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks"
 # Whether torch.compile sees all that modes do, and when they are off (pytorch/pytorch#149491).
 _TRACES_MODES = torch.__version__ >= "2.8"  # by version, not by letter
 
+ToldApart = tuple[list[torch.Tensor], list[torch.Tensor]]
+
 _NOTHING: Any = contextlib.nullcontext()
 _REVERSED_MINUS, _REVERSED_OVER = torch.Tensor.__rsub__, torch.Tensor.__rtruediv__
 _REVERSED_DIV, _UNFLATTEN = torch.Tensor.__rdiv__, torch.Tensor.unflatten
@@ -72,8 +74,13 @@ class Hook:
         self.owner = weakref.ref(owner)
         self.module = weakref.ref(module)
         self.site = site
+        # Not asked of a clock: torch.compile guards each step of a way, and that two lead to one place.
+        self.awake = True  # False: the owner has nothing to see
+        self.owed = 0  # forwards that it has to see the end of all the same
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not self.awake and not self.owed:
+            return None
         owner = self.owner()
         if owner is None or self.module() is not module:
             return None
@@ -198,9 +205,10 @@ class ModeAround:
         self.module = weakref.ref(module)
         self.modes = Stacks()  # None for a forward without one
         self.under_way = Counter[int]()  # forwards, by thread, as far as no graph has them
-        leaves = after_forward(module, Hook(self, module), always_call=True)
-        self.exit = _Exit(self, leaves)
-        self.handles: list[Any] = [before_forward(module, Enter(self, module)), self.exit]
+        enter, self.leave = Enter(self, module), Hook(self, module)
+        self.exit = _Exit(self, after_forward(module, self.leave, always_call=True))
+        self.handles: list[Any] = [before_forward(module, enter), self.exit]
+        self.hooks: tuple[Hook, ...] = enter, self.leave
 
     def make_mode(self) -> Mode | None:
         raise NotImplementedError
@@ -217,21 +225,25 @@ class ModeAround:
         self.modes.push(mode)
         if not torch.compiler.is_compiling():
             self.under_way[threading.get_ident()] += 1
+            self.leave.owed += 1
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         """The forward is over, or has raised."""
+        if not torch.compiler.is_compiling() and not self.modes.own():
+            return  # it began when there was nothing to see
         mode = self.modes.pop()
         if mode is not None:
             mode.__exit__(None, None, None)
         if not torch.compiler.is_compiling():
             self.under_way[threading.get_ident()] -= 1
+            self.leave.owed -= 1
             if output is not None:  # else torch is going through its hooks
                 self.exit.left()
 
     def unwind(self) -> bool:
         """Outside of any forward: leave a mode that an interrupted one left on torch's stack."""
         while self.modes.own() and self.modes.own()[-1] is None:
-            self.modes.pop()
+            self.observe(0, None, None, None)
         modes = self.modes.own()
         if not modes or torch.overrides._get_current_function_mode() is not modes[-1]:
             return False
@@ -296,6 +308,8 @@ def _is_running(module: nn.Module | None) -> bool:
 
 class Enter(Hook):
     def __call__(self, module: nn.Module, args: Any) -> None:  # type: ignore[override]
+        if not self.awake:
+            return
         owner = self.owner()
         if owner is not None and self.module() is module:
             owner.enter()
@@ -381,6 +395,11 @@ def root_of(x: torch.Tensor) -> torch.Tensor:
 _keep_from_compiling(root_of.__code__, alone=True)
 
 
+def is_data(some: Any) -> bool:
+    """Whether a list is numbers, too many for an index."""
+    return len(some) > _LONGEST_INDEX and isinstance(some[0], int | float)
+
+
 def tensors_given(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors among a function's arguments, and in lists of them and in lists in these."""
     found: list[torch.Tensor] = []
@@ -391,7 +410,7 @@ def tensors_given(args: Any, kwargs: Any) -> list[torch.Tensor]:
         elif isinstance(x, list | tuple):
             waiting.append((x, 1))
     for some, levels in waiting:
-        if len(some) > _LONGEST_INDEX and isinstance(some[0], int | float):
+        if is_data(some):
             continue
         for x in some:
             if isinstance(x, torch.Tensor):
@@ -399,6 +418,31 @@ def tensors_given(args: Any, kwargs: Any) -> list[torch.Tensor]:
             elif levels and isinstance(x, list | tuple):
                 waiting.append((x, levels - 1))
     return found
+
+
+def told_apart(tensors: Sequence[torch.Tensor]) -> ToldApart:
+    """Parameters, and others: what torch.compile traces is to compare few of them."""
+    parameters: list[torch.Tensor] = [x for x in tensors if isinstance(x, nn.Parameter)]
+    return parameters, [x for x in tensors if not isinstance(x, nn.Parameter)]
+
+
+def is_among(x: torch.Tensor, told: ToldApart) -> bool:
+    """Whether it is one of them, or a view of one: modes are not asked for x.T."""
+    parameters, others = told
+    if isinstance(x, nn.Parameter):  # loops, of which torch.compile traces less than of `any`
+        for one in parameters:  # noqa: SIM110
+            if one is x:
+                return True
+        return False
+    for one in others:
+        if one is x:
+            return True
+    base = x._base
+    if base is not None:
+        for one in parameters if isinstance(base, nn.Parameter) else others:
+            if one is base:
+                return True
+    return False
 
 
 def tensors_in(given: Any, seen: set[int]) -> Iterator[torch.Tensor]:

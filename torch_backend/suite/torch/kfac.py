@@ -626,7 +626,7 @@ class KFAC(torch.optim.Optimizer):
     def _set_clock(self) -> None:
         """Whether the coming step wants statistics, and its number for the noise."""
         due = self._steps % self.hyperparameter("factor_update_steps") == 0
-        self._engine.capture.clock.wanted = due or bool(self._overdue.layers)
+        self._engine.capture.clock.want(due or bool(self._overdue.layers))
         self._engine.capture.clock.count.fill_(self._steps)
 
     def _parameters(self) -> list[torch.Tensor]:

@@ -234,7 +234,7 @@ class KFACEngine:
         """
         clock = self.capture.clock
         if clock.discovering:
-            clock.discovering = False
+            clock.discover(False)
             self.reports.strays()
             self.reports.ran_once_for_all()
             self.reports.transformed()
@@ -468,7 +468,7 @@ class KFACEngine:
         """
         own = self.own_blocks(layers)
         self.factors.load_state_dict(own, sharing, held=held, refreshed=refreshed)
-        self.capture.clock.discovering = not discovered
+        self.capture.clock.discover(not discovered)
         self._tell_captures()
 
     def snapshot(self) -> tuple[Any, ...]:
@@ -478,5 +478,5 @@ class KFACEngine:
     def rewind(self, snapshot: tuple[Any, ...]) -> None:
         """Back to a `snapshot`."""
         self.factors.rewind(snapshot[0])
-        self.capture.clock.discovering = snapshot[1]
+        self.capture.clock.discover(snapshot[1])
         self._tell_captures()

@@ -112,6 +112,17 @@ class ModelCapture:
             own = self._functions.get(module)
             seen = (lambda: False) if own is None else functools.partial(bool, own.found)
             self._attached.append(OutputWatch(module, channels, self.clock, seen))
+        self._gather_hooks()
+
+    def _gather_hooks(self) -> None:
+        """Those that see nothing where neither statistics are wanted nor the model is discovered."""
+        kept = {id(self.by_layer[i]) for i in self.kept}
+        self.clock.hooks = [
+            hook
+            for attached in self._attached
+            if id(attached) not in kept and not isinstance(attached, KeptRows)
+            for hook in attached.hooks
+        ]
 
     def _attach_free(
         self, model: nn.Module, found: FoundLayers, capture_of: Mapping[int, LayerCapture]
@@ -156,6 +167,7 @@ class ModelCapture:
                 handle.remove()
             self._free.remove(watch)
             self._attached.remove(watch)
+        self._gather_hooks()
 
     def _attach_functions(self, model: nn.Module) -> dict[nn.Module, FunctionCapture]:
         """By module, what watches the functions that its forward calls with weights of layers."""
@@ -221,6 +233,7 @@ class ModelCapture:
                     handle.remove()
                 gone.add(id(attached))
         self._attached[:] = [attached for attached in self._attached if id(attached) not in gone]
+        self._gather_hooks()
 
     def detach(self) -> None:
         """Take all hooks off the model."""

@@ -61,6 +61,7 @@ class UseCounter(ModeAround):
         watched = [c for c in self.captures if c.layer.spec.kind in _WATCHED]
         self.running = [RunningLayer(c, site.module) for c in watched for site in c.layer.sites]
         self.handles += [handle for running in self.running for handle in running.handles]
+        self.hooks += tuple(hook for running in self.running for hook in running.hooks)
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         mode = self.modes.own()[-1] if self.modes.own() else None

@@ -134,8 +134,8 @@ class OutputWatch:
         device = next((parameter.device for parameter in module.parameters()), None)
         self.ending = Ending(clock, device)
         clock.endings.append(self.ending)
-        hook = Hook(self, module)
-        self.handles = [after_forward(module, hook, prepend=True)]
+        self.hooks = [Hook(self, module)]
+        self.handles = [after_forward(module, self.hooks[0], prepend=True)]
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> Any:
         module, clock = self.owner(), self.clock
