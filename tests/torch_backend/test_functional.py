@@ -762,6 +762,57 @@ def test_a_bias_beside_rows_with_factors_keeps_its_own_curvature():
         assert_exact(G, g.T @ g)
 
 
+class OtherBias(nn.Linear):
+    """With a copy of its bias that was changed in place."""
+
+    def __init__(self, *sizes, change, cast=False):
+        super().__init__(*sizes)
+        self.change, self.cast = change, cast
+
+    def forward(self, input):
+        bias = self.bias.clone()
+        if self.cast:
+            bias = bias.float().double()
+        self.change(bias)
+        return F.linear(input, self.weight, bias)
+
+
+def set_to_one(bias):
+    bias[1:] = 1
+
+
+ENTRIES_WRITTEN = {
+    "zeros in a view": lambda bias: bias[1:2].zero_(),
+    "a number": set_to_one,
+    "a mask": lambda bias: bias.masked_fill_(torch.tensor([True, False, False]), 0.0),
+    "all": lambda bias: bias.fill_(2.0),
+}
+CHANGED_OTHERWISE = {
+    "times": lambda bias: bias[1:2].mul_(2),
+    "plus": lambda bias: bias.add_(1),
+    "another parameter's": lambda bias: bias[1:2].fill_(torch.ones((), requires_grad=True).double()),
+}
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("change", ENTRIES_WRITTEN.values(), ids=ENTRIES_WRITTEN)
+def test_a_bias_is_one_where_numbers_took_the_place_of_some_entries(change, cast):
+    x = inputs(numbers)
+    model = built(lambda: OtherBias(4, 3, change=change, cast=cast), 3)
+    A, G, g = body_and_gradients(model, x, lambda y: y)
+    assert_exact(A, with_one(x).T @ with_one(x) / len(x))
+    assert_exact(G, g.T @ g)
+
+
+@pytest.mark.parametrize("change", CHANGED_OTHERWISE.values(), ids=CHANGED_OTHERWISE)
+def test_a_bias_that_was_changed_otherwise_is_another(change):
+    model = built(lambda: OtherBias(4, 3, change=change), 3)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(inputs(numbers)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="another bias.*'body'"):
+        kfac.step()
+
+
 def test_a_factor_of_the_input_is_not_applied_in_half_precision():
     torch.manual_seed(0)
     model = nn.Sequential(Gained(8, 8, gain=torch.full((8, 1), 4e3)), nn.Linear(8, 3))

@@ -72,6 +72,7 @@ from suite.torch.made_weights import Made, node_of, reached_from, scale_of
 from suite.torch.rows import Axes, LayerSpec
 
 _LISTS = list, tuple
+_WRITES = frozenset([T.zero_, T.fill_, T.masked_fill_, T.__setitem__])
 _CALLING = (nn.Sequential.forward, nn.Module.forward)  # which do nothing but to call children
 
 
@@ -683,10 +684,13 @@ class _Watching(Mode):
         return found if id(root_of(found)) in self._ids[1] else None
 
     def _changed(self, function: Any, args: Any, kwargs: Any) -> None:
-        """A copy of something that is known was changed in place: it is that no more, nor are views."""
+        """A copy of something that is known was changed in place: it is that no more, nor are views.
+
+        A bias stays one where numbers took the place of some entries, as in Swin V2.
+        """
         x, self._ids, self._followed = args[0], (-1, set()), (-1, set())
-        root = root_of(x)
-        self.known = [known for known in self.known if root_of(known.tensor) is not root]
+        root, role = root_of(x), "bias" if _writes_numbers(function, args, kwargs) else ""
+        self.known = [k for k in self.known if k.role == role or root_of(k.tensor) is not root]
         before = [made for made in self.made if made.tensor is x]
         self.made = [made for made in self.made if root_of(made.tensor) is not root]
         for made in before[-1:]:
@@ -781,6 +785,12 @@ class _Watching(Mode):
         turned = [k for role in ("weight", "transpose") for k in self._found(tensor, role)]
         self.known += [k._replace(tensor=output) for k in turned if k.tensor is not tensor]
         self._view(tensor, output)
+
+
+def _writes_numbers(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function puts what no gradient goes through into its first argument."""
+    written = (*args[1:], *kwargs.values())
+    return function in _WRITES and not any(isinstance(x, T) and x.requires_grad for x in written)
 
 
 def _version(x: torch.Tensor) -> int:
