@@ -250,6 +250,27 @@ def test_it_is_compiled_once_with_statistics_and_once_without(make):
     assert awake == [{False}, {True}, {False}, {True}, {False}]  # all of them
 
 
+class ByEinsum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing, self.layer = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(torch.einsum("bsd,de->bse", x, self.mixing))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_einsum_of_a_parameter_counts_once(backend):
+    torch._dynamo.reset()
+    x, model = torch.randn(6, 3, 4), ByEinsum()
+    kfac = KFAC(model)
+    torch.compile(model, backend=backend)(x).sum().backward()
+    mixing, layer = kfac._engine.capture.by_layer
+    rows = x.flatten(0, 1)
+    torch.testing.assert_close(mixing.A.grad[0], rows.T @ rows)
+    assert float(mixing.counts.grad[0]) == float(layer.counts.grad[0]) == 18
+
+
 class WithShallowCopy(nn.Module):
     """Of which the copy has the layer's hooks, and other weights."""
 

@@ -481,5 +481,5 @@ def in_traced_graph() -> bool:
 
 def _passes_on(code: CodeType) -> bool:
     """Whether it is another mode's, or of a function written in Python, which asks modes itself."""
-    asks = torch.overrides.__file__, torch.nn.functional.__file__
+    asks = torch.overrides.__file__, torch.functional.__file__, torch.nn.functional.__file__
     return code.co_name in ("__torch_function__", "_called") or code.co_filename in asks
