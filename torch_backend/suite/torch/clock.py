@@ -22,9 +22,7 @@ class CaptureClock:
     """Shared by all layers of a model."""
 
     def __init__(self) -> None:
-        self.wanted = (
-            True  # changed by `want`, and `paused`, whose forwards find their hooks as they are
-        )
+        self.wanted = True  # changed by `want`, and for a while by `paused`
         self.pausing = False  # neither statistics nor rows are
         self.sampled = False  # statistics come from passes of our own (`fisher`) ...
         self.sampling = False  # ... one of which is running
