@@ -271,6 +271,69 @@ def test_einsum_of_a_parameter_counts_once(backend):
     assert float(mixing.counts.grad[0]) == float(layer.counts.grad[0]) == 18
 
 
+class Views(nn.Module):
+    """Returns views of one tensor that a layer, or a parameter by itself, has made."""
+
+    def __init__(self, kind: str, views) -> None:
+        super().__init__()
+        self.kind, self.views, self.other = kind, views, nn.Linear(8, 24)
+        self.layer = nn.Embedding(30, 24) if kind == "table" else nn.Linear(8, 24)
+        self.scale, self.experts = nn.Parameter(torch.ones(24)), nn.Parameter(torch.randn(2, 24, 24))
+
+    def forward(self, x):
+        if self.kind == "table":
+            return self.views(self.layer(torch.arange(30).reshape(6, 5)))
+        h = F.linear(x, self.layer.weight, self.layer.bias) if self.kind == "function" else self.layer(x)
+        if self.kind == "scale":
+            h = h * self.scale
+        if self.kind == "stack":
+            h = h @ self.experts[0] + h @ self.experts[1]
+            return self.views(h @ self.experts[0])
+        return self.views(self.other(x) if self.kind == "not covered" else h)
+
+
+class OfViews(nn.Module):
+    def __init__(self, *settings) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.head = Views(*settings), nn.Linear(1, 3)
+
+    def forward(self, x):
+        return self.head(torch.stack([y.square().mean().reshape(1) for y in self.block(x)]))
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        lambda h: (h.permute(1, 0, 2), h.permute(1, 0, 2)[..., :4]),
+        lambda h: (h.permute(1, 0, 2), h),
+        lambda h: (h[..., :8], h[..., 8:]),
+        lambda h: tuple(h.unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)[i] for i in range(3)),
+    ],
+    ids=["turned", "and itself", "slices", "q, k and v"],
+)
+@pytest.mark.parametrize("kind", ["layer", "function", "table", "scale", "stack", "not covered"])
+def test_outputs_of_a_graph_that_are_views_of_one_tensor_keep_their_gradients(kind, views):
+    """Where a forward goes on outside of its graph: after a block that is compiled, or a graph break."""
+    x, found = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1)), []
+    for how in ("without K-FAC", "eager", "compiled"):
+        torch._dynamo.reset()
+        model = OfViews(kind, views)
+        kfac = None if how == "without K-FAC" else KFAC(model, skip_layers=["other"])
+        if how == "compiled":
+            model.block.compile(backend="aot_eager")
+        model(x).square().mean().backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        slots = [one.slots()[:3] for one in kfac._engine.capture.by_layer] if kfac else []
+        found.append((grads, [slot.grad for some in slots for slot in some]))
+    plain, eager, compiled = found
+    assert plain[0].keys() == compiled[0].keys()
+    for name, gradient in plain[0].items():
+        torch.testing.assert_close(compiled[0][name], gradient)
+    for own, others in zip(compiled[1], eager[1], strict=True):
+        torch.testing.assert_close(own, others)
+
+
 class WithShallowCopy(nn.Module):
     """Of which the copy has the layer's hooks, and other weights."""
 

@@ -38,6 +38,7 @@ from suite.torch.hooks import (
     when_reached,
     without_modes,
 )
+from suite.torch.probe import passed_on
 from suite.torch.resized import resized_slot
 from suite.torch.rows import Axes, counts_like
 from suite.torch.runs import Run
@@ -705,7 +706,7 @@ class _FreeProbe(torch.autograd.Function):
         if in_place:  # whoever changed a tensor goes on with that, not with what is returned
             ctx.mark_dirty(y)
             return y
-        return y.detach()  # an alias, see probe.Probe
+        return passed_on(y)
 
     @staticmethod
     def backward(ctx: Any, gradient: T) -> Any:

@@ -32,6 +32,15 @@ class About(NamedTuple):
     told: CaptureClock | None  # of backward passes
 
 
+def passed_on(y: torch.Tensor) -> torch.Tensor:
+    """What an identity's forward returns: no view, which would break in-place ops after it.
+
+    In graphs no alias either. Outputs of a graph that are views of one tensor are made anew from that,
+    by the same steps, and `detach` as one of them would cut off their gradients.
+    """
+    return y.clone() if torch.compiler.is_compiling() else y.detach()
+
+
 class Probe(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -50,8 +59,7 @@ class Probe(torch.autograd.Function):
         """
         ctx.about, ctx.slot, ctx.call = about, G, None
         ctx.save_for_backward(x, *rest[1:])
-        # An alias, not a view: an output that is a view of an input breaks in-place ops after it.
-        return y.detach()
+        return passed_on(y)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -139,7 +147,7 @@ class Reached(torch.autograd.Function):
     def forward(ctx: Any, y: torch.Tensor, slot: torch.Tensor, positions: int) -> torch.Tensor:
         ctx.positions, ctx.shape = positions, slot.shape
         ctx.kind = {"dtype": slot.dtype, "device": slot.device}
-        return y.detach()
+        return passed_on(y)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
