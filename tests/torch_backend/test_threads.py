@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -170,15 +171,14 @@ def test_a_backward_pass_that_raised_in_or_after_another_thread_is_no_part(raise
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_a_pass_in_another_thread_that_outlasts_the_first_step_leaves_its_modes():
-    inside, stepped, left = threading.Event(), threading.Event(), []
-    model = Net()
-    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), damping=0.1)
-    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+@contextlib.contextmanager
+def pass_elsewhere(model, x):
+    """Another thread is within a forward pass meanwhile, and has to leave all modes in the end."""
+    inside, over, left = threading.Event(), threading.Event(), []
 
     def gate() -> None:
         inside.set()
-        assert stepped.wait(60)
+        assert over.wait(60)
 
     def evaluate() -> None:
         model(x, gate)
@@ -187,13 +187,21 @@ def test_a_pass_in_another_thread_that_outlasts_the_first_step_leaves_its_modes(
     other = threading.Thread(target=evaluate)
     other.start()
     assert inside.wait(60)
-    model(x).square().mean().backward()
-    kfac.step()
-    stepped.set()
+    yield
+    over.set()
     other.join()
     assert left == [0]
-    alone = Net()
-    other_kfac = KFAC(alone, torch.optim.SGD(alone.parameters(), lr=0.1), damping=0.1)
+
+
+def test_a_pass_in_another_thread_that_outlasts_the_first_step_leaves_its_modes():
+    model, alone = Net(), Net()
+    kfac, other_kfac = (
+        KFAC(one, torch.optim.SGD(one.parameters(), lr=0.1), damping=0.1) for one in (model, alone)
+    )
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with pass_elsewhere(model, x):
+        model(x).square().mean().backward()
+        kfac.step()
     alone(x).square().mean().backward()
     other_kfac.step()
     assert len(model._forward_hooks) == len(alone._forward_hooks)
@@ -201,7 +209,6 @@ def test_a_pass_in_another_thread_that_outlasts_the_first_step_leaves_its_modes(
 
 @pytest.mark.parametrize("during", [2, 3])  # a step with statistics before one without, or the reverse
 def test_a_pass_that_outlasts_a_step_in_which_hooks_fall_asleep_or_wake_leaves_its_modes(during):
-    inside, stepped, left = threading.Event(), threading.Event(), []
     model, alone = Net(), Net()
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -210,29 +217,14 @@ def test_a_pass_that_outlasts_a_step_in_which_hooks_fall_asleep_or_wake_leaves_i
         kfac._engine.model(x).square().mean().backward()
         kfac.step()
 
-    def gate() -> None:
-        inside.set()
-        assert stepped.wait(60)
-
-    def evaluate() -> None:
-        model(x, gate)
-        left.append(len(torch.overrides._get_current_function_mode_stack()))
-
     kfac, other_kfac = (
         KFAC(one, torch.optim.SGD(one.parameters(), lr=0.1), damping=0.1, factor_update_steps=2)
         for one in (model, alone)
     )
-    other = threading.Thread(target=evaluate)
     for number in range(6):
-        if number == during:
-            other.start()
-            assert inside.wait(60)
-        step(kfac)
-        step(other_kfac)
-        if number == during:
-            stepped.set()
-            other.join()
-    assert left == [0]
+        with pass_elsewhere(model, x) if number == during else contextlib.nullcontext():
+            step(kfac)
+            step(other_kfac)
     for own, others in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(own, others)
     assert not any(around.under_way.total() for around in kfac._engine.capture._functions.values())

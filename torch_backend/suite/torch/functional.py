@@ -51,18 +51,15 @@ from suite.torch.hooks import (
     Hook,
     Mode,
     ModeAround,
-    ToldApart,
     after_forward,
     before_forward,
     graph_clock,
     in_traced_graph,
-    is_among,
     is_data,
     packs_with,
     root_of,
     tensors_given,
     tensors_in,
-    told_apart,
     traceable,
     when_reached,
 )
@@ -408,7 +405,8 @@ class _Watching(Mode):
         self._ids: tuple[int, set[int]] = -1, set()  # of the tensors in `known` and `made`, so many
         # And in `products` and `lookups.moved`. All only grow, but for `_changed`, which forgets both.
         self._followed: tuple[int, set[int]] = -1, set()
-        self._followed_in_graph: ToldApart = [], []  # where torch.compile traces: all of these
+        # Where torch.compile traces: the parameters among all of these, and the others.
+        self._followed_in_graph: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self.calls: dict[Any, Any] = {}  # by node of autograd's graph: a layer's call, and its input
         self.before: dict[int, tuple[int, int, int]] = {}  # by place: what had been counted
         self.began = 0 if torch.compiler.is_compiling() else graph_clock()
@@ -654,10 +652,28 @@ class _Watching(Mode):
         """`_follows` where torch.compile traces, which takes a millisecond for a few lines of Python."""
         for x in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(x, torch.Tensor):
-                if is_among(x, self._followed_in_graph):
+                if self._is_followed_in_graph(x):
                     return True
             elif isinstance(x, _LISTS) and not is_data(x) and self._follows_in_graph(x, {}):
                 return True
+        return False
+
+    def _is_followed_in_graph(self, x: torch.Tensor) -> bool:
+        """Whether it is followed, or a view of what is: modes are not asked for x.T."""
+        parameters, others = self._followed_in_graph
+        if isinstance(x, nn.Parameter):  # loops, of which torch.compile traces less than of `any`
+            for one in parameters:  # noqa: SIM110
+                if one is x:
+                    return True
+            return False
+        for one in others:
+            if one is x:
+                return True
+        base = x._base
+        if base is not None:
+            for one in parameters if isinstance(base, nn.Parameter) else others:
+                if one is base:
+                    return True
         return False
 
     def refresh_followed(self) -> None:
@@ -665,7 +681,9 @@ class _Watching(Mode):
         followed = [one.tensor for some in (self.known, self.made, self.products) for one in some]
         if self.lookups is not None:
             followed += [one.found for one in self.lookups.in_graph]
-        self._followed_in_graph = told_apart(followed)
+        parameters: list[torch.Tensor] = [x for x in followed if isinstance(x, nn.Parameter)]
+        others = [x for x in followed if not isinstance(x, nn.Parameter)]
+        self._followed_in_graph = parameters, others
 
     def _ours(self, args: Any) -> torch.Tensor | None:
         """A function's first argument, where it is known, made of what is or a view, and may be changed.

@@ -22,8 +22,6 @@ _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks"
 # Whether torch.compile sees all that modes do, and when they are off (pytorch/pytorch#149491).
 _TRACES_MODES = torch.__version__ >= "2.8"  # by version, not by letter
 
-ToldApart = tuple[list[torch.Tensor], list[torch.Tensor]]
-
 _NOTHING: Any = contextlib.nullcontext()
 _REVERSED_MINUS, _REVERSED_OVER = torch.Tensor.__rsub__, torch.Tensor.__rtruediv__
 _REVERSED_DIV, _UNFLATTEN = torch.Tensor.__rdiv__, torch.Tensor.unflatten
@@ -418,31 +416,6 @@ def tensors_given(args: Any, kwargs: Any) -> list[torch.Tensor]:
             elif levels and isinstance(x, list | tuple):
                 waiting.append((x, levels - 1))
     return found
-
-
-def told_apart(tensors: Sequence[torch.Tensor]) -> ToldApart:
-    """Parameters, and others: what torch.compile traces is to compare few of them."""
-    parameters: list[torch.Tensor] = [x for x in tensors if isinstance(x, nn.Parameter)]
-    return parameters, [x for x in tensors if not isinstance(x, nn.Parameter)]
-
-
-def is_among(x: torch.Tensor, told: ToldApart) -> bool:
-    """Whether it is one of them, or a view of one: modes are not asked for x.T."""
-    parameters, others = told
-    if isinstance(x, nn.Parameter):  # loops, of which torch.compile traces less than of `any`
-        for one in parameters:  # noqa: SIM110
-            if one is x:
-                return True
-        return False
-    for one in others:
-        if one is x:
-            return True
-    base = x._base
-    if base is not None:
-        for one in parameters if isinstance(base, nn.Parameter) else others:
-            if one is base:
-                return True
-    return False
 
 
 def tensors_in(given: Any, seen: set[int]) -> Iterator[torch.Tensor]:
