@@ -6,7 +6,9 @@ The oracle is the model as it is, whose own tests compare it to dense formulas.
 from __future__ import annotations
 
 import copy
+import operator
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -138,7 +140,11 @@ class Scores(nn.Module):
             scores = (found + 1).permute([2, 0, 1])[None]
         elif self.how == "expanded":
             scores = found[None].expand(len(x), n, n, 2).permute(0, 3, 1, 2)
-        if self.how == "expanded":
+        elif self.how == "masked":
+            scores = torch.where(hidden == 0, found.permute(2, 0, 1)[None], -1e4).contiguous()
+        elif self.how == "masked in each":
+            scores = found.permute(2, 0, 1)[None].masked_fill((x < 3)[:, None, None], -1e4)
+        if self.how in ("expanded", "masked", "masked in each"):
             y = F.scaled_dot_product_attention(q, k, v, scores)
         else:
             y = (q @ k.mT + scores + hidden).softmax(-1) @ v
@@ -189,6 +195,34 @@ def test_what_cannot_be_one_graph_is_the_same_function_and_step(make, backend):
     for own, others in zip(found, expected, strict=True):
         for a, b in zip(own, others, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-11)
+
+
+class Inner(nn.Module):
+    """Has a parameter by itself, and a layer whose weight the module around it knows, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.scale * self.layer(x).tanh()
+
+
+class WithToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.blocks = nn.Parameter(torch.randn(4)), nn.Sequential(Inner(), Inner())
+
+    def forward(self, x):
+        return self.blocks(torch.stack([x, self.token.expand(len(x), -1)], 1))
+
+
+def test_parameters_by_themselves_at_two_levels():
+    batches = [torch.randn(6, 4).double() for _ in range(3)]
+    found, expected = pair_of(WithToken, batches, "aot_eager")
+    for own, others in zip(found, expected, strict=True):
+        for a, b in zip(own, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
 class Around(nn.Module):
@@ -391,6 +425,7 @@ POSITIONS = [
     [
         *((Tokens, how) for how in POSITIONS),
         *((Scores, how) for how in ("permuted", "turned twice", "shifted", "expanded")),
+        *((Scores, how) for how in ("masked", "masked in each")),
     ],
 )
 def test_what_is_looked_up_for_all_counts_once_an_example_in_one_graph(make, how, recwarn):
@@ -401,6 +436,54 @@ def test_what_is_looked_up_for_all_counts_once_an_example_in_one_graph(make, how
         for a, b in zip(own, others, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
     assert not [w for w in recwarn if "compiled graph" in str(w.message)]
+
+
+class WithArrays(nn.Module):
+    """Some NumPy beside the layers, a parameter of its own and a stack, as in DINOv3."""
+
+    def __init__(self, compute) -> None:
+        super().__init__()
+        self.compute, self.layer = compute, nn.Linear(4, 4)
+        self.scale, self.experts = nn.Parameter(torch.ones(4)), nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, x):
+        factor = torch.from_numpy(np.asarray(self.compute(np.log(2.0)), dtype=np.float32)).sum()
+        h = self.layer(x) * self.scale * factor
+        return h @ self.experts[0] + h @ self.experts[1]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        *(lambda a, f=f: f(a, 3) for f in (operator.add, operator.sub, operator.mul, operator.truediv)),
+        *(lambda a, f=f: f(3, a) for f in (operator.sub, operator.truediv, operator.floordiv)),
+        *(lambda a, f=f: f(3, a) for f in (operator.mod, operator.pow)),
+        *(lambda a, f=f: f(a, 0.2) for f in (operator.mod, operator.pow, operator.floordiv)),
+        *(lambda a, f=f: f(a, 0.5) for f in (operator.gt, operator.ge, operator.lt, operator.le)),
+        *(lambda a, f=f: f(a, 0.5) for f in (operator.eq, operator.ne)),
+        *(
+            lambda a, f=f: f(a, 2)
+            for f in (operator.iadd, operator.isub, operator.imul, operator.itruediv)
+        ),
+        operator.neg,
+        operator.pos,
+        lambda a: ~(a > 1),
+        lambda a: np.full((2, 2), a) @ np.ones((2, 2)),
+    ],
+)
+def test_arrays_of_numpy_are_part_of_a_graph(compute):
+    torch._dynamo.reset()
+    x, found = torch.randn(6, 4), []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = WithArrays(compute)
+        kfac = KFAC(model) if attached else None
+        y = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        y.square().sum().backward()
+        found.append([y.detach(), *(p.grad for p in model.parameters())])
+        assert kfac is None or all(kfac._engine.capture.take_statistics())
+    for own, others in zip(*found, strict=True):
+        torch.testing.assert_close(own, others)
 
 
 @pytest.mark.parametrize("how", ["by keyword"])

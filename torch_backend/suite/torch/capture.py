@@ -561,6 +561,7 @@ class LayerCapture:
         indices: torch.Tensor,
         axis: int,
         factor: torch.Tensor | None,
+        masks: Sequence[torch.Tensor],
         total: torch.Tensor,
     ) -> torch.Tensor:
         """`observe_sum` in a graph that is compiled, of what was looked up, times a factor.
@@ -571,12 +572,16 @@ class LayerCapture:
             x: what was looked up.
             indices: those for each number of what is added, alike along the axis of features.
             axis: of features, from the end.
+            masks: where it is a part of the total.
         """
         self.summed_in_graph = True
         if total.numel() <= x.numel() * total.shape[axis]:
             return total
         if x.ndim == total.ndim - 1 and x.ndim and len(x) == len(total):
             return total  # once an example, for all its rows
+        for mask in masks:
+            places = mask.expand(total.shape).movedim(axis, -1).to(self.dtype)
+            factor = places if factor is None else places * factor
         rest = () if factor is None else (None, factor, None, None, None, None)
         rows = total if axis == -1 else total.movedim(axis, -1)
         index, about = indices.select(axis, 0).broadcast_to(rows.shape[:-1]), About(spec, *[None] * 5)

@@ -172,9 +172,11 @@ class FreeParameters(Mode):
         self.inside = {id(one.tensor): one.name for one in inside}
         self.running_modes = running_modes
         self.found: set[str] = set()  # names of what it met that is of modules inside
-        self.weights = {id(x) for x in weights} - {id(x) for x in constants}
-        if self.is_traced:
+        self.weights: set[int] = set()
+        if self.is_traced:  # where a graph begins under other modes, torch.compile has no id of a tensor
             self.constants += weights
+        else:
+            self.weights = {id(x) for x in weights} - {id(x) for x in constants}
         # What is made of no tensors (masks, or numbers of each example), by id; or in a graph.
         self.fresh: dict[int, weakref.ref[T]] = {}
         self.traced: list[T] = []
@@ -204,7 +206,7 @@ class FreeParameters(Mode):
         return False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        function, kwargs = traceable(function), kwargs or {}
+        function, kwargs = traceable(function, args), kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
         if not self.is_traced and torch._C._are_functorch_transforms_active():

@@ -427,7 +427,7 @@ class _Watching(Mode):
             self.refresh_followed()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        function, kwargs = traceable(function), kwargs or {}
+        function, kwargs = traceable(function, args), kwargs or {}
         if not (self._follows_in_graph(args, kwargs) if self.is_traced else self._follows(args, kwargs)):
             return function(*args, **kwargs)
         with self.looking():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 import threading
 import weakref
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd import forward_ad
@@ -22,9 +24,37 @@ _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks"
 # Whether torch.compile sees all that modes do, and when they are off (pytorch/pytorch#149491).
 _TRACES_MODES = torch.__version__ >= "2.8"  # by version, not by letter
 
-_NOTHING: Any = contextlib.nullcontext()
 _REVERSED_MINUS, _REVERSED_OVER = torch.Tensor.__rsub__, torch.Tensor.__rtruediv__
 _REVERSED_DIV, _UNFLATTEN = torch.Tensor.__rdiv__, torch.Tensor.unflatten
+# NumPy's operators, by the names of the tensors' functions that torch.compile asks modes for instead.
+_OF_ARRAYS: dict[str, Any] = {
+    "neg": operator.neg,
+    "positive": operator.pos,
+    "bitwise_not": operator.invert,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "remainder": operator.mod,
+    "pow": operator.pow,
+    "matmul": operator.matmul,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "lt": operator.lt,
+    "le": operator.le,
+    "ne": operator.ne,
+    "add_": operator.iadd,
+    "sub_": operator.isub,
+    "mul_": operator.imul,
+    "div_": operator.itruediv,
+    "__floordiv__": operator.floordiv,
+    "__rsub__": lambda x, y: y - x,
+    "__rdiv__": lambda x, y: y / x,
+    "__rtruediv__": lambda x, y: y / x,
+    "__rfloordiv__": lambda x, y: y // x,
+    "__rpow__": lambda x, y: y**x,
+    "__rmod__": lambda x, y: y % x,
+}
 _LONGEST_INDEX = 64  # what is longer, and starts with a number, is data
 # What torch keeps of a hook by its number.
 _BESIDE = (
@@ -127,7 +157,8 @@ class Mode(TorchFunctionMode):
 
     def looking(self) -> Any:
         """Around what it looks at: other modes would be asked for each attribute of a tensor."""
-        return _NOTHING if self.is_traced else torch._C.DisableTorchFunction()
+        off = _TRACES_MODES or not self.is_traced
+        return torch._C.DisableTorchFunction() if off else contextlib.nullcontext()
 
     def is_elsewhere(self) -> bool:
         """Whether what runs is compiled by itself, inside of a forward that is not."""
@@ -139,11 +170,14 @@ def over(x: torch.Tensor, number: Any) -> torch.Tensor:
     return x.reciprocal() * number
 
 
-def traceable(function: Any) -> Any:
+def traceable(function: Any, args: Any) -> Any:
     """A function as a mode is to call it, and to know it by.
 
-    torch.compile breaks its graph at the method `unflatten`, and cannot look for others in sets.
+    torch.compile breaks its graph at the method `unflatten`, and cannot look for others in sets. Where
+    NumPy's arrays are part of a graph, it cannot call on them what it asks modes for.
     """
+    if args and isinstance(args[0], np.ndarray) and torch.compiler.is_compiling():
+        return _OF_ARRAYS.get(function.__name__, function)
     if function is _REVERSED_MINUS:
         return torch.rsub
     if function is _REVERSED_OVER or function is _REVERSED_DIV:

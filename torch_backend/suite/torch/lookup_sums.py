@@ -42,11 +42,20 @@ class _InGraph(NamedTuple):
     axis: int  # of features, from the end
     found: torch.Tensor
     factor: torch.Tensor | None  # (); None: 1
+    kept: torch.Tensor | None = None  # where a mask left it, of `found`'s shape; None: everywhere
 
     def moved(self, found: torch.Tensor, step: Any, axis: int | None = None) -> _InGraph:
         """What a step makes of it, which may move the axis of features."""
         axis = self.axis if axis is None else axis
-        return self._replace(found=found, indices=step(self.indices), axis=axis)
+        kept = None if self.kept is None else step(self.kept)
+        return self._replace(found=found, indices=step(self.indices), axis=axis, kept=kept)
+
+    def masked(self, found: torch.Tensor, kept: torch.Tensor) -> _InGraph:
+        """What is left of it where `kept`, of no more rows."""
+        kept = kept.expand(found.shape)
+        if self.kept is not None:
+            kept = kept & self.kept
+        return self._replace(found=found, indices=self.indices.expand(found.shape), kept=kept)
 
     def has_features_in(self, output: torch.Tensor) -> bool:
         """Whether the axis of features may be where it was."""
@@ -97,20 +106,25 @@ class Lookups:
         Returns:
             None: the function is none that does so.
         """
-        if function not in CHOICES or kwargs or len(args) != 3 or self.in_graph:
+        if function not in CHOICES or kwargs or len(args) != 3:
             return None
         for at in CHOICES[function]:
             condition, other = (args[0], args[3 - at]) if function is torch.where else args[1:]
             if not self.has(args[at]) or (isinstance(other, torch.Tensor) and other.requires_grad):
                 continue
             kept = condition if at == 1 or function is T.where else ~condition
-            self.moved += [
-                (output, one.masked(output, kept))
-                for one in self._known()
-                if one.output() is args[at] and output.numel() == args[at].numel()
-            ]
+            if output.numel() == args[at].numel():
+                self._leave(args[at], output, kept)
             return self.meet(function, (args[at], condition), output, kept)
         return None
+
+    def _leave(self, operand: torch.Tensor, output: torch.Tensor, kept: torch.Tensor) -> None:
+        """Note that a lookup, or what was made of it, is left in `output` where `kept`."""
+        if self.in_graph:
+            self.in_graph += [one.masked(output, kept) for one in self.in_graph if one.found is operand]
+            return
+        known = [one for one in self._known() if one.output() is operand]
+        self.moved += [(output, one.masked(output, kept)) for one in known]
 
     def miss(
         self, function: Any, args: Any, kwargs: Any, output: torch.Tensor, followed: bool = True
@@ -144,7 +158,7 @@ class Lookups:
             kept: where the lookup is a part of it; None: everywhere.
         """
         if self.in_graph:
-            return self._meet_in_graph(args, output)
+            return self._meet_in_graph(args, output, kept)
         # Of `x += y` Python goes on with what is returned, of a statement `x.add_(y)` with x.
         changed = function in (T.add_, T.sub_) and not self.is_traced
         for capture in self.tables:
@@ -165,15 +179,18 @@ class Lookups:
                     return probed
         return output
 
-    def _meet_in_graph(self, operands: Sequence[Any], output: torch.Tensor) -> torch.Tensor:
+    def _meet_in_graph(
+        self, operands: Sequence[Any], output: torch.Tensor, kept: torch.Tensor | None
+    ) -> torch.Tensor:
         for operand in operands:
             for one in reversed(self.in_graph):  # what was changed in place is there again
                 capture = self.around.uses[one.place][0]
                 if operand is one.found and self._is_first_of(capture):
                     self.around.meets(one.place)
                     if one.has_features_in(output):
+                        masks = [mask for mask in (one.kept, kept) if mask is not None]
                         output = capture.observe_sum_in_graph(
-                            one.spec, one.x, one.indices, one.axis, one.factor, output
+                            one.spec, one.x, one.indices, one.axis, one.factor, masks, output
                         )
                     break
         return output

@@ -103,7 +103,7 @@ class _Watching(Mode):
         self.watched, self.saving = watched, packs_with()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        function, kwargs = traceable(function), kwargs or {}
+        function, kwargs = traceable(function, args), kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
         output = function(*args, **kwargs)

@@ -113,7 +113,7 @@ class _Counting(Mode):
         self.casts: dict[int, tuple[torch.Tensor, int]] = {}  # a weight's, and which
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        function, kwargs = traceable(function), kwargs or {}
+        function, kwargs = traceable(function, args), kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
         output = function(*args, **kwargs)
