@@ -68,6 +68,7 @@ FOLLOWED = {
     "repeat, in a list": lambda h, found: h + found[None].repeat([len(h), 1, 1]),
     "expand": lambda h, found: h + found[None].expand(len(h), -1, -1).expand_as(h) / 2,
     "and a number": lambda h, found: h - (1 + found),
+    "and numbers, with an axis more": lambda h, found: h + (2 * (found[None] - 1) + 1),
     "copies": lambda h, found: h + found.clone().contiguous(),
     "cast": lambda h, found: h + found.float().double(),
     "masked first": lambda h, found: h + (found[None] + torch.ones(1, LENGTH, 1).double().tril()),

@@ -305,7 +305,9 @@ def _rearranged_in_graph(
 
 
 def _only_shifts(other: Any, operand: torch.Tensor, total: torch.Tensor) -> bool:
-    """Whether an operand's sum with this other one, a mask perhaps, has no more rows than it."""
+    """Whether an operand's sum with this other one, a mask or a number, has no more rows than it."""
+    if isinstance(other, int | float):
+        return True
     constant = isinstance(other, torch.Tensor) and not other.requires_grad
     return constant and total.numel() == operand.numel()
 
