@@ -26,11 +26,11 @@ _TRACES_MODES = torch.__version__ >= "2.8"  # by version, not by letter
 
 _REVERSED_MINUS, _REVERSED_OVER = torch.Tensor.__rsub__, torch.Tensor.__rtruediv__
 _REVERSED_DIV, _UNFLATTEN = torch.Tensor.__rdiv__, torch.Tensor.unflatten
-# NumPy's operators, by the names of the tensors' functions that torch.compile asks modes for instead.
+# NumPy's operators, by the names of the tensors' functions that torch.compile asks modes for instead,
+# where these are no names of the arrays' own methods.
 _OF_ARRAYS: dict[str, Any] = {
     "neg": operator.neg,
     "positive": operator.pos,
-    "bitwise_not": operator.invert,
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,
     "bitwise_xor": operator.xor,
@@ -53,13 +53,7 @@ _OF_ARRAYS: dict[str, Any] = {
     "floor_divide_": operator.ifloordiv,
     "remainder_": operator.imod,
     "pow_": operator.ipow,
-    "__floordiv__": operator.floordiv,
-    "__rsub__": lambda x, y: y - x,
     "__rdiv__": lambda x, y: y / x,
-    "__rtruediv__": lambda x, y: y / x,
-    "__rfloordiv__": lambda x, y: y // x,
-    "__rpow__": lambda x, y: y**x,
-    "__rmod__": lambda x, y: y % x,
 }
 _LONGEST_INDEX = 64  # what is longer, and starts with a number, is data
 # What torch keeps of a hook by its number.
