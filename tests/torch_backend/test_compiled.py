@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from suite.torch import KFAC, LSTM
 
@@ -409,6 +410,53 @@ def test_blocks_that_are_compiled_one_by_one_are_one_graph_each():
     for own, others in zip(*ends, strict=True):
         for a, b in zip(own, others, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(20, 8), nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, x):
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("how", ["block.compile()", "torch.compile(block)"])
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 3)], ids=["evaluated in between", "a smaller rest"])
+def test_checkpoints_of_blocks_that_are_compiled_run_again_what_ran(how, sizes):
+    torch._dynamo.reset()
+    found, batches = [], [torch.randint(0, 20, (n, 8)) for n in sizes]
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Checkpointed().double()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), damping=0.01)
+        for i, block in enumerate(model.blocks if compiled else ()):
+            if how == "block.compile()":
+                block.compile(backend="aot_eager")
+            else:
+                model.blocks[i] = torch.compile(block, backend="aot_eager")
+        for _ in range(4):
+            kfac.zero_grad()
+            for x in batches:
+                (model(x).square().sum() / 100).backward()
+            kfac.step()
+            if sizes == (8, 8):
+                with torch.no_grad():
+                    model.eval()(batches[0])
+                model.train()
+        found.append([p.detach().clone() for p in model.parameters()])
+        kfac.detach()
+    for block in model.blocks:
+        assert "Apart" not in str(vars(block).get("_compiled_call_impl")) + str(
+            vars(block).get("forward")
+        )
+    for own, others in zip(*found, strict=True):
+        torch.testing.assert_close(own, others, rtol=1e-9, atol=1e-11)
 
 
 POSITIONS = [

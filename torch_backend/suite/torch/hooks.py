@@ -165,6 +165,49 @@ class Mode(TorchFunctionMode):
         return torch.compiler.is_compiling() and not self.is_traced
 
 
+class Apart:
+    """A call of what is compiled by itself, without the modes of forwards around it.
+
+    They would leave to others what it does. But torch.compile makes one thing of a call under modes and
+    another of one without; and what a checkpoint runs again, in the backward pass, has none around it.
+    These need not save the same tensors in the same order, and torch would take one for another.
+    """
+
+    _NAMES = "_compiled_call_impl", "forward"  # of `module.compile()`; of `torch.compile(module)`
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.call(*args, **kwargs)
+        modes = []
+        while isinstance(torch.overrides._get_current_function_mode(), Mode):
+            modes.append(torch.overrides._pop_mode())
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            for mode in reversed(modes):
+                torch.overrides._push_mode(mode)
+
+    @classmethod
+    def put_in(cls, model: nn.Module) -> None:
+        """In the place of calls of the model and what is inside of it, as far as that is compiled."""
+        for module in model.modules():
+            for name in cls._NAMES:
+                call = vars(module).get(name)
+                if hasattr(call, "_torchdynamo_orig_callable"):
+                    vars(module)[name] = cls(call)
+
+    @classmethod
+    def take_out(cls, model: nn.Module) -> None:
+        for module in model.modules():
+            for name in cls._NAMES:
+                call = vars(module).get(name)
+                if isinstance(call, cls):
+                    vars(module)[name] = call.call
+
+
 def over(x: torch.Tensor, number: Any) -> torch.Tensor:
     """number / x"""
     return x.reciprocal() * number
@@ -251,6 +294,13 @@ class ModeAround:
         traced = not torch.compiler.is_compiling() and torch.jit.is_tracing()  # which sees the mode
         mode = None if watched or traced else self.make_mode()
         if mode is not None:
+            module, around = self.module(), torch.overrides._get_current_function_mode
+            if (
+                not torch.compiler.is_compiling()
+                and module is not None
+                and not isinstance(around(), Mode)
+            ):
+                Apart.put_in(module)
             mode.__enter__()
             if not torch.compiler.is_compiling():
                 mode.entered_by = self

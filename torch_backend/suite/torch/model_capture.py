@@ -25,7 +25,7 @@ from suite.torch.functional import (
     has_functions,
     only_calls,
 )
-from suite.torch.hooks import ModeAround, Stacks, leave_interrupted
+from suite.torch.hooks import Apart, ModeAround, Stacks, leave_interrupted
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
 from suite.torch.recurrent import Product
 from suite.torch.stacks import StackCapture
@@ -241,6 +241,7 @@ class ModelCapture:
         self.forget_rows()
         _take_off(self._attached, self._attentions)
         self._attached.clear()
+        Apart.take_out(self._uses.model)
 
     @property
     def attached(self) -> bool:
