@@ -42,12 +42,21 @@ from suite.torch.hooks import (
     without_modes,
 )
 from suite.torch.layers import Layer, Site
-from suite.torch.looked_up import LookedUp, OfSum, UnlessBroadcast, is_of_each
+from suite.torch.looked_up import (
+    LookedUp,
+    OfSum,
+    UnlessBroadcast,
+    counts_in_sum,
+    is_of_each,
+    spreads,
+)
 from suite.torch.prepared import prepared
 from suite.torch.probe import About, ProbeInPlace, Reached, Reading, probed
 from suite.torch.rows import Bases, LayerSpec, example_count, output_positions, row_count
 from suite.torch.runs import Ending, Run
 from suite.torch.thin import KeptRows
+
+_MOST_LOOKUPS = 4  # of one table whose sums are looked for
 
 
 class Captured(NamedTuple):
@@ -106,9 +115,10 @@ class LayerCapture:
         self.recomputed = False  # whether those were in backward passes, of reentrant checkpoints
         self.read: list[int] = []  # of those whose A others share, or may: that a backward pass reached
         self.first_call = 0  # its number among all layers' calls
-        self.looked_up: LookedUp | None = None  # the last call, of an embedding
+        self.looked_up: list[LookedUp] = []  # the last calls, of an embedding
         self.arounds: list[Any] = []  # what watches the sums that its lookups are in (functional.py)
         self.summed_in_graph = False  # whether it saw one in a graph that is compiled
+        self.missed_in_graph = False  # whether it saw what is no such sum there, and is not followed
         self.ran = False  # whether it was called in this step, and not only computed again
         self.called = False  # the same, with its weight as it is, in compiled graphs, too
         self.began = 0  # how often sums began anew
@@ -132,8 +142,10 @@ class LayerCapture:
         sizes = (layer.sizes[0] + self.counts_each, layer.sizes[1])
         self.A, self.G, self.counts = self._slots(sizes, layer.diagonal)
         self.of_sums: tuple[torch.Tensor, ...] = ()  # of lookups for all examples, in compiled graphs
+        self.of_sums_of_sums: tuple[torch.Tensor, ...] = ()  # of such with others
         if layer.spec.kind == "embedding":
             self.of_sums = self._slots(sizes, layer.diagonal)
+            self.of_sums_of_sums = self._slots(sizes, layer.diagonal)
         if layer.spec.kind == "free":
             self.A = self._slot(*layer.weight.shape)
         self.transposed: tuple[torch.Tensor, ...] = ()
@@ -203,7 +215,10 @@ class LayerCapture:
 
     def slots(self) -> list[torch.Tensor]:
         """All slots, in a fixed order."""
-        return [self.A, self.G, self.counts, *self.transposed, self.products, *self.of_sums]
+        return [self.A, self.G, self.counts, *self.transposed, self.products, *self._in_graphs()]
+
+    def _in_graphs(self) -> tuple[torch.Tensor, ...]:
+        return (*self.of_sums, *self.of_sums_of_sums)
 
     def counted_slots(self) -> list[torch.Tensor]:
         """The slots that grow with every backward pass, whatever its gradients."""
@@ -336,7 +351,7 @@ class LayerCapture:
         y: torch.Tensor,
         args: Any,
         kwargs: Any,
-        unless: UnlessBroadcast | None = None,
+        of_sum: OfSum | None = None,
         made: torch.Tensor | None = None,
         whole: bool = True,
         in_place: bool = False,
@@ -382,8 +397,8 @@ class LayerCapture:
         bases = None if site.transposed else self.bases
         chosen = self._chosen(spec, x, y)
         clock: Any = self.clock if self.clock.sampled else None
-        if unless is not None:
-            clock = OfSum(clock, unless)
+        if of_sum is not None:
+            clock = of_sum
         elif spec.kind == "embedding" and not torch.compiler.is_compiling():
             clock = UnlessBroadcast(clock)
         rest: tuple[torch.Tensor | None, ...] = ()
@@ -401,7 +416,7 @@ class LayerCapture:
             *rest,
         )
         if isinstance(clock, UnlessBroadcast):
-            self.looked_up = LookedUp(weakref.ref(found), x, clock, site, found._version)
+            self._note_lookup(LookedUp(weakref.ref(found), x, clock, site, found._version))
         elif spec.kind == "embedding" and not self.clock.sampled:
             for around in self.arounds:
                 around.looked_up_in_graph(self, spec, x, found)
@@ -486,33 +501,38 @@ class LayerCapture:
         )
         return probed
 
+    def _note_lookup(self, one: LookedUp) -> None:
+        """Those of now, as far as what they found is still there, the last one at the end."""
+        alive = [other for other in self.looked_up if other.output() is not None]
+        self.looked_up = [*alive, one][-_MOST_LOOKUPS:]
+
     def observe_sum(
         self,
-        known: Sequence[LookedUp],
+        last: LookedUp,
         operand: torch.Tensor,
         total: torch.Tensor,
         changed: bool = False,
         kept: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
+    ) -> tuple[torch.Tensor, UnlessBroadcast] | None:
         """Probe what an embedding's output was added to, if that has more rows.
 
         Positions are often looked up once for all examples. What reaches the lookup then is the sum of
         the examples' gradients, whose square is not the sum of their squares.
 
         Args:
-            known: what was made of the last lookup, the newest first, and that itself; `operand` may be
-                one of them.
+            last: a lookup, or what was made of it, the operand.
             changed: whether the total took the place of another tensor, which goes on as it.
             kept: where the lookup is a part of it; None: everywhere.
 
         Returns:
-            The total with a probe behind it; None: there is none.
+            The total with a probe behind it, and by what another takes its place; None: there is none.
         """
-        last = next((one for one in known if one.output() is operand), None)
         width = self.layer.weight.shape[-1]
-        if last is None or self.leads or self.input_of is not None or not self.clock.wanted:
+        if self.leads or self.input_of is not None or not self.clock.wanted:
             return None
         if total.numel() < last.x.numel() * width:
+            return None
+        if last.sums is not None and not spreads(operand, total):
             return None
         if total.dtype.is_complex:
             self.miss_lookup(last, total)
@@ -523,29 +543,32 @@ class LayerCapture:
             return None
         index, axis = found
         rows = total if axis == -1 else total.movedim(axis, -1)
-        as_many = total.numel() == last.x.numel() * width and len(rows) > 1
-        if as_many or is_of_each(last.x, index, rows):
+        if not counts_in_sum(last.x, index, rows):
             return None
         in_place = changed and rows is total and not total._is_view()
         if changed and not in_place and self.clock.discovering:
             # Who goes on with the tensor that was changed, and not with what is returned, passes it by.
             last.unless.passed_by = functools.partial(self.clock.strays.add, self.layer.name)
-        factor = None if last.factor == 1 else torch.full((), last.factor, device=total.device)
+        factor = last.factor
+        if not isinstance(factor, torch.Tensor):
+            factor = None if factor == 1 else torch.full((), factor, device=total.device)
         for places in (last.kept, kept):
             if places is not None:
                 places = places.expand(total.shape).movedim(axis, -1).to(self.G.dtype)
-                factor = places * (last.factor if factor is None else factor)
+                factor = places if factor is None else places * factor
         index = index.broadcast_to(rows.shape[:-1])
-        probed = self._probed(
-            last.site, index, rows, (), {}, last.unless, made=factor, in_place=in_place
-        )
-        moved: torch.Tensor = probed if axis == -1 else probed.movedim(-1, axis)
-        return moved
+        clock = self.clock if self.clock.sampled else None
+        of_sum = OfSum(clock, (last.unless, *(last.sums or ())))
+        probed = self._probed(last.site, index, rows, (), {}, of_sum, made=factor, in_place=in_place)
+        return probed if axis == -1 else probed.movedim(-1, axis), of_sum.unless
 
     def miss_lookup(self, one: LookedUp, result: torch.Tensor) -> None:
         """What a lookup is used in is not followed: note it if that has more rows, of all examples."""
         width = self.layer.weight.shape[-1]
         if not self.clock.discovering or result.numel() <= one.x.numel() * width:
+            return
+        operand = one.output()
+        if one.sums is not None and (operand is None or not spreads(operand, result)):
             return
         found = one.positions(width)
         if found is not None and result.ndim >= -found[1]:
@@ -558,11 +581,12 @@ class LayerCapture:
         self,
         spec: LayerSpec,
         x: torch.Tensor,
-        indices: torch.Tensor,
+        index: torch.Tensor,
         axis: int,
         factor: torch.Tensor | None,
         masks: Sequence[torch.Tensor],
         total: torch.Tensor,
+        of_sums: bool = False,
     ) -> torch.Tensor:
         """`observe_sum` in a graph that is compiled, of what was looked up, times a factor.
 
@@ -570,22 +594,24 @@ class LayerCapture:
 
         Args:
             x: what was looked up.
-            indices: those for each number of what is added, alike along the axis of features.
+            index: what each row of what is added has of it.
             axis: of features, from the end.
             masks: where it is a part of the total.
+            of_sums: whether what is added is such a sum itself, whose place these statistics take.
         """
-        self.summed_in_graph = True
-        if total.numel() <= x.numel() * total.shape[axis]:
+        rows = total if axis == -1 else total.movedim(axis, -1)
+        if not counts_in_sum(x, index, rows):
+            if is_of_each(x, index, rows):
+                self.summed_in_graph = True
             return total
-        if x.ndim == total.ndim - 1 and x.ndim and len(x) == len(total):
-            return total  # once an example, for all its rows
+        self.summed_in_graph = True
         for mask in masks:
             places = mask.expand(total.shape).movedim(axis, -1).to(self.dtype)
             factor = places if factor is None else places * factor
         rest = () if factor is None else (None, factor, None, None, None, None)
-        rows = total if axis == -1 else total.movedim(axis, -1)
-        index, about = indices.select(axis, 0).broadcast_to(rows.shape[:-1]), About(spec, *[None] * 5)
-        found: torch.Tensor = probed(rows, index, *self.of_sums, about, *rest)
+        index, about = index.broadcast_to(rows.shape[:-1]), About(spec, *[None] * 5)
+        slots = self.of_sums_of_sums if of_sums else self.of_sums
+        found: torch.Tensor = probed(rows, index, *slots, about, *rest)
         return found if axis == -1 else found.movedim(-1, axis)
 
     def _note(self, site: Site, x: torch.Tensor, y: torch.Tensor, again: bool) -> Run | None:
@@ -627,8 +653,10 @@ class LayerCapture:
             return False
         if self.layer.spec.kind != "embedding":
             return True
-        found = self.looked_up
-        if found is None or found.x.shape == (examples,) or found.unless.was_broadcast:
+        if not self.looked_up:
+            return False
+        found = self.looked_up[-1]
+        if found.x.shape == (examples,) or found.unless.was_broadcast:
             return False
         return self.first.was_for_all_only()
 
@@ -731,7 +759,7 @@ class LayerCapture:
         self.seen.clear()
         self.read.clear()
         self._noted.clear()
-        self.looked_up = None
+        self.looked_up = []
         self.left_out = self.ran = False
         self.began += 1
         self.terms = 0.0
@@ -754,8 +782,15 @@ class LayerCapture:
 
     def counted(self) -> torch.Tensor | None:
         """(2,), rows and positions since the last `take`; None if no backward pass counted any."""
-        of_sums = self.of_sums and self.of_sums[1].grad is not None  # beside these A and G are of sums
-        return self.of_sums[2].grad if of_sums else self._sum(self.counts)
+        of_sums = self._summed()
+        return of_sums[2].grad if of_sums else self._sum(self.counts)
+
+    def _summed(self) -> tuple[torch.Tensor, ...]:
+        """The slots of lookups for all examples, beside which A and G are of sums; none: of no graph."""
+        for slots in (self.of_sums_of_sums, self.of_sums):
+            if slots and slots[1].grad is not None:
+                return slots
+        return ()
 
     def take(self, counts: Sequence[torch.Tensor] | None) -> Captured | None:
         """What was summed since the last `take`; None if no backward pass went through the layer.
@@ -764,8 +799,9 @@ class LayerCapture:
             counts: (), (): what was `counted`, which takes one call for many layers.
         """
         A, G = self._sum(self.A), self._sum(self.G)
-        if self.of_sums and self.of_sums[1].grad is not None:
-            A, G = self.of_sums[0].grad, self.of_sums[1].grad
+        of_sums = self._summed()
+        if of_sums:
+            A, G = of_sums[0].grad, of_sums[1].grad
         transposed = positions = None
         sums = [self._sum(slot) for slot in self.transposed]  # of most layers there are none
         if sums and sums[0] is not None and sums[1] is not None and sums[2] is not None:

@@ -439,6 +439,8 @@ class _Watching(Mode):
                 return found
         if function is F.scaled_dot_product_attention and self.lookups is not None:
             args, kwargs = self._with_mask_of_each(self.lookups, args, kwargs)
+        if self.is_traced and self.lookups is not None and function in (T.add_, T.sub_) and not kwargs:
+            args = args[0], self._of_each(self.lookups, args[1], args[0])
         output = function(*args, **kwargs)
         by_graph = in_traced_graph()
         with self.looking():
@@ -551,11 +553,16 @@ class _Watching(Mode):
             given, mask, shape = mask_and_scores(args, kwargs)
             if not lookups.has(mask):
                 return args, kwargs
-            zero = mask.new_zeros(())
-            if mask.numel() == math.prod(shape) and not torch.compiler.is_compiling():
-                zero.requires_grad_()  # a constant would be taken for what only shifts a mask
-            scores = zero.expand(shape)
+            scores = mask.new_zeros(()).expand(shape)
         return (), given | {"attn_mask": self.__torch_function__(torch.add, (), (scores, mask))}
+
+    def _of_each(self, lookups: Lookups, found: Any, like: torch.Tensor) -> Any:
+        """What was looked up for each number of what is changed in place: that is not made anew."""
+        with self.looking():
+            if not lookups.has(found) or found.numel() == like.numel():
+                return found
+            zeros = like.new_zeros(()).expand(like.shape)
+        return self.__torch_function__(torch.add, (), (zeros, found))
 
     def _biases(self, bias: Any) -> Any:
         """Of q, k and v, in one tensor: those of layers where it was joined of such."""
@@ -639,7 +646,7 @@ class _Watching(Mode):
         count = len(self.known) + len(self.made) + len(self.products) + len(moved)
         if self._followed[0] != count:
             tensors = [one.tensor for some in (self.known, self.made, self.products) for one in some]
-            self._followed = count, {id(x) for x in (*tensors, *(x for x, _ in moved))}
+            self._followed = count, {id(x) for x in (*tensors, *(one.output() for one in moved))}
         ids = self._followed[1]
         looked_up = [] if self.lookups is None else [id(x) for x in self.lookups.outputs()]
         with torch._C.DisableTorchFunction():  # other modes would be asked for each base

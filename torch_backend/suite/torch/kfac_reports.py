@@ -166,7 +166,11 @@ class Reports:
         if self._has_compiled:
             return
         self._has_compiled = True
-        known = {capture.layer.name for capture in self.capture.by_layer if capture.summed_in_graph}
+        known = {
+            capture.layer.name
+            for capture in self.capture.by_layer
+            if capture.summed_in_graph and not capture.missed_in_graph
+        }
         counts = {
             layer.name: captured.positions[0].to(terms)
             for layer, captured in zip(self.layers, taken, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,19 +28,27 @@ class UnlessBroadcast:
 
 
 class OfSum:
-    """In place of a clock: a sum that takes statistics takes them from the lookup, which comes after."""
+    """In place of a clock: a sum that takes statistics takes them from what comes after it.
 
-    def __init__(self, clock: CaptureClock | None, unless: UnlessBroadcast) -> None:
-        self.clock, self.unless = clock, unless
+    That is the lookup, and a sum of what was looked up with others of its kind, which this one has more
+    rows than.
+    """
+
+    def __init__(self, clock: CaptureClock | None, before: Sequence[UnlessBroadcast]) -> None:
+        self.before, self.unless = before, UnlessBroadcast(clock)
 
     @property
     def sampling(self) -> bool:
-        self.unless.was_broadcast = True
-        return self.clock is None or self.clock.sampling
+        for one in self.before:
+            one.was_broadcast = True
+        return self.unless.sampling
 
 
 class LookedUp(NamedTuple):
-    """What an embedding's call found, or that with its axes moved about, or a multiple of it."""
+    """What an embedding's call found, or that with its axes moved about, or a multiple of it.
+
+    Or the sum of that and of other things that have no examples, perhaps.
+    """
 
     output: weakref.ref[torch.Tensor]
     x: torch.Tensor
@@ -48,22 +56,25 @@ class LookedUp(NamedTuple):
     site: Site
     version: int  # of the output, which may be changed in place unseen
     steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()  # from what was found
-    factor: float = 1.0
+    factor: Any = 1.0  # or (), a tensor
     kept: torch.Tensor | None = None  # where a mask left it, of the output's shape; None: everywhere
+    sums: tuple[UnlessBroadcast, ...] | None = None  # of a sum: those that have statistics of it
 
-    def moved(self, output: torch.Tensor, step: Any, factor: float = 1.0) -> LookedUp:
+    def moved(self, output: torch.Tensor, step: Any, factor: Any = 1.0) -> LookedUp:
         """What a step, or a factor, makes of it."""
         steps = self.steps if step is None else (*self.steps, step)
-        return LookedUp(
-            weakref.ref(output),
-            self.x,
-            self.unless,
-            self.site,
-            output._version,
-            steps,
-            self.factor * factor,
-            self.kept if self.kept is None or step is None else step(self.kept),
+        return self._replace(
+            output=weakref.ref(output),
+            version=output._version,
+            steps=steps,
+            factor=self.factor * factor,
+            kept=self.kept if self.kept is None or step is None else step(self.kept),
         )
+
+    def summed(self, total: torch.Tensor, *probes: UnlessBroadcast) -> LookedUp:
+        """What it is a part of, and the probes there."""
+        step = functools.partial(torch.broadcast_to, size=total.shape)
+        return self.moved(total, step)._replace(sums=(*(self.sums or ()), *probes))
 
     def masked(self, output: torch.Tensor, kept: torch.Tensor) -> LookedUp:
         """What is left of it where `kept`, of no more rows."""
@@ -85,11 +96,41 @@ class LookedUp(NamedTuple):
                     index, marks = step(index), step(marks)
             except RuntimeError:  # of a view, where these lie otherwise in memory than what was found
                 return None
-        sides = zip(range(-marks.ndim, 0), marks.shape, marks.stride(), strict=True)
-        axes = [axis for axis, n, stride in sides if n > 1 and stride]
-        if len(axes) != 1 or marks.shape[axes[0]] != width:
-            return None
-        return index.select(axes[0], 0), axes[0]
+        axis = axis_of_features(marks, width)
+        return None if axis is None else (index.select(axis, 0), axis)
+
+
+def axis_of_features(marks: torch.Tensor, width: int) -> int | None:
+    """The axis, from the end, that has all features in their order; None: there is none.
+
+    Args:
+        marks: a view, of each number of what was looked up, of which feature it is.
+    """
+    axes = [axis for axis in range(-marks.ndim, 0) if marks.shape[axis] > 1 and marks.stride(axis)]
+    if width == 1:
+        axes = [axis for axis in range(-marks.ndim, 0) if marks.shape[axis] == 1][-1:]
+    return axes[0] if len(axes) == 1 and marks.shape[axes[0]] == width else None
+
+
+def spreads(operand: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether a sum has more rows than this operand, along an axis in front."""
+    if total.numel() <= operand.numel():
+        return False
+    return operand.ndim < total.ndim or len(operand) < len(total)
+
+
+def counts_in_sum(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether rows of a sum with a lookup for all examples are those that count.
+
+    Args:
+        x: what was looked up.
+        index: what each row has of it.
+        rows: (..., width), the sum.
+    """
+    positions = rows.numel() // max(rows.shape[-1], 1)
+    if positions < x.numel() or (positions == x.numel() and len(rows) > 1):
+        return False
+    return not is_of_each(x, index, rows)
 
 
 def is_of_each(x: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> bool:

@@ -11,13 +11,15 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import nn
 
-from suite.torch.calls import ARGUMENTS, keeps_order
+from suite.torch.calls import ARGUMENTS
 from suite.torch.capture import LayerCapture
-from suite.torch.free import CASTS, COPIES, QUOTIENTS, SUMS, TIMES, VIEWS, T, order_of
-from suite.torch.hooks import packs_with, tensors_given
-from suite.torch.looked_up import LookedUp, as_repeated
+from suite.torch.free import CASTS, COPIES, NEGATIONS, QUOTIENTS, SUMS, TIMES, VIEWS, T
+from suite.torch.hooks import packs_with, root_of, tensors_given
+from suite.torch.looked_up import LookedUp, as_repeated, axis_of_features, spreads
 from suite.torch.made_weights import CHOICES
 from suite.torch.rows import LayerSpec
 
@@ -25,7 +27,12 @@ if TYPE_CHECKING:
     from suite.torch.functional import FunctionCapture
 
 _ARITHMETIC = TIMES | QUOTIENTS | SUMS
-_MOVES = VIEWS | COPIES | CASTS | _ARITHMETIC
+_SCALINGS = TIMES | QUOTIENTS | NEGATIONS
+_MOVES = VIEWS | COPIES | CASTS | _ARITHMETIC | NEGATIONS
+# What changes its first argument, but for `T.__setitem__`.
+_METHODS = vars(torch._C.TensorBase).items()
+_IN_PLACE = {method for name, method in _METHODS if name.endswith("_") and not name.endswith("__")}
+_IN_PLACE |= {T.__iadd__, T.__isub__, T.__imul__, T.__idiv__, T.__itruediv__}
 # What does not broadcast, or whose rows are no tensor's of its operands.
 _FOLLOWED = VIEWS | CASTS | COPIES | ARGUMENTS.keys() | {torch.einsum}
 _FOLLOWED |= {torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack}
@@ -33,33 +40,40 @@ _FOLLOWED |= {torch.nn.functional.pad}
 
 
 class _InGraph(NamedTuple):
-    """What a graph that is compiled found in a table, with its axes moved, or a multiple of it."""
+    """What a graph that is compiled found in a table, with its axes moved, or a multiple of it.
+
+    Or the sum of that and of other things that have no examples, perhaps.
+    """
 
     place: int  # in `FunctionCapture.uses`
     spec: LayerSpec
     x: torch.Tensor
-    indices: torch.Tensor  # of `found`'s shape, alike along the axis of features
-    axis: int  # of features, from the end
+    indices: torch.Tensor  # of `found`'s shape: what each number was looked up by
+    marks: torch.Tensor  # likewise, which feature it is
     found: torch.Tensor
-    factor: torch.Tensor | None  # (); None: 1
+    since: int  # what of one `found` was noted together is true together, the newest
+    factor: torch.Tensor | None = None  # (); None: 1
     kept: torch.Tensor | None = None  # where a mask left it, of `found`'s shape; None: everywhere
+    is_sum: bool = False
 
-    def moved(self, found: torch.Tensor, step: Any, axis: int | None = None) -> _InGraph:
-        """What a step makes of it, which may move the axis of features."""
-        axis = self.axis if axis is None else axis
+    def moved(self, found: torch.Tensor, step: Any) -> _InGraph:
+        """What a step makes of it."""
         kept = None if self.kept is None else step(self.kept)
-        return self._replace(found=found, indices=step(self.indices), axis=axis, kept=kept)
+        return self._replace(found=found, indices=step(self.indices), marks=step(self.marks), kept=kept)
+
+    def spread(self, found: torch.Tensor) -> _InGraph:
+        """What is the same for more rows, or has a constant added."""
+        return self.moved(found, functools.partial(torch.broadcast_to, size=found.shape))
 
     def masked(self, found: torch.Tensor, kept: torch.Tensor) -> _InGraph:
         """What is left of it where `kept`, of no more rows."""
-        kept = kept.expand(found.shape)
-        if self.kept is not None:
-            kept = kept & self.kept
-        return self._replace(found=found, indices=self.indices.expand(found.shape), kept=kept)
+        kept, spread = kept.expand(found.shape), self.spread(found)
+        return spread._replace(kept=kept if spread.kept is None else kept & spread.kept)
 
-    def has_features_in(self, output: torch.Tensor) -> bool:
-        """Whether the axis of features may be where it was."""
-        return output.ndim >= -self.axis and output.shape[self.axis] == self.found.shape[self.axis]
+    def positions(self, width: int) -> tuple[torch.Tensor, int] | None:
+        """As those of a `LookedUp`."""
+        axis = axis_of_features(self.marks, width)
+        return None if axis is None else (self.indices.select(axis, 0), axis)
 
 
 class Lookups:
@@ -74,7 +88,8 @@ class Lookups:
         """
         self.around, self.tables, self.is_traced = around, tables, traced
         self.saving = packs_with()
-        self.moved: list[tuple[torch.Tensor, LookedUp]] = []  # kept alive, for who adds it
+        self.moved: list[LookedUp] = []
+        self._alive: list[torch.Tensor] = []  # what these are, for who adds it; of sums none
         self.in_graph: list[_InGraph] = []
 
     def outputs(self) -> list[torch.Tensor | None]:
@@ -84,15 +99,26 @@ class Lookups:
     def note_in_graph(self, place: int, spec: LayerSpec, x: torch.Tensor, found: torch.Tensor) -> None:
         """A lookup in a graph that is compiled."""
         indices = x[..., None].expand(found.shape)
-        self.in_graph.append(_InGraph(place, spec, x, indices, -1, found, None))
+        marks = torch.arange(found.shape[-1], device=x.device).expand(found.shape)
+        self._note_in_graph([_InGraph(place, spec, x, indices, marks, found, 0)])
+
+    def _note_in_graph(self, some: Sequence[_InGraph]) -> None:
+        since = len(self.in_graph)
+        self.in_graph += [one._replace(since=since) for one in some]
+
+    def _note(self, output: torch.Tensor, some: Sequence[LookedUp]) -> None:
+        self.moved += some
+        if any([one.sums is None for one in some]):  # noqa: C419
+            self._alive.append(output)
 
     def follow(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         """A function has made this; note what it made of a lookup."""
+        if self.is_traced:
+            self._follow_in_graph(function, args, kwargs, output)
+            return
         self.miss(function, args, kwargs, output)
         if function in _MOVES:
             self._follow(function, args, kwargs, output)
-            if self.in_graph and args:
-                self.in_graph += self._moved_in_graph(function, args, kwargs, output)
 
     def has(self, x: Any) -> bool:
         """Whether it is what a lookup found, or what became of that."""
@@ -120,11 +146,10 @@ class Lookups:
 
     def _leave(self, operand: torch.Tensor, output: torch.Tensor, kept: torch.Tensor) -> None:
         """Note that a lookup, or what was made of it, is left in `output` where `kept`."""
-        if self.in_graph:
-            self.in_graph += [one.masked(output, kept) for one in self.in_graph if one.found is operand]
+        if self.is_traced:
+            self._note_in_graph([one.masked(output, kept) for one in self._of_in_graph(operand)])
             return
-        known = [one for one in self._known() if one.output() is operand]
-        self.moved += [(output, one.masked(output, kept)) for one in known]
+        self._note(output, [one.masked(output, kept) for one in self._of(operand)])
 
     def miss(
         self, function: Any, args: Any, kwargs: Any, output: torch.Tensor, followed: bool = True
@@ -157,43 +182,82 @@ class Lookups:
         Args:
             kept: where the lookup is a part of it; None: everywhere.
         """
-        if self.in_graph:
+        if len(args) != 2:
+            return output
+        if self.is_traced:
             return self._meet_in_graph(args, output, kept)
         # Of `x += y` Python goes on with what is returned, of a statement `x.add_(y)` with x.
-        changed = function in (T.add_, T.sub_) and not self.is_traced
-        for capture in self.tables:
-            if not self._is_first_of(capture):
-                continue
-            for operand, other in (args, args[::-1]) if len(args) == 2 else ():
-                last = capture.looked_up
-                if last is None or not isinstance(operand, torch.Tensor):
+        changed, sums = function in (T.add_, T.sub_), list[tuple[LookedUp, Any]]()
+        for operand, other in (args, args[::-1]):
+            for one in self._of(operand):
+                capture = self._table_of(one)
+                if capture is None or not self._is_first_of(capture):
                     continue
-                known = [one for _, one in reversed(self.moved) if one.unless is last.unless]
+                if _only_shifts(other, operand, output) or _is_of_one(one, operand, output):
+                    self.around.find(capture)  # of one example it may be what others are added to
                 if _only_shifts(other, operand, output):
-                    if any([one.output() is operand for one in (*known, last)]):  # noqa: C419
-                        self.around.find(capture)  # of one example it may be what others are added to
                     continue
-                probed = capture.observe_sum([*known, last], operand, output, changed, kept)
+                probed = capture.observe_sum(one, operand, output, changed, kept)
                 if probed is not None:
+                    output = probed[0]
                     (self._seeing(capture) or [self])[-1].around.find(capture)
-                    return probed
+                if self._may_have_no_examples(other):
+                    sums.append((one, probed[1:] if probed else ()))
+        self._note(output, [one.summed(output, *probes) for one, probes in sums])
         return output
 
     def _meet_in_graph(
         self, operands: Sequence[Any], output: torch.Tensor, kept: torch.Tensor | None
     ) -> torch.Tensor:
-        for operand in operands:
-            for one in reversed(self.in_graph):  # what was changed in place is there again
+        sums = []
+        for operand, other in (operands, operands[::-1]):
+            for one in self._of_in_graph(operand):
                 capture = self.around.uses[one.place][0]
-                if operand is one.found and self._is_first_of(capture):
-                    self.around.meets(one.place)
-                    if one.has_features_in(output):
-                        masks = [mask for mask in (one.kept, kept) if mask is not None]
-                        output = capture.observe_sum_in_graph(
-                            one.spec, one.x, one.indices, one.axis, one.factor, masks, output
-                        )
-                    break
+                if not self._is_first_of(capture):
+                    continue
+                self.around.meets(one.place)
+                if _only_shifts(other, operand, output):
+                    continue
+                if self._may_have_no_examples(other):
+                    sums.append(one)
+                if one.is_sum and not spreads(operand, output):
+                    continue
+                width = capture.layer.weight.shape[-1]
+                found = one.positions(width)
+                if found is None or output.ndim < -found[1] or output.shape[found[1]] != width:
+                    capture.missed_in_graph = True
+                    continue
+                masks = [mask for mask in (one.kept, kept) if mask is not None]
+                output = capture.observe_sum_in_graph(
+                    one.spec, one.x, *found, one.factor, masks, output, one.is_sum
+                )
+        self._note_in_graph([one.spread(output)._replace(is_sum=True) for one in sums])
         return output
+
+    def _may_have_no_examples(self, x: Any) -> bool:
+        """Whether it was looked up or is a parameter, so that a sum with it may be of none either."""
+        if not isinstance(x, torch.Tensor):
+            return False
+        return isinstance(root_of(x), nn.Parameter) or self.has(x)
+
+    def _of(self, x: Any) -> list[LookedUp]:
+        """The lookups that something is, or is made of."""
+        if not isinstance(x, torch.Tensor):
+            return []
+        found = [one for one in self._known() if one.output() is x]
+        return [one for one in found if one.version == found[-1].version]
+
+    def _of_in_graph(self, x: Any) -> list[_InGraph]:
+        """The same where torch.compile traces."""
+        found = [one for one in self.in_graph if one.found is x]
+        return [one for one in found if one.since == found[-1].since]
+
+    def _table_of(self, one: LookedUp) -> LayerCapture | None:
+        """Where it was looked up."""
+        for capture in self.tables:
+            if any([site is one.site for site in capture.layer.sites]):  # noqa: C419
+                return capture
+        return None
 
     def _is_first_of(self, capture: LayerCapture) -> bool:
         """Whether these are the outermost that see a function with a table's lookup."""
@@ -210,106 +274,159 @@ class Lookups:
         return self.is_traced == other.is_traced and self.saving is other.saving
 
     def _latest(self) -> Iterator[LookedUp]:
-        """The last lookup in each table."""
+        """The last lookups in each table."""
         for capture in self.tables:
-            if capture.looked_up is not None:
-                yield capture.looked_up
+            yield from capture.looked_up
 
     def _known(self) -> list[LookedUp]:
-        return [*self._latest(), *(one for _, one in self.moved)]
+        return [*self._latest(), *self.moved]
 
     def _miss(self, one: LookedUp, result: torch.Tensor, followed: bool) -> None:
-        for capture in self.tables:
-            if capture.looked_up is None or capture.looked_up.unless is not one.unless:
-                continue
-            under_way, here = [around.lookups() for around in capture.arounds], packs_with()
-            if followed or all([own is None or own.saving is not here for own in under_way]):  # noqa: C419
-                capture.miss_lookup(one, result)
+        capture = self._table_of(one)
+        if capture is None:
+            return
+        under_way, here = [around.lookups() for around in capture.arounds], packs_with()
+        if followed or all([own is None or own.saving is not here for own in under_way]):  # noqa: C419
+            capture.miss_lookup(one, result)
 
     def _follow(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         """Its axes moved about, or a multiple of it."""
-        for one in self._known():
-            at = [i for i, x in enumerate(args[:2]) if x is one.output()]
-            if not at:
+        for at, operand in enumerate(args[:2]):
+            known = self._of(operand)
+            if not known:
                 continue
-            other = None if len(args) < 2 else args[1 - at[0]]
+            step, factor = None, 1.0
+            other = None if len(args) < 2 else args[1 - at]
             if function in SUMS:
-                if isinstance(other, int | float):
-                    self.moved.append((output, one.moved(output, None)))
-                elif len(args) == 2 and not kwargs and _only_shifts(other, args[at[0]], output):
-                    step = functools.partial(torch.broadcast_to, size=output.shape)
-                    self.moved.append((output, one.moved(output, step)))
+                if len(args) != 2 or kwargs or not _only_shifts(other, operand, output):
+                    continue
+                step = functools.partial(torch.broadcast_to, size=output.shape)
             elif function in CASTS:
-                if at == [0] and output is not args[0]:
-                    self.moved.append((output, one.moved(output, None)))
-            elif function not in TIMES | QUOTIENTS and at == [0]:
+                if at or output is operand:
+                    continue
+            elif function not in _SCALINGS:
+                if at:
+                    continue
                 step = functools.partial(_rearranged, function, args[1:], kwargs)
-                self.moved.append((output, one.moved(output, step)))
-            elif function in TIMES and isinstance(other, int | float):
-                self.moved.append((output, one.moved(output, None, other)))
-            elif function in QUOTIENTS and at == [0] and isinstance(other, int | float) and other:
-                self.moved.append((output, one.moved(output, None, 1 / other)))
+            else:
+                factor = _scale(function, args, at)
+                if factor is None:
+                    continue
+            self._note(output, [one.moved(output, step, factor) for one in known])
 
-    def _moved_in_graph(
-        self, function: Any, args: Any, kwargs: Any, output: torch.Tensor
-    ) -> list[_InGraph]:
-        """What a step makes of lookups that is still one."""
-        moved = [self._made_in_graph(one, function, args, kwargs, output) for one in self.in_graph]
-        return [one for one in moved if one is not None]
+    def _follow_in_graph(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        """The same where torch.compile traces; and note what is not followed."""
+        self._change_in_graph(function, args)
+        for at, operand in enumerate(args[:2]):
+            made = [
+                new
+                for one in self._of_in_graph(operand)
+                for new in [self._made_in_graph(one, function, args, kwargs, output, at)]
+                if new is not None
+            ]
+            self._note_in_graph(made)
+            if made:
+                return
+        if function in SUMS and len(args) == 2 and not kwargs:
+            return
+        for x in tensors_given(args, kwargs):
+            known = self._of_in_graph(x)
+            self._miss_in_graph([one for one in known if not one.is_sum or spreads(x, output)])
+
+    def _miss_in_graph(self, some: Sequence[_InGraph]) -> None:
+        for one in some:
+            self.around.uses[one.place][0].missed_in_graph = True
+
+    def _change_in_graph(self, function: Any, args: Any) -> None:
+        """What shares its memory with what is changed is what it was no more."""
+        if function not in _IN_PLACE and function is not T.__setitem__:
+            return
+        root = root_of(args[0])
+        changed = [one for one in self.in_graph if root_of(one.found) is root]
+        if function in _ARITHMETIC:
+            changed = [one for one in changed if one.found is not args[0]]
+        if changed:
+            self._miss_in_graph(changed)
+            gone = [one.found for one in changed]
+            self.in_graph = [
+                one
+                for one in self.in_graph
+                if not any([one.found is x for x in gone])  # noqa: C419 (torch.compile)
+            ]
 
     def _made_in_graph(
-        self, one: _InGraph, function: Any, args: Any, kwargs: Any, output: torch.Tensor
+        self, one: _InGraph, function: Any, args: Any, kwargs: Any, output: torch.Tensor, at: int
     ) -> _InGraph | None:
         """Rearranged, shifted by what has no more rows, or a number of times; None: none of these."""
-        if args[0] is one.found and function not in _ARITHMETIC:
-            return _rearranged_in_graph(one, function, args, kwargs, output)
-        if function not in _ARITHMETIC or len(args) != 2 or kwargs:
+        if function not in _MOVES:
             return None
-        first, second = args
-        if first is not one.found and second is not one.found:
-            return None
-        other = second if first is one.found else first
-        if function in SUMS and not isinstance(other, (int, float)):
-            if not _only_shifts(other, one.found, output):
-                return None
-            return one.moved(output, functools.partial(torch.broadcast_to, size=output.shape))
         if function in SUMS:
-            return one._replace(found=output)
-        if not isinstance(other, (int, float)):
-            return None
-        if function in QUOTIENTS:
-            if first is not one.found or not other:
+            shifts = len(args) == 2 and not kwargs and _only_shifts(args[1 - at], one.found, output)
+            return one.spread(output) if shifts else None
+        if function in _SCALINGS:
+            factor = _scale(function, args, at)
+            if factor is None or kwargs:
                 return None
-            other = 1 / other
-        dtype = self.around.uses[one.place][0].dtype
-        factor = torch.ones((), dtype=dtype, device=output.device)
-        factor = factor * other if one.factor is None else one.factor * other
-        return one._replace(found=output, factor=factor)
+            if not isinstance(factor, torch.Tensor):
+                dtype = self.around.uses[one.place][0].dtype
+                factor = torch.ones((), dtype=dtype, device=output.device) * factor
+            return one._replace(
+                found=output, factor=factor if one.factor is None else one.factor * factor
+            )
+        if at or not _is_basic(function, args):
+            return None
+        if function in CASTS:
+            return one._replace(found=output)
+        return one.moved(output, functools.partial(_rearranged, function, args[1:], kwargs))
 
 
-def _rearranged_in_graph(
-    one: _InGraph, function: Any, args: Any, kwargs: Any, output: torch.Tensor
-) -> _InGraph | None:
-    """A cast, with more axes in front, in another order, or the same for more rows; None: none of it."""
-    if function in CASTS:
-        return one._replace(found=output)
-    again = functools.partial(_rearranged, function, args[1:], kwargs)
-    order, shape = order_of(function, args, kwargs), one.found.shape
-    if order is not None:
-        axis = order.index(one.found.ndim + one.axis) - one.found.ndim
-        return one.moved(output, again, axis)
-    if keeps_order(function, args):
-        last = output.shape[output.ndim - len(shape) :]
-        return one.moved(output, again) if last == shape and output.numel() == shape.numel() else None
-    return one.moved(output, again) if function in COPIES and one.has_features_in(output) else None
+def _is_basic(function: Any, args: Any) -> bool:
+    """Whether it rearranges alike whatever the dtype and the numbers are."""
+    if function is T.view:
+        return not any([isinstance(x, torch.dtype) for x in args[1:]])  # noqa: C419 (torch.compile)
+    if function is not T.__getitem__:
+        return True
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return not any([isinstance(i, torch.Tensor | list) for i in index])  # noqa: C419 (torch.compile)
+
+
+def _scale(function: Any, args: Any, at: int) -> Any:
+    """The number that a function multiplies its operand at this place with; None: it does not."""
+    if function in NEGATIONS:
+        return -1.0
+    if len(args) != 2 or (at and function in QUOTIENTS):
+        return None
+    number = args[1 - at]
+    if isinstance(number, torch.Tensor):
+        if number.ndim or number.requires_grad or number.dtype.is_complex:
+            return None
+        number = number.detach().clone()  # which may be changed in place
+    elif not isinstance(number, int | float | np.number) or isinstance(number, complex):
+        return None
+    elif not isinstance(number, int | float):
+        number = float(number)
+    if function in QUOTIENTS:
+        return 1 / number if isinstance(number, torch.Tensor) or number else None
+    return number
+
+
+def _is_of_one(one: LookedUp, operand: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether a sum that was looked up may be added to one example."""
+    alike = total.numel() == operand.numel()
+    return one.sums is not None and alike and (operand.ndim < total.ndim or len(operand) == 1)
 
 
 def _only_shifts(other: Any, operand: torch.Tensor, total: torch.Tensor) -> bool:
-    """Whether an operand's sum with this other one, a mask or a number, has no more rows than it."""
+    """Whether an operand's sum with this other one, a mask or a number, has no more rows than it.
+
+    One number that is expanded is for what is to be as large.
+    """
     if isinstance(other, int | float):
         return True
     constant = isinstance(other, torch.Tensor) and not other.requires_grad
-    return constant and total.numel() == operand.numel()
+    if not constant or total.numel() != operand.numel():
+        return False
+    return other.ndim == 0 or any([step != 0 for step in other.stride()])  # noqa: C419 (torch.compile)
 
 
 def _rearranged(function: Any, rest: Any, kwargs: Any, x: torch.Tensor) -> Any:
