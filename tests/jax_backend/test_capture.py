@@ -587,6 +587,38 @@ def test_the_plan_says_how_many_terms_and_by_which_layer():
     assert float(vag(params, x)[2].terms) == 10
 
 
+def laplacian_loss(p, points):
+    def u(z):
+        return (jnp.tanh(jnp.tanh(z @ p["a"]) @ p["w"]) @ p["v"])[0]
+
+    return jnp.mean(jax.vmap(lambda z: jnp.trace(jax.hessian(u)(z)) + 1)(points) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "arguments"),
+    [
+        (lambda p: laplacian_loss(p, grid()), ()),
+        (lambda p, weight: weight * laplacian_loss(p, grid()), (1.0,)),
+        (lambda p, step: laplacian_loss(p, grid()), (3,)),
+        (lambda p, weights: weights[0] * laplacian_loss(p, grid()), (np.ones(2),)),
+        (lambda p, end: laplacian_loss(p, end * grid()), (1.0,)),
+    ],
+    ids=["no argument", "a weight", "not used", "weights", "of an interval"],
+)
+def test_points_that_a_loss_makes_are_its_terms_whatever_it_is_given(loss, arguments):
+    params = {"a": normal(2, 6), "w": normal(6, 4, seed=1), "v": normal(4, 1, seed=2)}
+    expected = value_and_grad(laplacian_loss)(params, grid())[2]
+    sums = value_and_grad(loss)(params, *(jnp.asarray(x) for x in arguments))[2]
+    assert float(sums.terms) == float(expected.terms) == 16
+    for own, other in zip(jax.tree.leaves(sums), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-9, atol=1e-12)
+
+
+def grid():
+    side = jnp.linspace(0, 1, 4)
+    return jnp.stack(jnp.meshgrid(side, side), -1).reshape(-1, 2)
+
+
 def counted_loss(p, x, *, counted):
     """Of tokens, some of which do not count."""
     own = jnp.sum(jnp.sin(jnp.tanh(x @ p["w"]) @ p["v"]), -1)

@@ -49,7 +49,9 @@ def of_examples(
     filled = {node.outputs[0] for node in made if node.inputs == (None,)}
     found |= {v for v in filled if _shape(program, v) in shapes}
     found |= {node.outputs[0] for node in made if _repeats(program, node, batch)}
-    return jaxprs.dependent_values(program, found), weights
+    found = jaxprs.dependent_values(program, found)
+    # Where arguments are weights of terms, or not used, examples are made in the loss: unknown which.
+    return found if _reach(program, found, program.inputs[:leaves]) else set(), weights
 
 
 def batch_of(program: jaxprs.Program, arguments: Sequence[int]) -> int:
@@ -104,6 +106,16 @@ def _meet(program: jaxprs.Program, some: Collection[int], others: Collection[int
     products = (operations.DotGeneral, operations.Convolve)
     pairs = [node.inputs[:2] for node in program.nodes if isinstance(node.operation, products)]
     return any((a in some and b in others) or (b in some and a in others) for a, b in pairs)
+
+
+def _reach(program: jaxprs.Program, some: set[int], leaves: Collection[int]) -> bool:
+    """Whether any of these is used together with more than a number that leaves are a part of."""
+    of_leaves = {v for v in jaxprs.dependent_values(program, leaves) if _shape(program, v)}
+    for node in program.nodes:
+        given = {v for v in node.inputs if v is not None}
+        if given & of_leaves and given - of_leaves & some:
+            return True
+    return False
 
 
 def _weights(program: jaxprs.Program, given: Collection[int], trained: Collection[int]) -> set[int]:

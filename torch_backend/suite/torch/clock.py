@@ -237,11 +237,17 @@ class CaptureClock:
 class _Pass:
     """Called at the end of a backward pass; what raises drops it instead."""
 
+    _clock: CaptureClock | None = None  # of one that torch.compile makes while it traces
+
     def __init__(self, clock: CaptureClock, number: int) -> None:
         self._clock, self._number = clock, number
 
     def __call__(self) -> None:
-        self._clock.passed(self._number, raised=False)
+        self._over(raised=False)
 
     def __del__(self) -> None:
-        self._clock.passed(self._number, raised=True)
+        self._over(raised=True)
+
+    def _over(self, raised: bool) -> None:
+        if self._clock is not None:
+            self._clock.passed(self._number, raised=raised)
