@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from suite.torch.free import ADDED, T
 from suite.torch.layers import Site
+from suite.torch.operations import ADDED, T
 from suite.torch.rows import Axes, LayerSpec, paddings
 
 # Which take a layer's weight transposed, (in, out).

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from suite.core.statistics import elementwise_second_moment_sum
+from suite.torch.copies import Copies
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
 from suite.torch.einsum import axes_of, operands_of
 from suite.torch.gates import Member, Origin, Products
@@ -38,41 +39,37 @@ from suite.torch.hooks import (
     when_reached,
     without_modes,
 )
+from suite.torch.looked_up import UnlessBroadcast
+from suite.torch.operations import (
+    ADDED,
+    ADDED_ENTRYWISE,
+    ARITHMETIC,
+    CASTS,
+    COPIES,
+    LERP,
+    LISTS,
+    LOOKS,
+    MATRIX,
+    NEGATIONS,
+    PRELU,
+    QUOTIENTS,
+    SHIFTED,
+    SPLITS,
+    SUMS,
+    TIMES,
+    VIEWS,
+    T,
+    ends_of_groups,
+    is_subtracted,
+    mask_and_scores,
+    turns_over,
+    viewed,
+)
 from suite.torch.probe import passed_on
 from suite.torch.resized import resized_slot
 from suite.torch.rows import Axes, counts_like
 from suite.torch.runs import Run
 
-T: Any = torch.Tensor
-
-ADDITIONS = {torch.add, T.add, T.__add__, T.__radd__, T.add_, T.__iadd__}
-SUMS = ADDITIONS | {torch.sub, T.sub, T.__sub__, T.__rsub__, torch.rsub, T.sub_, T.__isub__}
-NEGATIONS = {torch.neg, T.neg, T.__neg__}
-TIMES = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.multiply, T.multiply}
-_PRELU = {torch.prelu, F.prelu, T.prelu}
-COPIES = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
-ADDED = {torch.addmm, T.addmm}
-_ADDED_ENTRYWISE, _LERP = {torch.addcmul, T.addcmul}, {torch.lerp, T.lerp}
-MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
-CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T.clone}
-VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
-         torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
-         torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
-JOINS = {torch.cat, torch.concat, torch.concatenate, torch.hstack}
-_LISTS = JOINS | {torch.stack, torch.vstack}
-_OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-_SPLITS = {T.chunk, torch.chunk, T.split, torch.split, T.unbind, torch.unbind, T.tensor_split,
-           torch.tensor_split}  # fmt: skip
-_TRANSPOSE, _TURN = {T.transpose, torch.transpose, T.swapaxes, torch.swapaxes}, {T.mT.__get__}
-_PERMUTE = {T.permute, torch.permute}
-# Products of rows with their group's matrix of a stack. torch.compile shows modes none of torch's own,
-# only the operator that transformers has for what those cannot do, which is known by its name.
-_GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
-_GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
-_SHIFTED = ADDED | _ADDED_ENTRYWISE  # products that the first operand is added to
-LOOKS = {T._base.__get__}  # no uses of a view: another mode looks whose it is
-QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
-_ARITHMETIC = SUMS | TIMES | QUOTIENTS
 # Kinds of uses that are products of rows: the axes of the output that have the features.
 _FEATURES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("linear", "right", "grouped"), (-1,)),
@@ -97,27 +94,6 @@ _ENTRYWISE: dict[Any, Any] = {
     ),
 }  # fmt: skip
 _SOFTPLUS = F.softplus  # whose derivative is another with another `beta`
-
-
-def is_subtracted(function: Any, place: int) -> bool:
-    """Whether the operand at `place` of one of the `SUMS` is taken off the other."""
-    if function in ADDITIONS:
-        return False
-    return place == (0 if function in (T.__rsub__, torch.rsub) else 1)
-
-
-def mask_and_scores(args: Any, kwargs: Any) -> tuple[dict[str, Any], Any, Any]:
-    """An attention's arguments by name, its mask, and the shape of its scores with that, or None."""
-    given = dict(zip(_OF_ATTENTION, args, strict=False)) | kwargs
-    mask = given.get("attn_mask")
-    if mask is None:
-        return given, None, None
-    query, key = given["query"].shape, given["key"].shape
-    # With groups of heads the query has all of them.
-    heads = 3 if given.get("enable_gqa") else 2
-    first = torch.broadcast_shapes(query[:-heads], key[:-heads])
-    scores = (*first, *query[len(query) - heads : -1], key[-2])
-    return given, mask, torch.broadcast_shapes(scores, mask.shape)
 
 
 class Watched(NamedTuple):
@@ -181,7 +157,8 @@ class FreeParameters(Mode):
         self.fresh: dict[int, weakref.ref[T]] = {}
         self.traced: list[T] = []
         self._ids: set[int] | None = None  # of what is watched or constant; None: to be found
-        self.products = Products()  # not of what is compiled
+        self.products = Products()  # not of what is compiled, nor are copies
+        self.copies = Copies()
         self.saving = packs_with()
 
     def watches(self, capture: Any) -> bool:
@@ -194,6 +171,7 @@ class FreeParameters(Mode):
         found = [w for w in mode.watched if any([w.tensor is x for x in returned])]  # noqa: C419 (faster)
         self.watched += found
         self.found.update(watched.name for watched in found)
+        self.copies.take(mode.copies, output)
         self._ids = None
 
     def _is_seen_inside(self, x: Any) -> bool:
@@ -280,6 +258,7 @@ class FreeParameters(Mode):
             self._ids |= {
                 id(x) for watched in self.watched for x in (watched.tensor, root_of(watched.tensor))
             }
+            self._ids |= self.copies.ids()
         rows = False
         for x in tensors_given(args, kwargs):
             if id(x) in self._ids or id(x._base) in self._ids or id(x) in self.fresh:
@@ -318,6 +297,8 @@ class FreeParameters(Mode):
         in_place = any(output is operand for operand in args[:1])
         if in_place and function in VIEWS | CASTS:
             return output  # nothing to view or to cast
+        copied: list[tuple[Any, ...]] = []
+        copied_in_graph: list[Watched] = []
         uses = [(place, x, self._known(x)) for place, x in enumerate(args)]
         if in_place:  # what it was is no more
             self.watched = [x for x in self.watched if x.tensor is not output]
@@ -325,7 +306,7 @@ class FreeParameters(Mode):
             derivative = _derivative(function, args, kwargs, output) if known and place == 0 else None
             for watched in known:
                 if function in VIEWS and place == 0:
-                    slot, origin = _viewed(function, args[1:], kwargs, watched.slot), watched.origin
+                    slot, origin = viewed(function, args[1:], kwargs, watched.slot), watched.origin
                     if origin is not None:
                         origin = origin.viewed(functools.partial(_of, function, args[1:], kwargs))
                     turned = watched.turned != turns_over(function, args, kwargs)
@@ -361,7 +342,7 @@ class FreeParameters(Mode):
                     others = operands
                     if function is F.linear:
                         others = operands[:1]
-                    elif function in _SHIFTED:
+                    elif function in SHIFTED:
                         others = operands[1:2] if place != 1 else operands[2:]
                         if place == 0:  # one of two factors has the rows
                             others = [x for x in operands[1:] if not self._without_rows(x)] or others
@@ -373,16 +354,44 @@ class FreeParameters(Mode):
                     if function in TIMES and len(known) == 1 and not in_place and not self.is_traced:
                         real = not output.dtype.is_complex
                         member = Member(watched.of(), output.shape) if real else None
+                    copies = not in_place and self._makes_copies(function, args, place)
+                    unless = UnlessBroadcast(watched.clock) if copies else None
                     if met and (not kwargs or ends is not None):
-                        use = function, output, before, place, watched, ends, in_place
+                        gated = watched if unless is None else watched._replace(clock=unless)
+                        use = function, output, before, place, gated, ends, in_place
                         probed = _probed(*use, self._without_rows, member)
                     if probed is None:
                         watched.misses(output)
                         continue
                     output = probed
+                    if self.is_traced and function in COPIES:
+                        copied_in_graph.append(watched)
+                    if unless is not None:
+                        slot = functools.partial(
+                            _copied_slot, function, args[1:], kwargs, watched, output.shape
+                        )
+                        copied.append((slot, watched, unless))
                     if member is not None:
                         self.products.add(output, (member,))
+        if self.copies.in_graph:
+            self.copies.follow_in_graph(function, args, kwargs, output, self._without_rows)
+        self.copies.in_graph += [(output, watched) for watched in copied_in_graph]
+        if copied or self.copies.known:
+            rest = self._without_rows, self._copied, copied
+            output = self.copies.follow(function, args, kwargs, output, *rest)
         return output
+
+    def _makes_copies(self, function: Any, args: Any, place: int) -> bool:
+        """Whether a use may be one for all examples, and what it makes added to what they have each."""
+        if self.is_traced:
+            return False
+        if function in COPIES:
+            return place == 0
+        return function in SUMS and len(args) == 2 and bool(self.copies.of(args[1 - place]))
+
+    def _copied(self, function: Any, args: Any, output: T, place: int, source: Watched) -> T | None:
+        """`output`, of a function of copies, with a probe behind it."""
+        return _probed(function, output, args, place, source, None, False, self._without_rows, None)
 
     def _times(self, watched: Watched, derivative: Any) -> Origin | None:
         """What a function of a watched tensor is one of; no gate is joined in what is compiled."""
@@ -391,7 +400,7 @@ class FreeParameters(Mode):
     def _seen_parts(self, function: Any, args: Any, kwargs: Any, parts: Sequence[Any]) -> None:
         """What a function made several tensors of."""
         for watched in [known for x in args for known in self._known(x)]:
-            if function in _SPLITS and watched.tensor is args[0]:
+            if function in SPLITS and watched.tensor is args[0]:
                 found, slots = None, function(watched.slot, *args[1:], **kwargs)
                 if watched.origin is not None:
                     found = watched.origin.split(functools.partial(_of, function, args[1:], kwargs))
@@ -408,7 +417,7 @@ class FreeParameters(Mode):
         lists = [x for x in args if isinstance(x, list | tuple)]
         parts = tensors_given((), kwargs | {"": lists})
         where = {name: n for name, n in kwargs.items() if name != "tensors"}
-        joins = function in _LISTS and where.keys() <= {"dim"}
+        joins = function in LISTS and where.keys() <= {"dim"}
         joins = joins and all([self._was_fresh(x) or self._without_rows(x) for x in parts])  # noqa: C419
         for at, part in enumerate(parts):
             for watched in self._known(part):
@@ -451,7 +460,7 @@ class FreeParameters(Mode):
 
     def _fits(self, function: Any, args: Any, kwargs: Any, place: int, output: T) -> bool:
         """Whether this is a sum, product or quotient, of what gives that watched at `place` no rows."""
-        if function not in _ARITHMETIC or kwargs:
+        if function not in ARITHMETIC or kwargs:
             return False
         other = args[1 - place]
         if function in QUOTIENTS and place == 0 and not isinstance(other, T):
@@ -479,42 +488,16 @@ class FreeParameters(Mode):
         return not self.is_traced and id(operand) in self.weights
 
 
-def _viewed(function: Any, rest: Any, kwargs: Any, slot: T) -> T:
-    """A view of a slot; what was copied on the way can be viewed as the slot itself cannot."""
-    try:
-        return function(slot, *rest, **kwargs)
-    except RuntimeError:
-        return function(slot.contiguous(), *rest, **kwargs)
+def _copied_slot(function: Any, rest: Any, kwargs: Any, watched: Watched, shape: torch.Size) -> T:
+    """Of a copy, or of a sum with one."""
+    if function in COPIES:
+        return viewed(function, rest, kwargs, watched.slot)
+    return watched.slot.expand(shape)
 
 
 def _of(function: Any, rest: Any, kwargs: Any, x: T) -> Any:
     """A function of another first argument."""
     return function(x, *rest, **kwargs)
-
-
-def turns_over(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a view is a matrix's transpose."""
-    matrix = args[0].ndim == 2
-    return turns(function, args, kwargs) or (matrix and function in (T.t, torch.t, T.T.__get__))
-
-
-def turns(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it exchanges its first argument's last two axes."""
-    order = order_of(function, args, kwargs) or []
-    return len(order) > 1 and order == [*range(len(order) - 2), len(order) - 1, len(order) - 2]
-
-
-def order_of(function: Any, args: Any, kwargs: Any) -> list[int] | None:
-    """The axes of a function's first argument in the order of its output; None: it moves none."""
-    if kwargs or function not in _TURN | _TRANSPOSE | _PERMUTE:
-        return None
-    ndim = args[0].ndim
-    if function in _PERMUTE:
-        return [axis % ndim for axis in (args[1] if len(args) == 2 else args[1:])]
-    first, second = (-2, -1) if function in _TURN else args[1:]
-    order = [*range(ndim)]
-    order[first], order[second] = order[second], order[first]
-    return order
 
 
 def _divides(x: Any) -> bool:
@@ -547,13 +530,6 @@ def _factor(function: Any, args: Any, place: int) -> Any:
     return 1 / other if place == 0 else -other / args[1].detach() ** 2
 
 
-def ends_of_groups(function: Any, args: Any, kwargs: Any) -> Any:
-    """Of a grouped product the offsets of its groups' ends, if it has any."""
-    if function not in _GROUPED and str(function) != _GROUPED_OPERATOR:
-        return None
-    return args[2] if len(args) > 2 else kwargs.get("offs")
-
-
 def _probed(
     function: Any,
     output: T,
@@ -583,17 +559,17 @@ def _probed(
             return None  # no rows: what it is over may be one for all examples
         kind, other = "product", _factor(function, args, place)
         followed = not others[0].requires_grad  # in derivatives
-    elif function in _PRELU and place == 1:
+    elif function in PRELU and place == 1:
         kind, other = "product", others[0].clamp(max=0)
         if other.ndim > 1 and len(shape) == 1:  # one for each channel, or for all
             slot = slot.reshape(-1, *(1,) * (other.ndim - 2))
     elif function is F.linear and place == 1 and len(shape) == 2:
         kind, other = "linear", args[0]
-    elif (function is F.linear and place == 2) or (function in _SHIFTED and place == 0):
+    elif (function is F.linear and place == 2) or (function in SHIFTED and place == 0):
         kind = "sum"
-    elif function in _ADDED_ENTRYWISE:
+    elif function in ADDED_ENTRYWISE:
         kind, other = "product", args[3 - place]
-    elif function in _LERP and place == 2:
+    elif function in LERP and place == 2:
         kind, other = "product", args[1].detach() - args[0].detach()
         followed = not any(x.requires_grad for x in args[:2])
     elif function in ADDED:

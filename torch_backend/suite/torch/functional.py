@@ -35,17 +35,6 @@ from suite.torch.calls import (
 )
 from suite.torch.capture import LayerCapture, is_training
 from suite.torch.einsum import axes_of, operands_of
-from suite.torch.free import (
-    ADDED,
-    ADDITIONS,
-    CASTS,
-    JOINS,
-    SUMS,
-    T,
-    is_subtracted,
-    mask_and_scores,
-    turns,
-)
 from suite.torch.hooks import (
     Enter,
     Hook,
@@ -66,6 +55,17 @@ from suite.torch.hooks import (
 from suite.torch.layers import Layer, Site
 from suite.torch.lookup_sums import Lookups
 from suite.torch.made_weights import Made, node_of, reached_from, scale_of
+from suite.torch.operations import (
+    ADDED,
+    ADDITIONS,
+    CASTS,
+    JOINS,
+    SUMS,
+    T,
+    is_subtracted,
+    mask_and_scores,
+    turns,
+)
 from suite.torch.rows import Axes, LayerSpec
 
 _LISTS = list, tuple

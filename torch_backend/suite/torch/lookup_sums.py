@@ -17,26 +17,34 @@ from torch import nn
 
 from suite.torch.calls import ARGUMENTS
 from suite.torch.capture import LayerCapture
-from suite.torch.free import CASTS, COPIES, NEGATIONS, QUOTIENTS, SUMS, TIMES, VIEWS, T
 from suite.torch.hooks import packs_with, root_of, tensors_given
 from suite.torch.looked_up import LookedUp, as_repeated, axis_of_features, spreads
 from suite.torch.made_weights import CHOICES
+from suite.torch.operations import (
+    ARITHMETIC,
+    CASTS,
+    COPIES,
+    LISTS,
+    NEGATIONS,
+    QUOTIENTS,
+    SUMS,
+    TIMES,
+    VIEWS,
+    T,
+)
 from suite.torch.rows import LayerSpec
 
 if TYPE_CHECKING:
     from suite.torch.functional import FunctionCapture
 
-_ARITHMETIC = TIMES | QUOTIENTS | SUMS
 _SCALINGS = TIMES | QUOTIENTS | NEGATIONS
-_MOVES = VIEWS | COPIES | CASTS | _ARITHMETIC | NEGATIONS
+_MOVES = VIEWS | COPIES | CASTS | ARITHMETIC | NEGATIONS
 # What changes its first argument, but for `T.__setitem__`.
 _METHODS = vars(torch._C.TensorBase).items()
 _IN_PLACE = {method for name, method in _METHODS if name.endswith("_") and not name.endswith("__")}
 _IN_PLACE |= {T.__iadd__, T.__isub__, T.__imul__, T.__idiv__, T.__itruediv__}
 # What does not broadcast, or whose rows are no tensor's of its operands.
-_FOLLOWED = VIEWS | CASTS | COPIES | ARGUMENTS.keys() | {torch.einsum}
-_FOLLOWED |= {torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack}
-_FOLLOWED |= {torch.nn.functional.pad}
+_FOLLOWED = VIEWS | CASTS | COPIES | LISTS | ARGUMENTS.keys() | {torch.einsum, torch.nn.functional.pad}
 
 
 class _InGraph(NamedTuple):
@@ -343,7 +351,7 @@ class Lookups:
             return
         root = root_of(args[0])
         changed = [one for one in self.in_graph if root_of(one.found) is root]
-        if function in _ARITHMETIC:
+        if function in ARITHMETIC:
             changed = [one for one in changed if one.found is not args[0]]
         if changed:
             self._miss_in_graph(changed)

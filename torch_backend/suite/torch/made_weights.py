@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from suite.torch.calls import ARGUMENTS, RESHAPE
-from suite.torch.free import NEGATIONS, QUOTIENTS, SUMS, TIMES, T, is_subtracted
 from suite.torch.hooks import can_be_read, tensors_in
+from suite.torch.operations import NEGATIONS, QUOTIENTS, SUMS, TIMES, T, is_subtracted
 
 # Operations that put a constant in the place of some entries, and which of their operands has those.
 CHOICES = {T.masked_fill: (0,), torch.masked_fill: (0,), T.where: (0,), torch.where: (1, 2)}

@@ -24,7 +24,6 @@ from suite.torch.capture import LayerCapture, dense
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Noted, is_awaited, is_recorded
 from suite.torch.einsum import labels_of_call, operands_of, sides_of
-from suite.torch.free import CASTS, LOOKS, MATRIX, T, ends_of_groups, turns
 from suite.torch.hooks import (
     Mode,
     ModeAround,
@@ -35,6 +34,7 @@ from suite.torch.hooks import (
     when_reached,
     without_modes,
 )
+from suite.torch.operations import CASTS, LOOKS, MATRIX, T, ends_of_groups, turns
 from suite.torch.probe import passed_on
 from suite.torch.rows import Bases, counts_like
 from suite.torch.runs import Run

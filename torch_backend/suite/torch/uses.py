@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from suite.torch.capture import LayerCapture
-from suite.torch.free import CASTS
 from suite.torch.functional import RunningLayer
 from suite.torch.hooks import (
     Mode,
@@ -22,6 +21,7 @@ from suite.torch.hooks import (
     when_reached,
 )
 from suite.torch.made_weights import node_of, reached_from
+from suite.torch.operations import CASTS
 
 # Kinds whose module passes its weight to one function in every call.
 _COUNTED = ("dense", "convolution", "transposed", "embedding", "bag")
