@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 from suite.jax import jaxprs, operations
@@ -25,18 +25,23 @@ class LookedUp(NamedTuple):
     """What a lookup found, its axes moved about, and how many examples have it in common.
 
     They do where it was broadcast along a new axis in front: positions, looked up once for all examples.
+    Those of rows and columns have copies of each other's, before that.
     """
 
     site: Any  # find_layers.Site
     features: int | None  # the axis that they are on; None: of a table of numbers
     examples: int = 1
+    copies: int = 1  # for every example
 
 
 class Activations:
     """Facts about a program's values, of which `readers` counts who reads them."""
 
-    def __init__(self, program: jaxprs.Program, readers: Mapping[int, int]) -> None:
-        self.program, self.readers = program, readers
+    def __init__(
+        self, program: jaxprs.Program, readers: Mapping[int, int], of_examples: Set[int]
+    ) -> None:
+        """`of_examples`: values that differ between examples; none: it is not known."""
+        self.program, self.readers, self.of_examples = program, readers, of_examples
         self.outputs: dict[int, Output] = {}
         self.parted: dict[int, tuple[Output, ...]] = {}  # of products with several leaves side by side
         self.looked_up: dict[int, tuple[LookedUp, ...]] = {}  # summed up, where they are several
@@ -92,6 +97,10 @@ class Activations:
                 if flat and self.shape(out)[axis] == self.shape(one)[axis]:
                     self.one_hot[out] = axis
 
+    def is_for_all(self, value: int) -> bool:
+        """Whether a value is known to be the same for all examples."""
+        return bool(self.of_examples) and value not in self.of_examples
+
     def follow_output(self, old: int, new: int, step: Step | None) -> None:
         """`vmap` transposes outputs, and convolutions of one example get an axis of size 1."""
         before = self.outputs.get(old)
@@ -116,7 +125,7 @@ class Activations:
             elif axes is None and step[0] == "reshape" and one.examples == 1:  # of rows, however many
                 features = one.features and _same_axis(one.features, *step[1])
                 if features is None or features > 0:
-                    found.append(LookedUp(one.site, features))
+                    found.append(one._replace(features=features))
             elif axes is not None and one.examples == 1:
                 features = one.features
                 if features is not None:
@@ -124,7 +133,10 @@ class Activations:
                 shape, kept = self.shape(new), [axis for axis in axes if axis >= 0]
                 grown = [i for i, n in enumerate(shape) if n > 1 and i not in kept]
                 if grown in ([], [0]) and features != -1:
-                    found.append(LookedUp(one.site, features, shape[0] if grown else 1))
+                    found.append(one._replace(features=features, examples=shape[0] if grown else 1))
+                elif features != -1 and self.is_for_all(new):
+                    copies = one.copies * math.prod(shape[i] for i in grown)
+                    found.append(one._replace(features=features, copies=copies))
         if found:
             self.looked_up[new] = tuple(found)
 

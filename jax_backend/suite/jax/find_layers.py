@@ -111,7 +111,7 @@ class _Finder:
         self.nodes = [n for n in program.nodes if any(out in self.live for out in n.outputs)]
         self.readers = Counter(v for n in self.nodes for v in n.inputs if v is not None)
         self.readers.update(self.roots)
-        self.activations = Activations(program, self.readers)
+        self.activations = Activations(program, self.readers, self.of_examples)
         arguments = [v for v in program.inputs[leaves:] if v not in weights]
         arguments = [v for v in arguments or sorted(program.constants) if self.shape(v)]
         self.made = MadeWeights(
@@ -653,7 +653,16 @@ class _Finder:
             if value is None or self.readers[value] != 1:
                 continue
             (own, *rest), (count, *others) = (self.shape(v) or (1,) for v in (value, out))
+            copies = math.prod((count, *others)) // max(math.prod((own, *rest)), 1)
             for one in self.activations.looked_up.get(value, ()):
+                if self.activations.is_for_all(out):
+                    axis = one.features
+                    whole = axis is None or self.shape(value)[axis] == self.shape(out)[axis]
+                    if whole:
+                        carried.append(
+                            one._replace(copies=one.copies * copies * one.examples, examples=1)
+                        )
+                    continue
                 if rest != others:
                     continue
                 examples = max(one.examples, count if own == 1 else 1)
@@ -669,7 +678,7 @@ class _Finder:
         site, out = found.site, node.outputs[0]
         place = next(i for i, other in enumerate(self.uses.sites) if other is site)
         inputs = site.use._replace(
-            half="inputs", shared_by=found.examples, rows=0, examples=0, once=False
+            half="inputs", shared_by=found.examples * found.copies, rows=0, examples=0, once=False
         )
         rows = math.prod(self.shape(out)) // max(site.block[0], 1)
         outputs = site.use._replace(
