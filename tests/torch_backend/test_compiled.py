@@ -459,6 +459,53 @@ def test_checkpoints_of_blocks_that_are_compiled_run_again_what_ran(how, sizes):
         torch.testing.assert_close(own, others, rtol=1e-9, atol=1e-11)
 
 
+class Placed(Block):
+    """A block that looks up positions, and has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.scale = nn.Embedding(12, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return super().forward(x + self.places(torch.arange(x.shape[1])) * 1) * self.scale
+
+
+class WithPlaced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.block, self.head = nn.Embedding(20, 8), Placed(), nn.Linear(8, 20)
+
+    def forward(self, x):
+        return self.head(self.block(self.tokens(x)))
+
+
+@pytest.mark.parametrize("how", ["force_eager", "module disabled", "forward disabled"])
+def test_blocks_that_run_as_they_are_after_all(how):
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    batches, ends = [torch.randint(0, 20, (6, 5)) for _ in range(4)], []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, stance = WithPlaced().double(), "default"
+
+        def run(model=model, compiled=compiled):
+            if compiled and how == "force_eager":
+                model.block.compile(backend="aot_eager")
+            elif compiled and how == "module disabled":
+                model.block = torch.compiler.disable(model.block)
+            elif compiled:
+                model.block.forward = torch.compiler.disable(model.block.forward)
+            return model
+
+        if compiled and how == "force_eager":
+            stance = "force_eager"
+        with torch.compiler.set_stance(stance):
+            ends.append(trained(model, batches, run))
+    for own, others in zip(*ends, strict=True):
+        for a, b in zip(own, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
 POSITIONS = [
     "arange",
     "buffer, in place",

@@ -39,6 +39,11 @@ class Inside(nn.Module):
         return self.looks(x) * 2
 
 
+class ByFunction(Looks):
+    def forward(self, x):
+        return F.embedding(torch.arange(x.shape[1]), self.table.weight)
+
+
 def in_place(h, found):
     h.add_(found)
     return h
@@ -149,7 +154,7 @@ def of_each_example(model, table, batches):
     return G
 
 
-@pytest.mark.parametrize("looks", [Looks, Inside])
+@pytest.mark.parametrize("looks", [Looks, Inside, ByFunction])
 @pytest.mark.parametrize("how", FOLLOWED)
 def test_gradients_are_of_every_example_wherever_positions_are_added(how, looks):
     torch.manual_seed(0)

@@ -151,6 +151,31 @@ def test_a_part_may_be_a_parameter(compiled):
     torch.testing.assert_close(held(kfac)["row"][1][0], expected, rtol=1e-9, atol=1e-12)
 
 
+class Sampled(Model):
+    """What is the sum with the tokens is used by itself, and with noise of several samples added."""
+
+    def forward(self, x):
+        h = self.at_sum(self.tokens(x) + self.positions.row(ROW_OF))
+        noise = torch.linspace(-1, 1, 3, dtype=h.dtype)[:, None, None, None]
+        return self.head(torch.tanh(self.hidden(torch.tanh(h + noise).mean(0) + h)))
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("examples", [1, EXAMPLES])
+def test_a_sum_with_tokens_may_be_used_again(examples, compiled):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Sampled(None).double()
+    x = torch.randint(VOCABULARY, (examples, LENGTH))
+    expected = expected_G(model, x)
+    kfac = KFAC(model)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    loss_of(run, x).backward()
+    kfac.step()
+    for name in ("tokens", "positions.row"):
+        torch.testing.assert_close(held(kfac)[name][1][0], expected, rtol=1e-9, atol=1e-12)
+
+
 TWICE = {
     "one sum": lambda m, h: h + (m.row(ROW_OF) + m.row(COLUMN_OF)),
     "looked up first": lambda m, h: (lambda a, b: h + a + b)(m.row(ROW_OF), m.row(COLUMN_OF)),

@@ -48,7 +48,6 @@ from suite.torch.looked_up import (
     UnlessBroadcast,
     counts_in_sum,
     is_of_each,
-    spreads,
 )
 from suite.torch.prepared import prepared
 from suite.torch.probe import About, ProbeInPlace, Reached, Reading, probed
@@ -56,7 +55,7 @@ from suite.torch.rows import Bases, LayerSpec, example_count, output_positions, 
 from suite.torch.runs import Ending, Run
 from suite.torch.thin import KeptRows
 
-_MOST_LOOKUPS = 4  # of one table whose sums are looked for
+_MOST_LOOKUPS = 8  # of one table whose sums are looked for
 
 
 class Captured(NamedTuple):
@@ -416,7 +415,8 @@ class LayerCapture:
             *rest,
         )
         if isinstance(clock, UnlessBroadcast):
-            self._note_lookup(LookedUp(weakref.ref(found), x, clock, site, found._version))
+            one = LookedUp(weakref.ref(found), x, clock, site, found._version, capture=self)
+            self._note_lookup(one)
         elif spec.kind == "embedding" and not self.clock.sampled:
             for around in self.arounds:
                 around.looked_up_in_graph(self, spec, x, found)
@@ -532,7 +532,7 @@ class LayerCapture:
             return None
         if total.numel() < last.x.numel() * width:
             return None
-        if last.sums is not None and not spreads(operand, total):
+        if last.sums is not None and total.numel() <= last.size:
             return None
         if total.dtype.is_complex:
             self.miss_lookup(last, total)
@@ -567,8 +567,7 @@ class LayerCapture:
         width = self.layer.weight.shape[-1]
         if not self.clock.discovering or result.numel() <= one.x.numel() * width:
             return
-        operand = one.output()
-        if one.sums is not None and (operand is None or not spreads(operand, result)):
+        if one.sums is not None and result.numel() <= one.size:
             return
         found = one.positions(width)
         if found is not None and result.ndim >= -found[1]:
@@ -587,6 +586,7 @@ class LayerCapture:
         masks: Sequence[torch.Tensor],
         total: torch.Tensor,
         of_sums: bool = False,
+        is_part: bool = False,
     ) -> torch.Tensor:
         """`observe_sum` in a graph that is compiled, of what was looked up, times a factor.
 
@@ -598,11 +598,12 @@ class LayerCapture:
             axis: of features, from the end.
             masks: where it is a part of the total.
             of_sums: whether what is added is such a sum itself, whose place these statistics take.
+            is_part: whether the total may be such a sum.
         """
         rows = total if axis == -1 else total.movedim(axis, -1)
         if not counts_in_sum(x, index, rows):
-            if is_of_each(x, index, rows):
-                self.summed_in_graph = True
+            if x.ndim and x.ndim == total.ndim - 1 and len(x) == len(total) and not is_part:
+                self.summed_in_graph = True  # once an example, for all its rows
             return total
         self.summed_in_graph = True
         for mask in masks:

@@ -39,6 +39,7 @@ class Copy(NamedTuple):
     output: weakref.ref[T]
     slot: Callable[[], T]  # of its shape
     source: Watched
+    joined: bool  # with other copies
     probes: tuple[UnlessBroadcast, ...]  # that take statistics of it, unless it is added to more rows
 
 
@@ -47,7 +48,7 @@ class Copies:
 
     def __init__(self) -> None:
         self.known: list[Copy] = []
-        self.in_graph: list[tuple[T, Watched]] = []  # where torch.compile traces
+        self.in_graph: list[tuple[T, Watched, bool]] = []  # and whether joined; in what is compiled
 
     def of(self, x: Any) -> list[Copy]:
         """What something has copies of."""
@@ -56,8 +57,15 @@ class Copies:
     def ids(self) -> set[int]:
         return {id(one.output()) for one in self.known} - {id(None)}
 
-    def note(self, output: T, slot: Callable[[], T], source: Watched, *probes: UnlessBroadcast) -> None:
-        self.known.append(Copy(weakref.ref(output), slot, source, probes))
+    def note(
+        self,
+        output: T,
+        slot: Callable[[], T],
+        source: Watched,
+        joined: bool,
+        *probes: UnlessBroadcast,
+    ) -> None:
+        self.known.append(Copy(weakref.ref(output), slot, source, joined, probes))
 
     def take(self, others: Copies, returned: Any) -> None:
         """Go on with those of another forward that it returned."""
@@ -94,7 +102,7 @@ class Copies:
                 if slot is None:
                     continue
                 probes = one.probes
-                if function in SUMS | COPIES and _has_more_rows(operand, output):
+                if one.joined and function in SUMS | COPIES and _has_more_rows(operand, output):
                     clock = OfSum(one.source.clock, probes)
                     source = one.source._replace(slot=one.slot(), clock=clock, widened=True)
                     made = probed(function, args, output, place, source)
@@ -102,8 +110,9 @@ class Copies:
                         continue
                     output, probes = made, (*probes, clock.unless)
                 other = args[1 - place] if function in SUMS else 0
-                if without_rows(other) or self.of(other):
-                    found.append((slot, one.source, *probes))
+                copies = len(self.of(other)) > 0
+                if without_rows(other) or copies:
+                    found.append((slot, one.source, one.joined or copies, *probes))
         for some in found:
             self.note(output, *some)
         return output
@@ -113,18 +122,19 @@ class Copies:
     ) -> None:
         """The same where torch.compile traces, which knows of no later use: what is missed is noted."""
         given = tensors_given(args, kwargs)
-        found = [(x, one) for x in given for held, one in self.in_graph if held is x]
+        found = [(x, *some) for x in given for held, *some in self.in_graph if held is x]
         if not found:
             return
         if function in SUMS | COPIES:
-            for operand, watched in found:
-                if _has_more_rows(operand, output):
+            for operand, watched, joined in found:
+                if joined and _has_more_rows(operand, output):
                     watched.misses(output)
-        copies = [x for x, _ in found]
+        copies = [x for x, *_ in found]
         others = [x for x in given if not any([x is one for one in copies])]  # noqa: C419 (torch.compile)
         joins = function in ARITHMETIC | LISTS and all([without_rows(x) for x in others])  # noqa: C419
         if joins or function in VIEWS | CASTS | COPIES:
-            self.in_graph += [(output, watched) for _, watched in found]
+            several = any([x is not copies[0] for x in copies])  # noqa: C419 (torch.compile)
+            self.in_graph += [(output, watched, joined or several) for _, watched, joined in found]
 
     def _slot(
         self, function: Any, args: Any, kwargs: Any, place: int, slot: Callable[[], T]
@@ -159,7 +169,8 @@ class Copies:
         for at, part in enumerate(parts):
             for one in self.of(part):
                 slot = functools.partial(_joined, function, args[1:], where, shapes, at, one.slot)
-                self.note(output, slot, one.source, *one.probes)
+                others = any([self.of(x) for x in parts if x is not part])  # noqa: C419
+                self.note(output, slot, one.source, one.joined or others, *one.probes)
 
 
 def _has_more_rows(operand: T, output: T) -> bool:

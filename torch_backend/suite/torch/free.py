@@ -370,12 +370,12 @@ class FreeParameters(Mode):
                         slot = functools.partial(
                             _copied_slot, function, args[1:], kwargs, watched, output.shape
                         )
-                        copied.append((slot, watched, unless))
+                        copied.append((slot, watched, function in SUMS, unless))
                     if member is not None:
                         self.products.add(output, (member,))
         if self.copies.in_graph:
             self.copies.follow_in_graph(function, args, kwargs, output, self._without_rows)
-        self.copies.in_graph += [(output, watched) for watched in copied_in_graph]
+        self.copies.in_graph += [(output, watched, False) for watched in copied_in_graph]
         if copied or self.copies.known:
             rest = self._without_rows, self._copied, copied
             output = self.copies.follow(function, args, kwargs, output, *rest)

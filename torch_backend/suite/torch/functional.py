@@ -199,6 +199,8 @@ class FunctionCapture(ModeAround):
     def mode(self) -> _Watching | None:
         """That of the forward that runs, which may have called itself; None: there is none."""
         modes = [mode for mode in self.modes.own() if isinstance(mode, _Watching)]
+        if not torch.compiler.is_compiling():
+            modes = [mode for mode in modes if not mode.is_away]
         return modes[-1] if modes else None
 
     def make_mode(self) -> _Watching | None:

@@ -154,6 +154,7 @@ class Mode(TorchFunctionMode):
         super().__init__()
         self.is_traced = torch.compiler.is_compiling()
         self.entered_by: ModeAround | None = None  # known outside of graphs
+        self.is_away = False  # while what is compiled runs apart
 
     def looking(self) -> Any:
         """Around what it looks at: other modes would be asked for each attribute of a tensor."""
@@ -173,39 +174,45 @@ class Apart:
     These need not save the same tensors in the same order, and torch would take one for another.
     """
 
-    _NAMES = "_compiled_call_impl", "forward"  # of `module.compile()`; of `torch.compile(module)`
-
     def __init__(self, call: Any) -> None:
-        self.call = call
+        self.__wrapped__ = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.call(*args, **kwargs)
-        modes = []
+            return self.__wrapped__(*args, **kwargs)
+        modes: list[Any] = []
         while isinstance(torch.overrides._get_current_function_mode(), Mode):
             modes.append(torch.overrides._pop_mode())
+            modes[-1].is_away = True
         try:
-            return self.call(*args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
         finally:
             for mode in reversed(modes):
                 torch.overrides._push_mode(mode)
+                mode.is_away = False
+
+    @staticmethod
+    def _name(module: nn.Module) -> str:
+        """Where its compiled call is: of `torch.compile(module)`, or after `module.compile()`."""
+        return "forward" if type(module).__name__ == "OptimizedModule" else "_compiled_call_impl"
 
     @classmethod
     def put_in(cls, model: nn.Module) -> None:
         """In the place of calls of the model and what is inside of it, as far as that is compiled."""
         for module in model.modules():
-            for name in cls._NAMES:
-                call = vars(module).get(name)
-                if hasattr(call, "_torchdynamo_orig_callable"):
-                    vars(module)[name] = cls(call)
+            name = cls._name(module)
+            call = vars(module).get(name)
+            is_off = getattr(call, "_torchdynamo_disable", False)
+            if call is not None and not is_off and not isinstance(call, cls):
+                vars(module)[name] = cls(call)
 
     @classmethod
     def take_out(cls, model: nn.Module) -> None:
         for module in model.modules():
-            for name in cls._NAMES:
-                call = vars(module).get(name)
-                if isinstance(call, cls):
-                    vars(module)[name] = call.call
+            name = cls._name(module)
+            call = vars(module).get(name)
+            if isinstance(call, cls):
+                vars(module)[name] = call.__wrapped__
 
 
 def over(x: torch.Tensor, number: Any) -> torch.Tensor:

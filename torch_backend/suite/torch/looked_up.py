@@ -59,6 +59,8 @@ class LookedUp(NamedTuple):
     factor: Any = 1.0  # or (), a tensor
     kept: torch.Tensor | None = None  # where a mask left it, of the output's shape; None: everywhere
     sums: tuple[UnlessBroadcast, ...] | None = None  # of a sum: those that have statistics of it
+    size: int = 0  # of a sum: how many numbers it has
+    capture: Any = None  # the table's
 
     def moved(self, output: torch.Tensor, step: Any, factor: Any = 1.0) -> LookedUp:
         """What a step, or a factor, makes of it."""
@@ -74,7 +76,8 @@ class LookedUp(NamedTuple):
     def summed(self, total: torch.Tensor, *probes: UnlessBroadcast) -> LookedUp:
         """What it is a part of, and the probes there."""
         step = functools.partial(torch.broadcast_to, size=total.shape)
-        return self.moved(total, step)._replace(sums=(*(self.sums or ()), *probes))
+        sums = *(self.sums or ()), *probes
+        return self.moved(total, step)._replace(sums=sums, size=total.numel())
 
     def masked(self, output: torch.Tensor, kept: torch.Tensor) -> LookedUp:
         """What is left of it where `kept`, of no more rows."""

@@ -18,7 +18,7 @@ from torch import nn
 from suite.torch.calls import ARGUMENTS
 from suite.torch.capture import LayerCapture
 from suite.torch.hooks import packs_with, root_of, tensors_given
-from suite.torch.looked_up import LookedUp, as_repeated, axis_of_features, spreads
+from suite.torch.looked_up import LookedUp, as_repeated, axis_of_features
 from suite.torch.made_weights import CHOICES
 from suite.torch.operations import (
     ARITHMETIC,
@@ -37,6 +37,7 @@ from suite.torch.rows import LayerSpec
 if TYPE_CHECKING:
     from suite.torch.functional import FunctionCapture
 
+_MOST_SUMS = 8  # of what was looked up, for which others are looked for that have more rows
 _SCALINGS = TIMES | QUOTIENTS | NEGATIONS
 _MOVES = VIEWS | COPIES | CASTS | ARITHMETIC | NEGATIONS
 # What changes its first argument, but for `T.__setitem__`.
@@ -62,7 +63,7 @@ class _InGraph(NamedTuple):
     since: int  # what of one `found` was noted together is true together, the newest
     factor: torch.Tensor | None = None  # (); None: 1
     kept: torch.Tensor | None = None  # where a mask left it, of `found`'s shape; None: everywhere
-    is_sum: bool = False
+    size: int = 0  # of a sum: how many numbers it has
 
     def moved(self, found: torch.Tensor, step: Any) -> _InGraph:
         """What a step makes of it."""
@@ -209,9 +210,12 @@ class Lookups:
                 if probed is not None:
                     output = probed[0]
                     (self._seeing(capture) or [self])[-1].around.find(capture)
-                if self._may_have_no_examples(other):
+                if _may_be_for_all(one.x) and self._may_have_no_examples(other):
                     sums.append((one, probed[1:] if probed else ()))
-        self._note(output, [one.summed(output, *probes) for one, probes in sums])
+        if sums:
+            new = [one.summed(output, *probes) for one, probes in sums]
+            before = [one for one in self.moved if one.sums is not None][-_MOST_SUMS:]
+            self.moved = [one for one in self.moved if one.sums is None] + before + new
         return output
 
     def _meet_in_graph(
@@ -226,9 +230,10 @@ class Lookups:
                 self.around.meets(one.place)
                 if _only_shifts(other, operand, output):
                     continue
-                if self._may_have_no_examples(other):
+                is_part = _may_be_for_all(one.x) and self._may_have_no_examples(other)
+                if is_part:
                     sums.append(one)
-                if one.is_sum and not spreads(operand, output):
+                if one.size and output.numel() <= one.size:
                     continue
                 width = capture.layer.weight.shape[-1]
                 found = one.positions(width)
@@ -237,16 +242,19 @@ class Lookups:
                     continue
                 masks = [mask for mask in (one.kept, kept) if mask is not None]
                 output = capture.observe_sum_in_graph(
-                    one.spec, one.x, *found, one.factor, masks, output, one.is_sum
+                    one.spec, one.x, *found, one.factor, masks, output, one.size > 0, is_part
                 )
-        self._note_in_graph([one.spread(output)._replace(is_sum=True) for one in sums])
+        self._note_in_graph([one.spread(output)._replace(size=output.numel()) for one in sums])
         return output
 
     def _may_have_no_examples(self, x: Any) -> bool:
         """Whether it was looked up or is a parameter, so that a sum with it may be of none either."""
         if not isinstance(x, torch.Tensor):
             return False
-        return isinstance(root_of(x), nn.Parameter) or self.has(x)
+        if isinstance(root_of(x), nn.Parameter):
+            return True
+        known: list[Any] = self._of_in_graph(x) if self.is_traced else self._of(x)
+        return len(known) > 0 and all([_may_be_for_all(one.x) for one in known])  # noqa: C419
 
     def _of(self, x: Any) -> list[LookedUp]:
         """The lookups that something is, or is made of."""
@@ -261,11 +269,8 @@ class Lookups:
         return [one for one in found if one.since == found[-1].since]
 
     def _table_of(self, one: LookedUp) -> LayerCapture | None:
-        """Where it was looked up."""
-        for capture in self.tables:
-            if any([site is one.site for site in capture.layer.sites]):  # noqa: C419
-                return capture
-        return None
+        """Where it was looked up, if that is in the module."""
+        return next((capture for capture in self.tables if capture is one.capture), None)
 
     def _is_first_of(self, capture: LayerCapture) -> bool:
         """Whether these are the outermost that see a function with a table's lookup."""
@@ -338,8 +343,7 @@ class Lookups:
         if function in SUMS and len(args) == 2 and not kwargs:
             return
         for x in tensors_given(args, kwargs):
-            known = self._of_in_graph(x)
-            self._miss_in_graph([one for one in known if not one.is_sum or spreads(x, output)])
+            self._miss_in_graph(self._of_in_graph(x))
 
     def _miss_in_graph(self, some: Sequence[_InGraph]) -> None:
         for one in some:
@@ -416,6 +420,11 @@ def _scale(function: Any, args: Any, at: int) -> Any:
     if function in QUOTIENTS:
         return 1 / number if isinstance(number, torch.Tensor) or number else None
     return number
+
+
+def _may_be_for_all(x: torch.Tensor) -> bool:
+    """Whether what was looked up may be no example's, as far as the axes of its indices tell."""
+    return x.ndim < 2
 
 
 def _is_of_one(one: LookedUp, operand: torch.Tensor, total: torch.Tensor) -> bool:
