@@ -587,11 +587,11 @@ def test_the_plan_says_how_many_terms_and_by_which_layer():
     assert float(vag(params, x)[2].terms) == 10
 
 
-def laplacian_loss(p, points):
+def laplacian_loss(p, points, weight=1.0):
     def u(z):
         return (jnp.tanh(jnp.tanh(z @ p["a"]) @ p["w"]) @ p["v"])[0]
 
-    return jnp.mean(jax.vmap(lambda z: jnp.trace(jax.hessian(u)(z)) + 1)(points) ** 2)
+    return jnp.mean(weight * jax.vmap(lambda z: jnp.trace(jax.hessian(u)(z)) + 1)(points) ** 2)
 
 
 @pytest.mark.parametrize(
@@ -599,11 +599,12 @@ def laplacian_loss(p, points):
     [
         (lambda p: laplacian_loss(p, grid()), ()),
         (lambda p, weight: weight * laplacian_loss(p, grid()), (1.0,)),
+        (lambda p, weight: laplacian_loss(p, grid(), weight), (1.0,)),
         (lambda p, step: laplacian_loss(p, grid()), (3,)),
         (lambda p, weights: weights[0] * laplacian_loss(p, grid()), (np.ones(2),)),
         (lambda p, end: laplacian_loss(p, end * grid()), (1.0,)),
     ],
-    ids=["no argument", "a weight", "not used", "weights", "of an interval"],
+    ids=["no argument", "a weight", "a weight of each", "not used", "weights", "of an interval"],
 )
 def test_points_that_a_loss_makes_are_its_terms_whatever_it_is_given(loss, arguments):
     params = {"a": normal(2, 6), "w": normal(6, 4, seed=1), "v": normal(4, 1, seed=2)}

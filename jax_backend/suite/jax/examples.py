@@ -109,11 +109,14 @@ def _meet(program: jaxprs.Program, some: Collection[int], others: Collection[int
 
 
 def _reach(program: jaxprs.Program, some: set[int], leaves: Collection[int]) -> bool:
-    """Whether any of these is used together with more than a number that leaves are a part of."""
-    of_leaves = {v for v in jaxprs.dependent_values(program, leaves) if _shape(program, v)}
+    """Whether any of these, but for numbers, is used together with what leaves are a part of."""
+    of_leaves = jaxprs.dependent_values(program, leaves)
+    numbers = {v for v in some if not _shape(program, v)}
     for node in program.nodes:
-        given = {v for v in node.inputs if v is not None}
-        if given & of_leaves and given - of_leaves & some:
+        given = {v for v in node.inputs if v is not None and _shape(program, v)}
+        if isinstance(node.operation, operations.Reindex) and numbers.issuperset(node.inputs):
+            numbers.update(node.outputs)
+        if given & some - numbers and len(given) > 1 and given & of_leaves:
             return True
     return False
 
