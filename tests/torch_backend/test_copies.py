@@ -11,13 +11,22 @@ from torch import nn
 from torch.nn import functional as F
 
 from suite.torch import KFAC
+from torch_backend.adds_positions import (
+    EXAMPLES,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    AddsPositions,
+    gradient_at_sum,
+    stepped,
+)
 from torch_backend.rows_by_loops import held
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning"),
 ]
-VOCABULARY, HEIGHT, LENGTH, WIDTH, EXAMPLES = 11, 3, 6, 4, 10
+HEIGHT = 3
 ROW_OF, COLUMN_OF = torch.arange(LENGTH) // 2, torch.arange(LENGTH) % 2
 
 
@@ -61,54 +70,28 @@ COPIES = {  # whether the two are halves of the features; the sum with (examples
 
 
 class Positions(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.row, self.column = nn.Parameter(torch.randn(5, width)), nn.Parameter(torch.randn(4, width))
-        self.shift = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, h, how):
-        return how(self, h)
-
-
-class Model(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         halves, self.how = COPIES[how]
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), Positions(WIDTH // (1 + halves))
-        self.mixed, self.hidden = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
-        self.head = nn.Linear(8, VOCABULARY)
+        width = WIDTH // (1 + halves)
+        self.row, self.column = nn.Parameter(torch.randn(5, width)), nn.Parameter(torch.randn(4, width))
+        self.shift = nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self, x):
-        h = self.at_sum(self.positions(self.tokens(x), self.how))
-        return self.head(torch.tanh(self.hidden(h + torch.tanh(self.mixed(h)))))
-
-    def at_sum(self, h):
-        return h
+    def forward(self, h):
+        return self.how(self, h)
 
 
-def loss_of(model, x):
-    return F.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten())
-
-
-def squares_at_sum(model, x):
-    """(LENGTH, WIDTH), of a mean loss's gradients, over examples."""
-    found = []
-    model.at_sum = lambda h: found.append(h) or h
-    loss = loss_of(model, x)
-    del model.at_sum
-    (gradient,) = torch.autograd.grad(loss, found)
-    return x.numel() * gradient.square().sum(0)
+def make(how):
+    torch.manual_seed(0)
+    return AddsPositions(Positions(how)).double()
 
 
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_for_all_examples_have_the_gradients_of_every_example(how, recwarn):
-    torch.manual_seed(0)
-    model = Model(how).double()
+    model = make(how)
     x = torch.randint(VOCABULARY, (EXAMPLES, LENGTH))
-    squares = squares_at_sum(model, x)
-    kfac = KFAC(model)
-    loss_of(model, x).backward()
-    kfac.step()
+    squares = x.numel() * gradient_at_sum(model, x).square().sum(0)
+    kfac = stepped(model, x)
     assert not [one for one in recwarn if one.category is RuntimeWarning]
     halves = squares.chunk(2, -1) if COPIES[how][0] else (squares, squares)
     for name, index, own in zip(("column", "row"), (COLUMN_OF, ROW_OF), halves, strict=True):
@@ -124,13 +107,8 @@ def test_copies_for_all_examples_have_the_gradients_of_every_example(how, recwar
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes")
 @pytest.mark.parametrize("how", COPIES)
 def test_in_a_compiled_model_they_are_named_in_a_warning(how):
-    torch._dynamo.reset()
-    model = Model(how)
-    kfac = KFAC(model)
-    run = torch.compile(model, backend="eager", fullgraph=True)
-    loss_of(run, torch.randint(VOCABULARY, (EXAMPLES, LENGTH))).backward()
     with pytest.warns(RuntimeWarning, match="miss some uses.*'positions.column', 'positions.row'"):
-        kfac.step()
+        stepped(make(how), torch.randint(VOCABULARY, (EXAMPLES, LENGTH)), compiled=True)
 
 
 class WithToken(nn.Module):

@@ -8,9 +8,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from suite.torch import KFAC
+from torch_backend.adds_positions import (
+    EXAMPLES,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    AddsPositions,
+    gradient_at_sum,
+    loss_of,
+    stepped,
+)
 from torch_backend.rows_by_loops import held
 
 pytestmark = [
@@ -19,7 +28,7 @@ pytestmark = [
 ]
 TRACES = pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes")
 COMPILED = [pytest.param(False, id="eager"), pytest.param(True, marks=TRACES, id="compiled")]
-VOCABULARY, HEIGHT, LENGTH, WIDTH, EXAMPLES = 11, 3, 6, 4, 10
+HEIGHT = 3
 ROWS, COLUMNS = torch.arange(HEIGHT), torch.arange(LENGTH // HEIGHT)
 ROW_OF, COLUMN_OF = torch.arange(LENGTH) // len(COLUMNS), torch.arange(LENGTH) % len(COLUMNS)
 
@@ -72,32 +81,13 @@ class Positions(nn.Module):
         return self.how(self, h)
 
 
-class Model(nn.Module):
-    def __init__(self, how) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), Positions(how)
-        self.mixed, self.hidden = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
-        self.head = nn.Linear(8, VOCABULARY)
-
-    def forward(self, x):
-        h = self.at_sum(self.positions(self.tokens(x)))
-        return self.head(torch.tanh(self.hidden(h + torch.tanh(self.mixed(h)))))
-
-    def at_sum(self, h):
-        return h
-
-
-def loss_of(model, x):
-    return F.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten())
+def make(how):
+    torch.manual_seed(0)
+    return AddsPositions(Positions(how)).double()
 
 
 def expected_G(model, x):
-    found = []
-    model.at_sum = lambda h: found.append(h) or h
-    loss = loss_of(model, x)
-    del model.at_sum
-    (gradient,) = torch.autograd.grad(loss, found)
-    rows = gradient.flatten(0, 1)
+    rows = gradient_at_sum(model, x).flatten(0, 1)
     return len(rows) * rows.T @ rows
 
 
@@ -110,15 +100,10 @@ def frequencies(index, rows):
     ("how", "examples"), [(how, EXAMPLES) for how in SUMS] + [(how, 1) for how in SUMS_OF_ROWS]
 )
 def test_parts_of_positions_have_the_gradients_of_every_example(how, examples, compiled, recwarn):
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    model = Model(SUMS[how]).double()
+    model = make(SUMS[how])
     x = torch.randint(VOCABULARY, (examples, LENGTH))
     expected = expected_G(model, x)
-    kfac = KFAC(model)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    loss_of(run, x).backward()
-    kfac.step()
+    kfac = stepped(model, x, compiled)
     assert not [one for one in recwarn if one.category is RuntimeWarning]
     for name, index in (("row", ROW_OF), ("column", COLUMN_OF)):
         A, G = held(kfac)[f"positions.{name}"]
@@ -126,11 +111,10 @@ def test_parts_of_positions_have_the_gradients_of_every_example(how, examples, c
         torch.testing.assert_close(A.flatten(), frequencies(index, A.numel()), rtol=1e-9, atol=1e-12)
 
 
-class Shifted(Model):
+class Shifted(AddsPositions):
     def __init__(self) -> None:
         super().__init__(None)
         self.row, self.shift = nn.Embedding(HEIGHT, WIDTH), nn.Parameter(torch.randn(1, WIDTH))
-        self.positions = None
 
     def forward(self, x):
         h = self.at_sum(self.tokens(x) + (self.row(ROW_OF) + self.shift))
@@ -140,18 +124,14 @@ class Shifted(Model):
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_a_part_may_be_a_parameter(compiled):
     torch.manual_seed(0)
-    torch._dynamo.reset()
     model = Shifted().double()
     x = torch.randint(VOCABULARY, (EXAMPLES, LENGTH))
     expected = expected_G(model, x)
-    kfac = KFAC(model)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    loss_of(run, x).backward()
-    kfac.step()
+    kfac = stepped(model, x, compiled)
     torch.testing.assert_close(held(kfac)["row"][1][0], expected, rtol=1e-9, atol=1e-12)
 
 
-class Sampled(Model):
+class Sampled(AddsPositions):
     """What is the sum with the tokens is used by itself, and with noise of several samples added."""
 
     def forward(self, x):
@@ -164,14 +144,10 @@ class Sampled(Model):
 @pytest.mark.parametrize("examples", [1, EXAMPLES])
 def test_a_sum_with_tokens_may_be_used_again(examples, compiled):
     torch.manual_seed(0)
-    torch._dynamo.reset()
-    model = Sampled(None).double()
+    model = Sampled(Positions(None)).double()
     x = torch.randint(VOCABULARY, (examples, LENGTH))
     expected = expected_G(model, x)
-    kfac = KFAC(model)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    loss_of(run, x).backward()
-    kfac.step()
+    kfac = stepped(model, x, compiled)
     for name in ("tokens", "positions.row"):
         torch.testing.assert_close(held(kfac)[name][1][0], expected, rtol=1e-9, atol=1e-12)
 
@@ -185,15 +161,10 @@ TWICE = {
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize("how", TWICE)
 def test_two_lookups_in_one_table_are_two_uses(how, compiled, recwarn):
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    model = Model(TWICE[how]).double()
+    model = make(TWICE[how])
     x = torch.randint(VOCABULARY, (EXAMPLES, LENGTH))
     expected = 2 * expected_G(model, x)
-    kfac = KFAC(model)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    loss_of(run, x).backward()
-    kfac.step()
+    kfac = stepped(model, x, compiled)
     assert not [one for one in recwarn if one.category is RuntimeWarning]
     A, G = held(kfac)["positions.row"]
     both = torch.cat([ROW_OF, COLUMN_OF])
@@ -203,8 +174,7 @@ def test_two_lookups_in_one_table_are_two_uses(how, compiled, recwarn):
 
 def test_one_example_first_then_many():
     """Of one example nothing is added to more rows; those that are later are followed all the same."""
-    torch.manual_seed(0)
-    model = Model(SUMS["a grid"]).double()
+    model = make(SUMS["a grid"])
     kfac = KFAC(model, factor_decay=0.0)
     for examples in (1, 1, EXAMPLES):
         x = torch.randint(VOCABULARY, (examples, LENGTH))

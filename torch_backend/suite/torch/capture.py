@@ -214,10 +214,8 @@ class LayerCapture:
 
     def slots(self) -> list[torch.Tensor]:
         """All slots, in a fixed order."""
-        return [self.A, self.G, self.counts, *self.transposed, self.products, *self._in_graphs()]
-
-    def _in_graphs(self) -> tuple[torch.Tensor, ...]:
-        return (*self.of_sums, *self.of_sums_of_sums)
+        own = self.A, self.G, self.counts, *self.transposed, self.products
+        return [*own, *self.of_sums, *self.of_sums_of_sums]
 
     def counted_slots(self) -> list[torch.Tensor]:
         """The slots that grow with every backward pass, whatever its gradients."""
