@@ -201,6 +201,11 @@ def root_mean_square(x: jax.Array, axis: tuple[int, ...], other: Callable[[], ja
     return other()
 
 
+def repeated(function: Callable[..., Any], start: tuple[jax.Array, ...], count: int) -> Any:
+    """See `_numpy.repeated`; as a loop, for which one round is compiled."""
+    return lax.fori_loop(0, count, lambda _, arrays: function(*arrays), start)
+
+
 def inner_product(x: jax.Array, y: jax.Array) -> jax.Array:
     """Σ x y over all entries."""
     # Not as one contraction: where several axes are sharded over several axes of a mesh, XLA's

@@ -97,6 +97,13 @@ def root_mean_square(x: Array, axis: tuple[int, ...], other: Callable[[], Array]
     return other()
 
 
+def repeated(function: Callable[..., Any], start: tuple[Array, ...], count: int) -> Any:
+    """`function` of arrays, as many in as out, `count` times one after the other."""
+    for _ in range(count):
+        start = function(*start)
+    return start
+
+
 def inner_product(x: Array, y: Array) -> Array:
     """Σ x y over all entries."""
     return array_namespace(x).sum(x * y)

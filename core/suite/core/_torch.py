@@ -57,6 +57,7 @@ log2 = torch.log2
 mean = torch.mean
 moveaxis = torch.moveaxis
 ones = torch.ones
+repeated = _numpy.repeated
 reshape = torch.reshape
 sqrt = torch.sqrt
 stack = torch.stack

@@ -347,12 +347,14 @@ def newton_schulz_inverse(x: Array, damping: Scalar, start: Array, iterations: i
     guess = symmetrize(xp.astype(start, M.dtype)) * bound
     converges = _frobenius(identity - xp.matmul(M, guess)) <= 0.01 ** (0.5**iterations)
     X = xp.where(converges, guess, identity)
-    change = X
+
+    def iterate(X: Array, change: Array) -> tuple[Array, Array]:
+        # Symmetrizing X in here would make it unstable for κ of 1e6 in single precision.
+        change = xp.matmul(X, identity - xp.matmul(M, X))
+        return X + change, change
+
     with factorizations(xp).full_precision(x):
-        for _ in range(iterations):
-            # Symmetrizing X in here would make it unstable for κ of 1e6 in single precision.
-            change = xp.matmul(X, identity - xp.matmul(M, X))
-            X = X + change
+        X, change = factorizations(xp).repeated(iterate, (X, X), iterations)
     size = _frobenius(X)
     converged = (_frobenius(change) <= 0.1 * size) & xp.isfinite(size)  # False for NaN
     return xp.where(finite & converged, symmetrize(X) / bound, float("nan"))
