@@ -431,6 +431,7 @@ class KronEngine:
         whole = share.stop - share.start == plan.tile_blocks(plan.tiles[share.tile])
         return f"tile{share.tile}" if whole else f"tile{share.tile}.blocks{share.start}"
 
+    @torch.compiler.disable  # it happens once, and torch 2.6 could not compile it
     def after_load(self) -> None:
         """Recompute what follows from loaded state: P = QᵀQ of every factor, as a step does."""
         for pieces in self.rounds:

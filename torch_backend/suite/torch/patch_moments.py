@@ -39,7 +39,7 @@ def _in_graph(
 @_in_graph.register_fake
 def _(x: torch.Tensor, kernel: Sequence[int], *rest: Any) -> torch.Tensor:
     *_, groups, bias = rest
-    side = x.shape[1] // groups * math.prod(kernel) + bias
+    side = x.shape[1] // groups * math.prod(kernel) + int(bias)
     return x.new_empty((groups, side, side), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
