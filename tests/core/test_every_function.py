@@ -26,6 +26,7 @@ from suite.core import (
     damping,
     dense,
     ekfac,
+    explained,
     kfac,
     kron,
     kronecker,
@@ -152,6 +153,17 @@ CASES = {
     "moments.mix": (
         moments.mix,
         (normal(B, 4, 2), normal(B, 4, 2, seed=1), np.array([0.5, 1.0, 0.0])),
+    ),
+    "explained.along": (explained.along, (normal(B, 4, 3), normal(B, 3, 2, seed=1))),
+    "explained.rows_along": (
+        explained.rows_along,
+        (normal(B, 4, 3), normal(B, 4, 2, seed=1), normal(B, 3, 2, seed=2)),
+    ),
+    "explained.is_unexplained": (
+        lambda x, w, r: explained.is_unexplained(
+            x, 0 * explained.along(x, r), 1 + 0 * explained.along(x, r), w, r, 0.1
+        ),
+        (normal(B, 5, 3), normal(B, 5, 3, seed=1), normal(B, 3, 2, seed=2)),
     ),
     "padding.mean_eigenvalues": (
         lambda x, w: padding.mean_eigenvalues([x], w, [3] * x.shape[0]),
@@ -549,7 +561,10 @@ OTHERS = {
 
 @pytest.mark.parametrize(
     "module",
-    [damping, dense, ekfac, kfac, kron, kronecker, linalg, lra, moments, padding, statistics, step_size],
+    [
+        *(damping, dense, ekfac, explained, kfac, kron, kronecker, linalg, lra, moments, padding),
+        *(statistics, step_size),
+    ],
 )
 def test_every_public_function_is_a_case(module):
     short = module.__name__.rpartition(".")[2]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from suite.core import statistics
-from suite.torch import KFAC, detach
+from suite.torch import KFAC, detach, uses
 from suite.torch.capture import LayerCapture
 from suite.torch.hooks import ModeAround
 from suite.torch.rows import _rows
@@ -738,3 +738,40 @@ def test_parts_in_eval_mode_are_said_to_be_in_eval_mode():
     model["inner"](torch.randn(5, 3)).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"are in eval mode.*of the whole model"):
         kfac.step()
+
+
+def test_a_hook_that_is_put_in_front_later_does_not_change_what_is_seen():
+    """What a layer computed has one gradient, whatever others make of it."""
+    found = []
+    for prepend in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        kfac = KFAC(model)
+        model[0].register_forward_hook(lambda module, args, y: 10 * y, prepend=prepend)
+        x = torch.randn(12, 5, dtype=torch.float64)
+        model(x).square().mean().backward()
+        kfac.step()
+        found.append(kfac.state_dict()["kfac"]["layers"]["0"]["G"])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+
+
+def test_a_model_that_is_called_in_a_loop_is_looked_at_call_by_call(monkeypatch):
+    """The first step's look at what was called goes through a call's own part of autograd's graph."""
+    sizes, reached = [], uses.reached_from
+
+    def counted(*args):
+        found = reached(*args)
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(uses, "reached_from", counted)
+    torch.manual_seed(0)
+    field = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    kfac = KFAC(field)
+    z = torch.randn(6, 4)
+    for _ in range(30):
+        z = z + field(z) / 30
+    z.square().mean().backward()
+    kfac.step()
+    assert len(sizes) == 30
+    assert max(sizes) < 20

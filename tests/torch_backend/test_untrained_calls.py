@@ -370,3 +370,51 @@ def test_a_pass_through_a_frozen_model_takes_no_terms(order):
     model.requires_grad_(True)
     kfac.step()
     assert kfac.counted_terms == 5
+
+
+class Pooled(nn.Module):
+    """A convolution, the mean over its positions, and what the loss is made of."""
+
+    def __init__(self, last) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(2, 4, 3), last
+
+    def forward(self, x):
+        h = torch.relu(self.conv(x)).mean((2, 3))
+        if isinstance(self.last, nn.Bilinear):
+            return self.last(h, h)
+        if isinstance(self.last, nn.RNNBase):
+            return self.last(h[:, None])[0][:, 0]
+        y = self.last(h)
+        return y[0] if isinstance(y, tuple) else y
+
+
+LAST = {
+    "linear": lambda: nn.Linear(4, 4),
+    "layer norm": lambda: nn.LayerNorm(4),
+    "batch norm": lambda: nn.BatchNorm1d(4),
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "rms norm": lambda: nn.RMSNorm(4),
+    "bilinear": lambda: nn.Bilinear(4, 4, 4),
+    "gru cell": lambda: nn.GRUCell(4, 4),
+    "lstm cell": lambda: nn.LSTMCell(4, 4),
+    "lstm": lambda: nn.LSTM(4, 4, batch_first=True, bidirectional=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("last", "compiled"),
+    # torch.compile leaves an LSTM where it is.
+    [*((last, False) for last in LAST), *((last, True) for last in LAST if last != "lstm")],
+)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
+def test_the_loss_has_as_many_terms_as_what_comes_last_has_rows(last, compiled):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Pooled(LAST[last]())
+    kfac = KFAC(model)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    run(torch.randn(6, 2, 8, 8)).square().mean().backward()
+    kfac.step()
+    assert kfac.counted_terms == 6

@@ -31,12 +31,14 @@ from suite.torch.derivatives import (
     is_awaited,
 )
 from suite.torch.dtensors import is_sharded, like, local
+from suite.torch.explained import Explained
 from suite.torch.first_step import FirstStep
 from suite.torch.hooks import (
     Hook,
     after_forward,
     in_backward,
     is_batched,
+    is_transformed,
     on_transformed,
     when_reached,
     without_modes,
@@ -130,10 +132,12 @@ class LayerCapture:
         self._nodes: dict[bool, Any] = {}  # autograd's, of G of uses as the transpose, or of others
         self.running: list[int] = []  # first sites of modules that run, if functional.py asks
         self.first = FirstStep()
+        self.explained: Explained | None = None  # in the first steps, where it can be told
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
         self.handles: list[Any] = []
         self.hooks: list[Hook] = []
+        self._numbers: list[tuple[nn.Module, int]] = []  # theirs, by which modules keep them
         self.pass_handles: list[Any] = []  # of these those of `watch_passes`
         self._began: Any = None  # what they call
         self.dtype = dtype
@@ -162,10 +166,17 @@ class LayerCapture:
                 if site.functional:
                     continue
                 hook = Hook(self, site.module, i)
-                # First, so that it sees what the layer computed and not what other hooks made of it.
                 handle = after_forward(site.module, hook, prepend=True)
+                self._numbers.append((site.module, handle.id))
                 self.handles.append(handle)
                 self.hooks.append(hook)
+
+    def come_first(self) -> None:
+        """Have hooks see what layers compute and not what others make of it that were put in front."""
+        for module, number in self._numbers:
+            hooks: Any = module._forward_hooks
+            if number in hooks and next(iter(hooks)) != number:
+                hooks.move_to_end(number, last=False)
 
     def _slot(self, *shape: int) -> torch.Tensor:
         # Expanded from one number: only gradients take memory.
@@ -248,13 +259,20 @@ class LayerCapture:
         weight = module._parameters.get(name)
         if weight is None:  # perhaps a tensor that is no parameter took its place
             weight = vars(module).get(name)
+        if weight is not None and not weight.is_leaf:
+            self._cannot_tell()
         own = weight is self.layer.weight.parameter or weight is None or not weight.is_leaf
         self.with_others |= not own
         return own
 
+    def _cannot_tell(self) -> None:
+        """A part of the weight's gradient may be of what is not probed, or no product of rows."""
+        if self.explained is not None:
+            self.explained.is_off = True
+
     def _passes_by(self, site: Site, y: torch.Tensor) -> None:
         """A call that trains nothing of the layer may be the model's last, whose positions count."""
-        if not self.layer.is_product or not y.numel():
+        if not self.layer.may_be_last or not y.numel():
             return
         if self._ending is None:
             self._ending = Ending(self.clock, self.layer.device)
@@ -280,10 +298,13 @@ class LayerCapture:
         if not torch.compiler.is_compiling() and self.clock.discovering:
             self.first.note_call(y, trained)
             watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
+            if torch.is_grad_enabled() and (not watched or is_transformed(y)):
+                self._cannot_tell()
             if watched:
                 on_transformed(y, functools.partial(self.clock.transformed.add, self.layer.name))
         x = dense(x)
         if getattr(x, "is_nested", False) or getattr(y, "is_nested", False):
+            self._cannot_tell()
             return y
         if self.kept is not None and trained and self._keeps(site, x, y):
             y = self.kept.probe(x, y)
@@ -315,6 +336,8 @@ class LayerCapture:
         if counts and self.is_trained(index):
             self.first.note_call(y, True)
             self.first.calls_of_made += made is not None
+        if counts and torch.is_grad_enabled() and not is_training(self.clock, self.layer.sites[index]):
+            self._cannot_tell()
         site, x = self.layer.sites[index], dense(x)
         if not self.wanted(index) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
@@ -403,13 +426,20 @@ class LayerCapture:
             slot = None if bases is None else self.products
             rest = (slot, scale, chosen, *(bases or (None, None)), factor)
         told = None if torch.compiler.is_compiling() else self.clock
+        asked = None
+        if told is not None and self.explained is not None and told.discovering and of_sum is None:
+            turned = site.transposed and spec.kind != "embedding"
+            if whole and made is None and scale is None and not (turned or in_place):
+                asked = functools.partial(self.explained.add, spec, site.transposed)
+            else:
+                self._cannot_tell()
         found = (ProbeInPlace.apply if in_place else probed)(
             y,
             None if spec.kind == "bias" else x,  # what is saved must not be changed in place
             None if shared else slots[0],
             slots[1],
             slots[2],
-            About(spec, clock, self._reading(x), source, run, told),
+            About(spec, clock, self._reading(x), source, run, told, asked),
             *rest,
         )
         if isinstance(clock, UnlessBroadcast):
@@ -440,6 +470,7 @@ class LayerCapture:
         Returns:
             The gradient to go on with.
         """
+        self._cannot_tell()
         if self.clock.pausing:
             return gradient
         name, is_norm = self.layer.name, source.site.spec.kind == "norm"
@@ -473,6 +504,7 @@ class LayerCapture:
         Args:
             positions: the slot for the call's positions, if not its own.
         """
+        self._cannot_tell()
         site, is_norm = source.site, source.site.spec.kind == "norm"
         slots: tuple[torch.Tensor, ...] = (self.A, self.G, self.counts)
         own = self.transposed if site.transposed else slots
@@ -608,7 +640,7 @@ class LayerCapture:
             places = mask.expand(total.shape).movedim(axis, -1).to(self.dtype)
             factor = places if factor is None else places * factor
         rest = () if factor is None else (None, factor, None, None, None, None)
-        index, about = index.broadcast_to(rows.shape[:-1]), About(spec, *[None] * 5)
+        index, about = index.broadcast_to(rows.shape[:-1]), About(spec, *[None] * 6)
         slots = self.of_sums_of_sums if of_sums else self.of_sums
         found: torch.Tensor = probed(rows, index, *slots, about, *rest)
         return found if axis == -1 else found.movedim(-1, axis)

@@ -116,12 +116,12 @@ class CaptureClock:
         transposed: bool,
         again: bool,
         looks_up: bool,
-        is_product: bool | None = None,
+        may_be_last: bool | None = None,
     ) -> Run | None:
         """A covered layer produced an output, possibly one that was made before.
 
         Args:
-            is_product: whether it was one of rows with the layer's weight; None: as the layer says.
+            may_be_last: whether the loss may be of the rows of its output; None: as the layer says.
 
         Returns:
             What the backward pass through this call is to say so to; None: nobody asks.
@@ -133,15 +133,15 @@ class CaptureClock:
         if not transposed:
             owner.called = True
         layer = owner.layer
-        is_product = layer.is_product if is_product is None else is_product
+        may_be_last = layer.may_be_last if may_be_last is None else may_be_last
         if torch.compiler.is_compiling():
             self.is_compiled = True
             if looks_up:
                 self.compiled_looked_up = owner
-            elif is_product:
+            elif may_be_last:
                 self.compiled_last = owner, transposed
             return None
-        if again or not (looks_up or is_product):
+        if again or not (looks_up or may_be_last):
             return None
         self.runs += 1
         if looks_up:

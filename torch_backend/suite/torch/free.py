@@ -58,6 +58,7 @@ from suite.torch.operations import (
     SUMS,
     TIMES,
     VIEWS,
+    WRITES,
     T,
     ends_of_groups,
     is_subtracted,
@@ -219,6 +220,9 @@ class FreeParameters(Mode):
             args = (equation, *operands)
         if function is F.scaled_dot_product_attention:
             args, kwargs = self._with_mask_of_each(args, kwargs)
+        written: list[Watched] = []
+        if function in WRITES and not kwargs:
+            args, written = self._with_values_of_each(function, args)
         before, version = args, None
         with self.looking():
             if not kwargs and function in (T.mul_, T.__imul__) and self._known(args[1]):
@@ -229,6 +233,8 @@ class FreeParameters(Mode):
         with self.looking():
             if version is not None and args[0]._version != version:
                 self._changed(args[0], output)
+            for watched in written:
+                watched.misses(args[0] if self.is_traced else root_of(args[0]))
             output = self._seen(function, args, kwargs, before, output)
         self._ids = None  # of what is known now
         return output
@@ -241,6 +247,26 @@ class FreeParameters(Mode):
         if not is_watched:
             return args, kwargs
         return (), given | {"attn_mask": self._called(T.expand, (mask, shape), {})}
+
+    def _with_values_of_each(self, function: Any, args: Any) -> tuple[Any, list[Watched]]:
+        """Arguments of what writes: a value that is watched, for each row; and values that are missed.
+
+        They are where nothing has rows, or what is written to may have to be computed to know its shape.
+        """
+        target, value = args[0], args[-1]
+        with self.looking():
+            known = self._known(value)
+            if not known or self.is_traced or self._without_rows(target):
+                return args, known
+            there = target.detach() if function is T.copy_ else target.detach()[args[1]]
+            if self._was_fresh(target) and there.numel() == value.numel():  # a weight, it may be
+                return args, known
+            # In front of a value that is not for several rows is an axis for the one that it is for.
+            shape = there.shape if there.shape != value.shape else (1, *there.shape)
+        values = self._called(T.expand, (value, shape), {})
+        with self.looking():
+            values = values[0] if len(shape) > there.ndim else values
+        return (*args[:-1], values), []
 
     def _transformed(self, function: Any, args: Any, kwargs: Any) -> Any:
         """A function within one of torch.func's transforms, which take no probes."""

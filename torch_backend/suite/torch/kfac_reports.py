@@ -262,8 +262,9 @@ class Reports:
             names = ", ".join(repr(name) for name in strays)
             warn_user(
                 "statistics miss some uses of these weights, outside of their layer (by a function of "
-                f"torch.nn.functional perhaps) or in an operation K-FAC does not know: {names}. Call a "
-                "layer that shares the weight instead, or name them in skip_layers"
+                "torch.nn.functional perhaps, or in the training loop) or in an operation K-FAC does "
+                f"not know: {names}. Call a layer that shares the weight instead, or name them in "
+                "skip_layers"
             )
 
     def ran_once_for_all(self) -> None:

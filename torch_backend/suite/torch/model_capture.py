@@ -26,6 +26,7 @@ from suite.torch.functional import (
     only_calls,
 )
 from suite.torch.hooks import Apart, ModeAround, Stacks, leave_interrupted
+from suite.torch.kinds import RECURRENT
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
 from suite.torch.recurrent import Product
 from suite.torch.stacks import StackCapture
@@ -87,10 +88,10 @@ class ModelCapture:
         ):
             self.clock.move(*devices)
         self._slots = self.slots()
-        self._watch_passes(True)  # until it is known that the model is not compiled
         self._running_modes = Stacks()
         self._uses = UseCounter(model, self.by_layer, self._running_modes)
         self._attached.append(self._uses)
+        self._watch_passes(True)  # until it is known that the model is not compiled
         capture_of = {id(c.layer): c for c in self.by_layer}
         self._attach_free(model, found, capture_of)
         for module, layers in found.stacks.items():
@@ -107,7 +108,10 @@ class ModelCapture:
             channels: Any = getattr(module, "out_features", None)
             if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
                 channels = module.out_channels
-            elif not isinstance(module, nn.Linear):
+            elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and not isinstance(module, RECURRENT):
+                channels = getattr(module, "proj_size", 0) or module.hidden_size
+                channels *= 1 + getattr(module, "bidirectional", False)
+            elif not isinstance(module, (nn.Linear, nn.Bilinear)):
                 continue
             own = self._functions.get(module)
             seen = (lambda: False) if own is None else functools.partial(bool, own.found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ class About(NamedTuple):
     source: Source | None
     run: Run | None
     told: CaptureClock | None  # of backward passes
+    asked: Callable[[Any, torch.Tensor], None] | None  # about an input and the output's gradient
 
 
 def passed_on(y: torch.Tensor) -> torch.Tensor:
@@ -63,10 +65,12 @@ class Probe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        spec, clock, reading, source, run, told = ctx.about
+        spec, clock, reading, source, run, told, asked = ctx.about
         wanted, on = ctx.needs_input_grad, gradient
         x, *rest = ctx.saved_tensors  # once: checkpoints compute what is read again
         scale, chosen, *vectors = rest or (None, None)
+        if asked is not None and not (told is not None and told.sampling):  # which ends at statistics
+            asked(x, gradient)
         waits = wanted[3] and (clock is None or clock.sampling)
         if source is not None and is_recorded():
             ctx.call = ctx.call or Call(run)

@@ -9,19 +9,22 @@ import torch
 from torch import nn
 
 from suite.torch.capture import LayerCapture
+from suite.torch.explained import Explained, can_be_explained
 from suite.torch.functional import RunningLayer
 from suite.torch.hooks import (
     Mode,
     ModeAround,
     Stacks,
+    graph_clock,
     in_traced_graph,
+    root_of,
     tensors_given,
     tensors_in,
     traceable,
     when_reached,
 )
 from suite.torch.made_weights import node_of, reached_from
-from suite.torch.operations import CASTS
+from suite.torch.operations import CASTS, WRITES
 
 # Kinds whose module passes its weight to one function in every call.
 _COUNTED = ("dense", "convolution", "transposed", "embedding", "bag")
@@ -62,6 +65,18 @@ class UseCounter(ModeAround):
         self.running = [RunningLayer(c, site.module) for c in watched for site in c.layer.sites]
         self.handles += [handle for running in self.running for handle in running.handles]
         self.hooks += tuple(hook for running in self.running for hook in running.hooks)
+        self.explained = []
+        for capture in self.captures:
+            if can_be_explained(capture.layer):
+                capture.explained = Explained(capture.layer)
+                self.handles.append(capture.explained.handle)
+                self.explained.append(capture)
+
+    def enter(self) -> None:
+        super().enter()
+        if not torch.compiler.is_compiling() and self.captures and self.captures[0].clock.discovering:
+            for capture in self.captures[0].clock.captures:
+                capture.come_first()
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> None:
         mode = self.modes.own()[-1] if self.modes.own() else None
@@ -85,18 +100,21 @@ class UseCounter(ModeAround):
         return _Counting({id(w): c for w, c in weights if w.requires_grad}, self.running_modes)
 
     def strays(self) -> list[str]:
-        """The layers whose weights the loss used more often than it used the layers."""
-        return [
-            c.layer.name
-            for c in self.captures
-            if c.layer.spec.kind in _COUNTED and c.first.misses_uses()
-        ]
+        """The layers whose weights the loss used more often than it used the layers.
+
+        Or whose gradients are not what their calls make, as where a training loop uses weights, too.
+        """
+        counted = [c for c in self.captures if c.layer.spec.kind in _COUNTED and c.first.misses_uses()]
+        other = [c for c in self.explained if c.explained is not None and c.explained.misses_uses()]
+        return list(dict.fromkeys(c.layer.name for c in (*counted, *other)))
 
     def detach(self) -> None:
         """Stop counting."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
+        for capture in self.explained:
+            capture.explained = None
 
 
 def _note(capture: LayerCapture, place: int, by_inputs: Any, by_outputs: Any) -> None:
@@ -111,6 +129,7 @@ class _Counting(Mode):
         self.running_modes = running_modes
         self.watched = watched  # by the weight's id
         self.casts: dict[int, tuple[torch.Tensor, int]] = {}  # a weight's, and which
+        self.began = graph_clock()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function, args), kwargs or {}
@@ -125,6 +144,8 @@ class _Counting(Mode):
 
     def _count(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
         several = output if isinstance(output, list | tuple) else (output,)
+        if function in WRITES:  # gradients come to what is written to, not to a view of a part
+            several = (root_of(args[0]),)
         made = [x for x in several if isinstance(x, torch.Tensor) and x.requires_grad]
         if not made:
             return
@@ -152,7 +173,7 @@ class _Counting(Mode):
         Args:
             output: of the forward; what it was made of is in autograd's graph.
         """
-        nodes = reached_from([node_of(x) for x in tensors_in(output, set())], (), {}, 0)
+        nodes = reached_from([node_of(x) for x in tensors_in(output, set())], (), {}, self.began)
         for node in nodes:
             made_by = getattr(node, "_forward_cls", None)
             if made_by is None or made_by.__module__.partition(".")[0] in ("torch", "suite"):

@@ -138,6 +138,9 @@ class OutputWatch:
         self.handles = [after_forward(module, self.hooks[0], prepend=True)]
 
     def observe(self, site: int, args: Any, kwargs: Any, output: Any) -> Any:
+        if isinstance(output, tuple) and output:  # of a recurrent layer, the last with its state
+            first = self.observe(site, args, kwargs, output[0])
+            return output if first is output[0] else (first, *output[1:])
         module, clock = self.owner(), self.clock
         if module is None or not isinstance(output, torch.Tensor) or not output.requires_grad:
             return output

@@ -1,0 +1,173 @@
+"""A weight that the training loop uses besides its layer is named; penalties and the like are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from suite.torch import KFAC
+
+X, LABELS = torch.randn(20, 6), torch.randint(0, 3, (20,))
+TOKENS = torch.randint(0, 9, (5, 4))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Tied(nn.Module):
+    """Tokens, a layer, and a head with the tokens' table for its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mixed = nn.Embedding(9, 6, padding_idx=0), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.mixed(self.tokens(x))))
+
+    def features(self, x):
+        return torch.tanh(self.mixed(self.tokens(x)))
+
+
+class Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.mixed = nn.Embedding(9, 6, padding_idx=0), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.mixed(self.items(x))
+
+
+def loss_of(model, x=X):
+    return F.cross_entropy(model(x.to(next(model.parameters()).dtype)).float(), LABELS)
+
+
+def tokens_loss(logits):
+    return F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
+
+
+def with_penalty(penalty):
+    return lambda model: loss_of(model) + 0.01 * sum(penalty(p) for p in model.parameters())
+
+
+def with_gradient_penalty(model):
+    x = X.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return loss_of(model) + gradient.square().mean()
+
+
+def with_evaluation(model):
+    loss = loss_of(model)
+    model.eval()
+    other = model(X + 0.1).square().mean()
+    model.train()
+    return loss + other
+
+
+def after_other_gradients(model):
+    torch.autograd.grad(model(X).square().sum(), model[0].weight)
+    return loss_of(model)
+
+
+def with_hook(model):
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    return loss_of(model)
+
+
+def checkpointed(model, reentrant):
+    x = X.clone().requires_grad_()
+    h = checkpoint(lambda z: model[1](model[0](z)), x, use_reentrant=reentrant)
+    return F.cross_entropy(model[2](h), LABELS)
+
+
+def under_autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss_of(model)
+
+
+def checkpointed_tokens(model):
+    return tokens_loss(checkpoint(model, TOKENS, use_reentrant=False))
+
+
+EXPLAINED = {
+    "plain": (mlp, loss_of),
+    "doubles": (lambda: mlp().double(), loss_of),
+    "halves": (lambda: mlp().bfloat16(), loss_of),
+    "autocast": (mlp, under_autocast),
+    "tiny": (mlp, lambda model: 1e-30 * loss_of(model)),
+    "zero": (mlp, lambda model: 0 * loss_of(model)),
+    "squares of weights": (mlp, with_penalty(lambda p: p.square().sum())),
+    "sizes of weights": (mlp, with_penalty(lambda p: p.abs().sum())),
+    "both": (mlp, with_penalty(lambda p: p.square().sum() + p.abs().sum())),
+    "gradient penalty": (mlp, with_gradient_penalty),
+    "evaluation": (mlp, with_evaluation),
+    "other gradients": (mlp, after_other_gradients),
+    "hook": (mlp, with_hook),
+    "reentrant checkpoint": (mlp, lambda model: checkpointed(model, True)),
+    "checkpoint": (mlp, lambda model: checkpointed(model, False)),
+    "tied": (Tied, lambda model: tokens_loss(model(TOKENS))),
+    "tied, in a checkpoint": (Tied, checkpointed_tokens),
+}
+
+
+@pytest.mark.parametrize("case", EXPLAINED)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_layer_that_alone_uses_its_weight_is_not_named(case, passes, recwarn):
+    make, loss = EXPLAINED[case]
+    torch.manual_seed(0)
+    model = make()
+    kfac = KFAC(model)
+    for _ in range(passes):
+        loss(model).backward()
+    kfac.step()
+    assert not [str(one.message) for one in recwarn if "miss some uses" in str(one.message)]
+
+
+MISSED = {
+    "rows": (mlp, lambda model: loss_of(model) + F.linear(X, model[0].weight).square().mean(), "0"),
+    "halves": (
+        lambda: mlp().bfloat16(),
+        lambda model: loss_of(model) + F.linear(X[:, :3].bfloat16(), model[2].weight.T).square().mean(),
+        "2",
+    ),
+    "scores": (Scored, lambda m: tokens_loss(m(TOKENS) @ m.items.weight.T), "items"),
+    "a head and its loss": (
+        Tied,
+        lambda m: tokens_loss(F.linear(m.features(TOKENS), m.tokens.weight)),
+        "tokens",
+    ),
+    "near orthogonal": (
+        mlp,
+        lambda m: loss_of(m) + 0.1 * (m[0].weight.T @ m[0].weight - torch.eye(6)).square().sum(),
+        "0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISSED)
+def test_what_the_loop_uses_besides_is_named(case):
+    make, loss, name = MISSED[case]
+    torch.manual_seed(0)
+    model = make()
+    kfac = KFAC(model)
+    loss(model).backward()
+    with pytest.warns(RuntimeWarning, match=f"miss some uses.*: '{name}'\\."):
+        kfac.step()
+
+
+def test_it_is_asked_in_the_first_step_only():
+    model = mlp()
+    kfac = KFAC(model)
+    hooks = len(model[0].weight._backward_hooks)
+    for _ in range(2):
+        loss_of(model).backward()
+        kfac.step()
+        model.zero_grad()
+    assert len(model[0].weight._backward_hooks or ()) < hooks
+    kfac.detach()
+    assert not model[0].weight._backward_hooks

@@ -1,0 +1,116 @@
+"""In the first step: whether a layer's calls explain its weight's gradient, or others use it, too."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch.utils.hooks import unserializable_hook
+
+from suite.core import explained
+from suite.core.noise import unit_noise
+from suite.torch.dtensors import is_sharded
+from suite.torch.hooks import is_batched
+from suite.torch.layers import Layer
+from suite.torch.rows import LayerSpec
+
+_ERROR = 1e-3  # of sums in single precision, whose factors may be rounded to TF32
+_ERROR_OF_HALVES = 0.05
+_PROBES = 4  # random vectors
+
+
+def can_be_explained(layer: Layer) -> bool:
+    """Whether a layer's rows make all of its weight's gradient, if it is used nowhere else."""
+    weight = layer.weight.parameter
+    return (
+        layer.spec.kind in ("dense", "embedding")
+        and layer.layout in ("matrix", "table")
+        and layer.blocks == 1
+        and layer.weight.stop is None
+        and not layer.tensor_split
+        and not is_sharded(weight)
+        and not weight._backward_hooks  # which may make another gradient of it
+        and all(site.module is site.owner and not site.scaling for site in layer.sites)
+    )
+
+
+class Explained:
+    """Compares ∇ R with Σ g aᵀ R of a layer's calls, for each backward pass by itself."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self.is_off = False  # whether there were calls of which it cannot be told
+        self._probes: torch.Tensor | None = None
+        self._passing: dict[int, tuple[torch.Tensor, torch.Tensor, float]] = {}  # by backward pass
+        self._found: list[torch.Tensor] = []
+        own = weakref.ref(self)
+
+        @unserializable_hook  # a copy of the parameter asks nobody
+        def arrived(gradient: torch.Tensor) -> None:
+            asked = own()
+            if asked is not None:
+                asked._arrived(gradient)
+
+        self.handle = layer.weight.parameter.register_hook(arrived)
+
+    def add(self, spec: LayerSpec, turned: bool, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A backward pass comes to a call; `turned`: a lookup of rows that products have as columns."""
+        if self.is_off:
+            return
+        if is_batched(gradient) or gradient.layout is not torch.strided:
+            self.is_off = True
+            return
+        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+            probes = self._probes_on(gradient)
+            if spec.axes is not None:
+                x, gradient = spec.axes.input(x), spec.axes.output(gradient)
+            error = _ERROR if gradient.dtype.itemsize >= 4 else _ERROR_OF_HALVES
+            outputs = gradient.reshape(-1, gradient.shape[-1])
+            if spec.kind != "embedding":
+                rows = x.reshape(-1, x.shape[-1])
+                along, size = explained.rows_along(rows, outputs, probes[: x.shape[-1]])
+            else:
+                x = x.reshape(-1)
+                counts = (x != spec.padding_index)[:, None]
+                if turned:
+                    shares = explained.along(outputs, probes[: outputs.shape[-1]]) * counts
+                    zeros = shares.new_zeros(self.layer.weight.shape[0], _PROBES)
+                    along, size = (zeros.index_add(0, x, some) for some in (shares, shares.abs()))
+                else:
+                    one = torch.eye(_PROBES, device=probes.device)
+                    along, size = explained.rows_along(probes[x] * counts, outputs, one)
+        now = torch._C._current_graph_task_id()
+        if now in self._passing:
+            before = self._passing[now]
+            along, size, error = along + before[0], size + before[1], max(error, before[2])
+        self._passing[now] = along, size, error
+
+    def _probes_on(self, like: torch.Tensor) -> torch.Tensor:
+        """R, a row for each column of the gradient's matrix."""
+        if self._probes is None:
+            width = self.layer.gradient_matrix(self.layer.weight.parameter.detach()).shape[-1]
+            stream = torch.zeros(1, dtype=torch.int32, device=like.device)
+            self._probes = unit_noise(stream, 0, (width, _PROBES), torch.float32)[0]
+        return self._probes
+
+    def _arrived(self, gradient: torch.Tensor) -> None:
+        """All of a pass's gradient by the weight is there."""
+        sums = self._passing.pop(torch._C._current_graph_task_id(), None)
+        if sums is None or self.is_off:
+            return
+        if gradient.layout is not torch.strided or is_batched(gradient):
+            self.is_off = True
+            return
+        along, size, error = sums
+        weight = self.layer.weight.parameter
+        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+            if min(gradient.dtype.itemsize, weight.dtype.itemsize) < 4:
+                error = _ERROR_OF_HALVES
+            matrices = [self.layer.gradient_matrix(x.detach())[0] for x in (gradient, weight)]
+            given = matrices[0], along, size, matrices[1], self._probes_on(gradient), error
+            self._found.append(explained.is_unexplained(*given))
+
+    def misses_uses(self) -> bool:
+        """Whether any pass made another gradient, as far as that can be told."""
+        found, self._found, self._passing = self._found, [], {}
+        return not self.is_off and len(found) > 0 and bool(torch.stack(found).any())
