@@ -571,3 +571,84 @@ def test_what_is_computed_once_sets_the_number_of_terms_only_where_nothing_else_
         assert float(jax.jit(value_and_grad(loss))(params, x)[2].terms) == N
     alone = value_and_grad(lambda p, x: jnp.mean(jnp.sin(logits(p, x)))).plan(params, x)
     assert (alone.last[0].layer, alone.last[0].terms) == ("['classes']", 3)
+
+
+def waves():
+    """Of positions, as they are usually written."""
+    positions, rates = jnp.arange(T)[:, None], jnp.arange(1.0, D / 2 + 1)
+    empty = jnp.zeros((T, D))
+    return empty.at[:, 0::2].set(jnp.sin(positions * rates)).at[:, 1::2].set(jnp.cos(positions * rates))
+
+
+def by_head(p):
+    return jnp.broadcast_to(DISTANCES, (2, T, T)) * p["s"][:, None, None]
+
+
+# by name: what is made of leaves and x, the shape of s, and the number of examples that it has by chance
+AS_LONG = {
+    "scale of waves": (lambda p, x: x + p["s"] * waves(), (), T),
+    "scales of waves": (lambda p, x: x + p["s"] * waves(), (D,), T),
+    "slopes of heads": (lambda p, x: attention(x, by_head(p)), (2,), 2),
+}
+
+
+@pytest.mark.parametrize("name", AS_LONG)
+def test_what_is_as_long_as_there_are_examples_is_no_example(name):
+    make, shape, by_chance = AS_LONG[name]
+
+    def loss(p, x):
+        return jnp.mean(jnp.sum((jnp.sin(make(p, x)).mean(1) @ p["head"]) ** 2, 1))
+
+    params = parameters({"s": shape})
+    for examples in (N, by_chance):
+        plan = value_and_grad(loss).plan(params, normal(examples, T, D, seed=5))
+        assert plan.routing["['s']"].reason == "applied elementwise once for all examples"
+
+
+@pytest.mark.parametrize("examples", [N, D])
+def test_a_mask_of_a_weight_is_as_good_with_as_many_examples(examples):
+    params = {"i": normal(T, D), "w": normal(D, D, seed=1), "b": normal(D, seed=2), "o": normal(D, 2)}
+
+    def loss(p, x, y):
+        h = jnp.tanh(x @ p["i"]) @ (p["w"] * jnp.tril(jnp.ones((D, D)))) + p["b"]
+        return jnp.mean((jnp.tanh(h) @ p["o"] - y) ** 2)
+
+    plan = value_and_grad(loss).plan(params, normal(examples, T, seed=5), normal(examples, 2, seed=6))
+    assert plan.routing["['w']"].reason == "weight of a dense layer"
+    assert plan.routing["['b']"].reason == "bias of ['w']"
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("examples", [N, D])
+def test_frozen_biases_and_norms_do_not_say_how_many_examples_there_are(examples, stacked):
+    """Queries that are repeated for each example, before and behind layers that are an argument."""
+    layers = [
+        {"w": normal(D, D, seed=i), "b": normal(D, seed=i), "g": normal(D, seed=i), "c": normal(D)}
+        for i in range(3)
+    ]
+    if stacked:
+        layers = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+    params = {"q": normal(2, D), "g": normal(D, seed=1), "b": normal(D, seed=2)}
+    params |= {"w": normal(D, D, seed=3), "o": normal(D, 2)}
+
+    def frozen(layers, h):
+        def layer(h, f):
+            return h + jnp.tanh((h * f["g"] + f["c"]) @ f["w"] + f["b"]), None
+
+        if stacked:
+            return jax.lax.scan(layer, h, layers)[0]
+        for f in layers:
+            h, _ = layer(h, f)
+        return h
+
+    def loss(p, layers, x, y):
+        queries = (p["q"] + jnp.zeros((len(x), 1, 1))) * p["g"] + p["b"]
+        x = frozen(layers, x)
+        z = jax.nn.softmax((queries @ p["w"]) @ jnp.swapaxes(x, 1, 2)) @ x
+        return jnp.mean((frozen(layers, queries + z).mean(1) @ p["o"] - y) ** 2)
+
+    x, y = normal(examples, T, D, seed=5), normal(examples, 2, seed=6)
+    closed = value_and_grad(lambda p, x, y: loss(p, layers, x, y)).plan(params, x, y)
+    plan = value_and_grad(loss).plan(params, layers, x, y)
+    assert all(route.treatment == "kfac" for route in closed.routing)
+    assert str(plan) == str(closed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -31,7 +31,9 @@ def of_examples(
     trained |= _times_constants(program, trained, batch_of(program, shaped))
     if _meet(program, trained, jaxprs.dependent_values(program, arguments)):
         given = set(program.inputs[leaves:])
-    weights = _weights(program, given, trained)
+    weights: set[int] = set()
+    while more := _weights(program, given - weights, trained):  # with fewer to mistake axes for
+        weights |= more
     data = given - weights
     if not any(_shape(program, v) for v in data):  # nothing to tell them from
         data = set(given)
@@ -47,9 +49,11 @@ def of_examples(
         shapes |= {(batch, *(1,) * more) for more in (1, 2, 3)}  # to repeat something by
     made = [node for node in program.nodes if isinstance(node.operation, operations.Reindex)]
     filled = {node.outputs[0] for node in made if node.inputs == (None,)}
-    found |= {v for v in filled if _shape(program, v) in shapes}
-    found |= {node.outputs[0] for node in made if _repeats(program, node, batch)}
-    found = jaxprs.dependent_values(program, found)
+    repeated = {v for v in filled if _shape(program, v) in shapes}
+    repeated |= {node.outputs[0] for node in made if _repeats(program, node, batch)}
+    tables = _tables(program, program.inputs[:leaves])
+    repeated = {v for v in repeated if not _meets_tables(program, v, tables)}
+    found = jaxprs.dependent_values(program, found | repeated)
     # Where arguments are weights of terms, or not used, examples are made in the loss: unknown which.
     return found if _reach(program, found, program.inputs[:leaves]) else set(), weights
 
@@ -73,6 +77,42 @@ def _repeats(program: jaxprs.Program, node: jaxprs.Node, batch: int) -> bool:
         return False
     before = dict(zip(step[1][1], _shape(program, value), strict=True))
     return before.pop(first, 1) == 1 and any(n > 1 for n in before.values())
+
+
+def _tables(program: jaxprs.Program, leaves: Sequence[int]) -> dict[int, set[int]]:
+    """Axes along which values that are made of no data are no examples: of leaves and constants, and
+    those that differ by place, as in masks and waves of positions.
+    """
+    given = jaxprs.dependent_values(program, program.inputs[len(leaves) :])
+    known = [v for v in (*leaves, *program.constants) if _shape(program, v)]
+    axes = {v: set(range(len(_shape(program, v)))) for v in known}
+    for node in program.nodes:
+        for result in node.outputs:
+            shape, own = _shape(program, result), set[int]()
+            if isinstance(node.operation, operations.Iota):
+                own = {node.operation.axis}
+            for value in node.inputs:
+                if value is not None and value in axes:
+                    places = _places(node.operation, _shape(program, value), shape)
+                    own |= {places[axis] for axis in axes[value] if places.get(axis, -1) >= 0}
+            own = {axis for axis in own if shape[axis] > 1}
+            if own and result not in given:
+                axes[result] = own
+    return axes
+
+
+def _meets_tables(program: jaxprs.Program, value: int, tables: Mapping[int, Collection[int]]) -> bool:
+    """Whether what may be repeated for each example meets a table that is one along the same axis."""
+    same, length = {value}, _shape(program, value)[0]
+    for node in program.nodes:
+        if same.isdisjoint(node.inputs):
+            continue
+        others = [v for v in node.inputs if v is not None and v not in same]
+        if any(0 in tables.get(v, ()) and _shape(program, v)[0] == length for v in others):
+            return True
+        if isinstance(node.operation, operations.Reindex):
+            same.update(v for v in node.outputs if _shape(program, v)[:1] == (length,))
+    return False
 
 
 def _times_constants(program: jaxprs.Program, trained: Collection[int], batch: int) -> set[int]:
@@ -196,5 +236,11 @@ def _places(op: object, old: Shape, new: Shape) -> dict[int, int]:
         return dict(enumerate(axes))
     if old == new or (step is not None and step[0] in ("slice", "rev")):
         return {axis: axis for axis in range(len(old))}
+    if step is None and len(old) == len(new) and all(a in (1, b) for a, b in zip(old, new, strict=True)):
+        return {axis: axis for axis, n in enumerate(old) if n > 1}
     reshaped = step is not None and step[0] == "reshape"
+    if reshaped and old[0] > 1:
+        before, after = ([axis for axis, n in enumerate(shape) if n > 1] for shape in (old, new))
+        if [old[axis] for axis in before] == [new[axis] for axis in after]:
+            return dict(zip(before, after, strict=True))
     return {0: 0} if new and (reshaped or old[0] == new[0]) else {}
