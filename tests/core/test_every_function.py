@@ -160,10 +160,12 @@ CASES = {
         (normal(B, 4, 3), normal(B, 4, 2, seed=1), normal(B, 3, 2, seed=2)),
     ),
     "explained.is_unexplained": (
-        lambda x, w, r: explained.is_unexplained(
-            x, 0 * explained.along(x, r), 1 + 0 * explained.along(x, r), w, r, 0.1
-        ),
-        (normal(B, 5, 3), normal(B, 5, 3, seed=1), normal(B, 3, 2, seed=2)),
+        lambda x, p: explained.is_unexplained(x, 0 * x, 1 + 0 * x, [p], 0.1),
+        (normal(B, 5, 2), normal(B, 5, 2, seed=1)),
+    ),
+    "explained.penalties_along": (
+        explained.penalties_along,
+        (normal(B, 5, 3), normal(B, 3, 2, seed=2)),
     ),
     "padding.mean_eigenvalues": (
         lambda x, w: padding.mean_eigenvalues([x], w, [3] * x.shape[0]),

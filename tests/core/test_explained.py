@@ -43,14 +43,16 @@ def test_what_is_neither_of_rows_nor_of_a_penalty_is_unexplained(rows, more, exp
     a, g, r = (x.astype(dtype) for x in rows)
     g, w = g * np.asarray(scale, dtype), normal(D_OUT, D_IN, seed=3).astype(dtype)
     gradient = g.T @ a + (scale * more(w)).astype(dtype)
-    given = gradient, *explained.rows_along(a, g, r), w, r
-    assert bool(explained.is_unexplained(*given, 1e-3)) == expected
+    given = explained.along(gradient, r), *explained.rows_along(a, g, r)
+    penalties = explained.penalties_along(w, r)
+    assert bool(explained.is_unexplained(*given, penalties, 1e-3)) == expected
 
 
 def test_rounding_errors_of_terms_that_cancel_explain_themselves(rows):
     a, g, r = rows
     a, g = np.concatenate([a, a]), np.concatenate([g, -g])
     error = 1e-5 * normal(D_OUT, D_IN, seed=4)
-    given = *explained.rows_along(a, g, r), normal(D_OUT, D_IN, seed=3), r
-    assert not explained.is_unexplained(error, *given, 1e-3)
-    assert explained.is_unexplained(1e4 * error, *given, 1e-3)
+    penalties = explained.penalties_along(normal(D_OUT, D_IN, seed=3), r)
+    given = *explained.rows_along(a, g, r), penalties, 1e-3
+    assert not explained.is_unexplained(explained.along(error, r), *given)
+    assert explained.is_unexplained(explained.along(1e4 * error, r), *given)

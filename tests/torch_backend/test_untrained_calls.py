@@ -391,10 +391,6 @@ class Pooled(nn.Module):
 
 LAST = {
     "linear": lambda: nn.Linear(4, 4),
-    "layer norm": lambda: nn.LayerNorm(4),
-    "batch norm": lambda: nn.BatchNorm1d(4),
-    "group norm": lambda: nn.GroupNorm(2, 4),
-    "rms norm": lambda: nn.RMSNorm(4),
     "bilinear": lambda: nn.Bilinear(4, 4, 4),
     "gru cell": lambda: nn.GRUCell(4, 4),
     "lstm cell": lambda: nn.LSTMCell(4, 4),

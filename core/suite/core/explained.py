@@ -6,7 +6,9 @@ Source: Freivalds 1979 (Fast probabilistic algorithms), section 2, for the quest
 
 from __future__ import annotations
 
-from suite.core._namespace import Array, array_namespace, lift
+from collections.abc import Sequence
+
+from suite.core._namespace import Array, Scalar, array_namespace, lift
 from suite.core.linalg import root_mean_square, transposed_times
 
 
@@ -21,6 +23,20 @@ def along(rows: Array, probes: Array) -> Array:
     xp = array_namespace(rows)
     found: Array = xp.matmul(rows, xp.astype(probes, rows.dtype))
     return found
+
+
+def penalties_along(weight: Array, probes: Array) -> tuple[Array, Array]:
+    """W R and sign(W) R, (..., n, k) both: what penalties Σ w² and Σ |w| add, up to a number each.
+
+    Args:
+        weight: (..., n, d), W.
+        probes: (..., d, k), R.
+    """
+    xp = array_namespace(weight)
+    dtype = lift(weight).dtype
+    signs = xp.astype(weight > 0, dtype)
+    signs -= xp.astype(weight < 0, dtype)
+    return along(weight, probes), along(signs, probes)
 
 
 def rows_along(inputs: Array, outputs: Array, probes: Array) -> tuple[Array, Array]:
@@ -40,28 +56,25 @@ def rows_along(inputs: Array, outputs: Array, probes: Array) -> tuple[Array, Arr
 
 
 def is_unexplained(
-    gradient: Array, rows: Array, size: Array, weight: Array, probes: Array, tolerance: float
+    gradient: Array, rows: Array, size: Array, penalties: Sequence[Array], tolerance: Scalar
 ) -> Array:
-    """Whether ∇ R is not Σ g aᵀ R, nor that and multiples of W R and sign(W) R.
+    """Whether ∇ R is not Σ g aᵀ R, nor that and multiples of what penalties add.
 
     Args:
-        gradient: (..., d_out, d_in), ∇.
+        gradient: (..., d_out, k), ∇ R, `along`.
         rows, size: (..., d_out, k), as `rows_along` has them of all rows.
-        weight: (..., d_out, d_in), W.
-        probes: (..., d_in, k), R.
+        penalties: (..., d_out, k) each.
         tolerance: the error of a sum, in units of its terms' absolute values.
 
     Returns:
         (...), bool; False if anything is not finite.
     """
     xp = array_namespace(gradient)
-    weight = lift(weight)
-    signs = xp.astype(weight > 0, weight.dtype) - xp.astype(weight < 0, weight.dtype)
-    rest = along(gradient, probes) - rows
+    rest = gradient - rows
     own = (rest.ndim - 2, rest.ndim - 1)
     found: list[Array] = []
-    for matrix in (weight, signs):
-        penalty = xp.astype(along(matrix, probes), rest.dtype)
+    for penalty in penalties:
+        penalty = xp.astype(penalty, rest.dtype)
         for other in found:
             penalty = penalty - other * xp.sum(other * penalty, axis=own, keepdims=True)
         norm = root_mean_square(penalty, own) * (penalty.shape[-1] * penalty.shape[-2]) ** 0.5

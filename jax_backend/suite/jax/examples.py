@@ -10,6 +10,8 @@ from suite.jax import jaxprs, operations
 from suite.jax.activations import moved_axes
 from suite.jax.views import Shape
 
+_PRODUCTS = (operations.DotGeneral, operations.Convolve)
+
 
 def of_examples(
     program: jaxprs.Program, leaves: int, arguments: Collection[int]
@@ -105,7 +107,7 @@ def _meets_tables(program: jaxprs.Program, value: int, tables: Mapping[int, Coll
     """Whether what may be repeated for each example meets a table that is one along the same axis."""
     same, length = {value}, _shape(program, value)[0]
     for node in program.nodes:
-        if same.isdisjoint(node.inputs):
+        if same.isdisjoint(node.inputs) or isinstance(node.operation, _PRODUCTS):
             continue
         others = [v for v in node.inputs if v is not None and v not in same]
         if any(0 in tables.get(v, ()) and _shape(program, v)[0] == length for v in others):
@@ -143,8 +145,7 @@ def _times_constants(program: jaxprs.Program, trained: Collection[int], batch: i
 
 def _meet(program: jaxprs.Program, some: Collection[int], others: Collection[int]) -> bool:
     """Whether there is a product of one of the former and one of the latter."""
-    products = (operations.DotGeneral, operations.Convolve)
-    pairs = [node.inputs[:2] for node in program.nodes if isinstance(node.operation, products)]
+    pairs = [node.inputs[:2] for node in program.nodes if isinstance(node.operation, _PRODUCTS)]
     return any((a in some and b in others) or (b in some and a in others) for a, b in pairs)
 
 

@@ -171,12 +171,19 @@ class LayerCapture:
                 self.handles.append(handle)
                 self.hooks.append(hook)
 
-    def come_first(self) -> None:
-        """Have hooks see what layers compute and not what others make of it that were put in front."""
+    def come_first(self) -> bool:
+        """Have hooks see what layers compute and not what others make of it that were put in front.
+
+        Returns:
+            Whether there were any.
+        """
+        moved = False
         for module, number in self._numbers:
             hooks: Any = module._forward_hooks
             if number in hooks and next(iter(hooks)) != number:
                 hooks.move_to_end(number, last=False)
+                moved = True
+        return moved
 
     def _slot(self, *shape: int) -> torch.Tensor:
         # Expanded from one number: only gradients take memory.
@@ -272,7 +279,7 @@ class LayerCapture:
 
     def _passes_by(self, site: Site, y: torch.Tensor) -> None:
         """A call that trains nothing of the layer may be the model's last, whose positions count."""
-        if not self.layer.may_be_last or not y.numel():
+        if not self.layer.is_product or not y.numel():
             return
         if self._ending is None:
             self._ending = Ending(self.clock, self.layer.device)
@@ -299,6 +306,8 @@ class LayerCapture:
             self.first.note_call(y, trained)
             watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
             if torch.is_grad_enabled() and (not watched or is_transformed(y)):
+                self._cannot_tell()
+            if self.come_first():
                 self._cannot_tell()
             if watched:
                 on_transformed(y, functools.partial(self.clock.transformed.add, self.layer.name))

@@ -116,12 +116,12 @@ class CaptureClock:
         transposed: bool,
         again: bool,
         looks_up: bool,
-        may_be_last: bool | None = None,
+        is_product: bool | None = None,
     ) -> Run | None:
         """A covered layer produced an output, possibly one that was made before.
 
         Args:
-            may_be_last: whether the loss may be of the rows of its output; None: as the layer says.
+            is_product: whether it was one of rows with the layer's weight; None: as the layer says.
 
         Returns:
             What the backward pass through this call is to say so to; None: nobody asks.
@@ -133,15 +133,15 @@ class CaptureClock:
         if not transposed:
             owner.called = True
         layer = owner.layer
-        may_be_last = layer.may_be_last if may_be_last is None else may_be_last
+        is_product = layer.is_product if is_product is None else is_product
         if torch.compiler.is_compiling():
             self.is_compiled = True
             if looks_up:
                 self.compiled_looked_up = owner
-            elif may_be_last:
+            elif is_product:
                 self.compiled_last = owner, transposed
             return None
-        if again or not (looks_up or may_be_last):
+        if again or not (looks_up or is_product):
             return None
         self.runs += 1
         if looks_up:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch.utils.hooks import unserializable_hook
@@ -17,6 +18,7 @@ from suite.torch.rows import LayerSpec
 _ERROR = 1e-3  # of sums in single precision, whose factors may be rounded to TF32
 _ERROR_OF_HALVES = 0.05
 _PROBES = 4  # random vectors
+_AT_ONCE = 2**22  # numbers of a matrix of which copies are made
 
 
 def can_be_explained(layer: Layer) -> bool:
@@ -34,6 +36,21 @@ def can_be_explained(layer: Layer) -> bool:
     )
 
 
+class _Sums(NamedTuple):
+    """Of a backward pass, or of a call in it."""
+
+    along: torch.Tensor
+    size: torch.Tensor
+    error: float  # of products of factors in their precision
+    rows: int  # that are summed in single precision, each with an error of that
+    terms: int  # that are summed in the weight's precision
+
+    def __add__(self, other: _Sums) -> _Sums:  # type: ignore[override]
+        sums = self.along + other.along, self.size + other.size
+        counts = self.rows + other.rows, self.terms + other.terms
+        return _Sums(*sums, max(self.error, other.error), *counts)
+
+
 class Explained:
     """Compares ∇ R with Σ g aᵀ R of a layer's calls, for each backward pass by itself."""
 
@@ -41,8 +58,9 @@ class Explained:
         self.layer = layer
         self.is_off = False  # whether there were calls of which it cannot be told
         self._probes: torch.Tensor | None = None
-        self._passing: dict[int, tuple[torch.Tensor, torch.Tensor, float]] = {}  # by backward pass
+        self._passing: dict[int, _Sums] = {}  # by backward pass
         self._found: list[torch.Tensor] = []
+        self._was_called = False
         own = weakref.ref(self)
 
         @unserializable_hook  # a copy of the parameter asks nobody
@@ -64,7 +82,6 @@ class Explained:
             probes = self._probes_on(gradient)
             if spec.axes is not None:
                 x, gradient = spec.axes.input(x), spec.axes.output(gradient)
-            error = _ERROR if gradient.dtype.itemsize >= 4 else _ERROR_OF_HALVES
             outputs = gradient.reshape(-1, gradient.shape[-1])
             if spec.kind != "embedding":
                 rows = x.reshape(-1, x.shape[-1])
@@ -79,11 +96,11 @@ class Explained:
                 else:
                     one = torch.eye(_PROBES, device=probes.device)
                     along, size = explained.rows_along(probes[x] * counts, outputs, one)
-        now = torch._C._current_graph_task_id()
-        if now in self._passing:
-            before = self._passing[now]
-            along, size, error = along + before[0], size + before[1], max(error, before[2])
-        self._passing[now] = along, size, error
+        error = _ERROR if gradient.dtype.itemsize >= 4 else _ERROR_OF_HALVES
+        terms = len(outputs) if spec.kind == "embedding" else 1
+        found, now = _Sums(along, size, error, len(outputs), terms), torch._C._current_graph_task_id()
+        self._passing[now] = self._passing[now] + found if now in self._passing else found
+        self._was_called = True
 
     def _probes_on(self, like: torch.Tensor) -> torch.Tensor:
         """R, a row for each column of the gradient's matrix."""
@@ -95,22 +112,37 @@ class Explained:
 
     def _arrived(self, gradient: torch.Tensor) -> None:
         """All of a pass's gradient by the weight is there."""
-        sums = self._passing.pop(torch._C._current_graph_task_id(), None)
-        if sums is None or self.is_off:
+        if self.is_off:
             return
         if gradient.layout is not torch.strided or is_batched(gradient):
             self.is_off = True
             return
-        along, size, error = sums
         weight = self.layer.weight.parameter
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-            if min(gradient.dtype.itemsize, weight.dtype.itemsize) < 4:
-                error = _ERROR_OF_HALVES
-            matrices = [self.layer.gradient_matrix(x.detach())[0] for x in (gradient, weight)]
-            given = matrices[0], along, size, matrices[1], self._probes_on(gradient), error
-            self._found.append(explained.is_unexplained(*given))
+            along, *penalties = self._along(gradient, weight)
+            sums = self._passing.pop(torch._C._current_graph_task_id(), None)
+            if sums is None:  # no call of the layer was in this pass
+                sums = _Sums(torch.zeros_like(along), along.abs(), _ERROR, 0, 0)
+            halves = min(gradient.dtype.itemsize, weight.dtype.itemsize) < 4
+            error = _ERROR_OF_HALVES if halves else sums.error
+            error += sums.rows * torch.finfo(torch.float32).eps
+            error += sums.terms * torch.finfo(gradient.dtype).eps
+            self._found.append(explained.is_unexplained(along, *sums[:2], penalties, error))
+
+    def _along(self, gradient: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        """∇ R, W R and sign(W) R, some rows of the matrices at a time."""
+        probes = self._probes_on(gradient)
+        matrices = [self.layer.gradient_matrix(x.detach())[0] for x in (gradient, weight)]
+        count = max(1, _AT_ONCE // matrices[0].shape[1])
+        parts = [
+            (explained.along(g, probes), *explained.penalties_along(w, probes))
+            for g, w in zip(*(x.split(count) for x in matrices), strict=True)
+        ]
+        return [torch.cat(own) for own in zip(*parts, strict=True)]
 
     def misses_uses(self) -> bool:
         """Whether any pass made another gradient, as far as that can be told."""
         found, self._found, self._passing = self._found, [], {}
-        return not self.is_off and len(found) > 0 and bool(torch.stack(found).any())
+        if self.is_off or not self._was_called or not found:
+            return False
+        return bool(torch.stack(found).any())

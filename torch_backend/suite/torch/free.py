@@ -259,10 +259,13 @@ class FreeParameters(Mode):
             if not known or self.is_traced or self._without_rows(target):
                 return args, known
             there = target.detach() if function is T.copy_ else target.detach()[args[1]]
+            extra = value.ndim - there.ndim  # axes of length 1 in front, which are left out
             if self._was_fresh(target) and there.numel() == value.numel():  # a weight, it may be
                 return args, known
-            # In front of a value that is not for several rows is an axis for the one that it is for.
-            shape = there.shape if there.shape != value.shape else (1, *there.shape)
+        if extra > 0:
+            value = self._called(T.reshape, (value, value.shape[extra:]), {})
+        # In front of a value that is not for several rows is an axis for the one that it is for.
+        shape = there.shape if there.shape != value.shape else (1, *there.shape)
         values = self._called(T.expand, (value, shape), {})
         with self.looking():
             values = values[0] if len(shape) > there.ndim else values

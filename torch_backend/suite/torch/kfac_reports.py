@@ -264,7 +264,7 @@ class Reports:
                 "statistics miss some uses of these weights, outside of their layer (by a function of "
                 "torch.nn.functional perhaps, or in the training loop) or in an operation K-FAC does "
                 f"not know: {names}. Call a layer that shares the weight instead, or name them in "
-                "skip_layers"
+                "skip_layers; a penalty on the weight is no use of which they should know"
             )
 
     def ran_once_for_all(self) -> None:

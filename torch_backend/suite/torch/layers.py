@@ -106,10 +106,9 @@ class Layer:
         return self.weight.parameter.device
 
     @property
-    def may_be_last(self) -> bool:
-        """Whether it is a product with a weight, or normalizes: a loss may be of its output's rows."""
-        is_product = isinstance(self.sites[0].module, PRODUCTS) or self.spec.kind in ("dense", "stack")
-        return is_product or self.spec.norm != ""
+    def is_product(self) -> bool:
+        """Whether its module multiplies with a weight, so that it may be what a loss is made of."""
+        return isinstance(self.sites[0].module, PRODUCTS) or self.spec.kind in ("dense", "stack")
 
     @functools.cached_property
     def plain_shape(self) -> tuple[int, ...] | None:
