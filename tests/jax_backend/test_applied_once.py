@@ -652,3 +652,13 @@ def test_frozen_biases_and_norms_do_not_say_how_many_examples_there_are(examples
     plan = value_and_grad(loss).plan(params, layers, x, y)
     assert all(route.treatment == "kfac" for route in closed.routing)
     assert str(plan) == str(closed)
+
+
+@pytest.mark.parametrize("examples", [N, D])
+def test_what_is_repeated_meets_products_whatever_the_number_of_examples(examples):
+    def loss(p, x):
+        repeated = jnp.broadcast_to(SINES, (len(x), T, D))
+        return jnp.mean((jnp.tanh(repeated @ p["v"] + x) @ p["head"]) ** 2)
+
+    plan = value_and_grad(loss).plan(parameters({}), normal(examples, T, D, seed=5))
+    assert plan.routing["['v']"].reason == "weight of a dense layer"

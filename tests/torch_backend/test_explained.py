@@ -94,7 +94,28 @@ def checkpointed_tokens(model):
     return tokens_loss(checkpoint(model, TOKENS, use_reentrant=False))
 
 
+def many_lookups(model):
+    """Of a padding token, whose gradients halves sum up to anything."""
+    return model(torch.zeros(40, 60, dtype=torch.long)).float().square().mean()
+
+
+def in_a_loop(model):
+    h = X.bfloat16()
+    for _ in range(300):
+        h = h + 0.01 * model(h)
+    return h.float().square().mean()
+
+
 EXPLAINED = {
+    "many lookups": (
+        lambda: nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 3)).bfloat16(),
+        many_lookups,
+    ),
+    "a loop": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()).bfloat16(), in_a_loop),
+    "many rows": (
+        lambda: nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1)),
+        lambda model: model(torch.full((300_000, 1), 1.1)).mean(),
+    ),
     "plain": (mlp, loss_of),
     "doubles": (lambda: mlp().double(), loss_of),
     "halves": (lambda: mlp().bfloat16(), loss_of),
@@ -128,7 +149,13 @@ def test_a_layer_that_alone_uses_its_weight_is_not_named(case, passes, recwarn):
     assert not [str(one.message) for one in recwarn if "miss some uses" in str(one.message)]
 
 
+def in_a_pass_of_its_own(model):
+    loss_of(model).backward()
+    return F.linear(X, model[0].weight).square().mean()
+
+
 MISSED = {
+    "a pass of its own": (mlp, in_a_pass_of_its_own, "0"),
     "rows": (mlp, lambda model: loss_of(model) + F.linear(X, model[0].weight).square().mean(), "0"),
     "halves": (
         lambda: mlp().bfloat16(),
@@ -158,6 +185,19 @@ def test_what_the_loop_uses_besides_is_named(case):
     loss(model).backward()
     with pytest.warns(RuntimeWarning, match=f"miss some uses.*: '{name}'\\."):
         kfac.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
+def test_what_a_graph_hides_is_not_named(recwarn):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Tied()
+    kfac = KFAC(model)
+    features = torch.compile(model.features, backend="aot_eager")
+    tokens_loss(model.head(features(TOKENS))).backward()
+    kfac.step()
+    assert not [one for one in recwarn if "miss some uses" in str(one.message)]
 
 
 def test_it_is_asked_in_the_first_step_only():

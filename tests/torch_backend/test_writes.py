@@ -54,6 +54,14 @@ FIRST = (slice(None), 0)
 WRITES = {  # what is made of tokens; the squares of the token's gradients, of those at the sum
     "by a mask": (lambda m, h: written(m, h, MASK, m.token), lambda m, g: g[MASK].sum(0)),
     "first": (lambda m, h: written(m, h, FIRST, m.token), lambda m, g: g[:, 0].sum(0)),
+    "by a mask, with ones in front": (
+        lambda m, h: written(m, h, MASK, m.token[None, None]),
+        lambda m, g: g[MASK].sum(0),
+    ),
+    "first, with ones in front": (
+        lambda m, h: written(m, h, FIRST, m.token.view(1, 1, -1)),
+        lambda m, g: g[:, 0].sum(0),
+    ),
     "once": (lambda m, h: written(m, h, (0, 0), m.token), lambda m, g: g[0, 0]),
     "copied": (copied, lambda m, g: g[:, 0].sum(0)),
     "times two": (lambda m, h: written(m, h, FIRST, 2 * m.token), lambda m, g: 4 * g[:, 0].sum(0)),
