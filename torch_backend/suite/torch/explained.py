@@ -64,9 +64,9 @@ class Explained:
         own = weakref.ref(self)
 
         @unserializable_hook  # a copy of the parameter asks nobody
-        def arrived(gradient: torch.Tensor) -> None:
+        def arrived(gradient: torch.Tensor | None) -> None:
             asked = own()
-            if asked is not None:
+            if asked is not None and gradient is not None:  # a graph may have none for it
                 asked._arrived(gradient)
 
         self.handle = layer.weight.parameter.register_hook(arrived)
