@@ -154,10 +154,10 @@ CASES = {
         moments.mix,
         (normal(B, 4, 2), normal(B, 4, 2, seed=1), np.array([0.5, 1.0, 0.0])),
     ),
-    "explained.along": (explained.along, (normal(B, 4, 3), normal(B, 3, 2, seed=1))),
+    "explained.along": (explained.along, (normal(B, 4, 3), normal(B, 2, 3, seed=1))),
     "explained.rows_along": (
         explained.rows_along,
-        (normal(B, 4, 3), normal(B, 4, 2, seed=1), normal(B, 3, 2, seed=2)),
+        (normal(B, 2, 4), normal(B, 4, 3, seed=1)),
     ),
     "explained.is_unexplained": (
         lambda x, p: explained.is_unexplained(x, 0 * x, 1 + 0 * x, [p], 0.1),
@@ -165,7 +165,7 @@ CASES = {
     ),
     "explained.penalties_along": (
         explained.penalties_along,
-        (normal(B, 5, 3), normal(B, 3, 2, seed=2)),
+        (normal(B, 5, 3), normal(B, 2, 3, seed=2)),
     ),
     "padding.mean_eigenvalues": (
         lambda x, w: padding.mean_eigenvalues([x], w, [3] * x.shape[0]),

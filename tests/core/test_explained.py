@@ -13,15 +13,15 @@ N, D_IN, D_OUT, K = 7, 4, 6, 2
 
 @pytest.fixture
 def rows():
-    return normal(N, D_IN), normal(N, D_OUT, seed=1), normal(D_IN, K, seed=2)
+    return normal(N, D_IN), normal(N, D_OUT, seed=1), normal(K, D_IN, seed=2)
 
 
 def test_along_a_vector_are_the_sums_of_loops(rows):
     a, g, r = rows
-    found, size = explained.rows_along(a, g, r)
+    found, size = explained.rows_along(explained.along(a, r), g)
     for k in range(K):
-        assert_close(found[:, k], sum(g[i] * sum(a[i] * r[:, k]) for i in range(N)))
-        assert_close(size[:, k], sum(abs(g[i]) * abs(sum(a[i] * r[:, k])) for i in range(N)))
+        assert_close(found[k], sum(g[i] * sum(a[i] * r[k]) for i in range(N)))
+        assert_close(size[k], sum(abs(g[i]) * abs(sum(a[i] * r[k])) for i in range(N)))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
@@ -43,7 +43,7 @@ def test_what_is_neither_of_rows_nor_of_a_penalty_is_unexplained(rows, more, exp
     a, g, r = (x.astype(dtype) for x in rows)
     g, w = g * np.asarray(scale, dtype), normal(D_OUT, D_IN, seed=3).astype(dtype)
     gradient = g.T @ a + (scale * more(w)).astype(dtype)
-    given = explained.along(gradient, r), *explained.rows_along(a, g, r)
+    given = explained.along(gradient, r), *explained.rows_along(explained.along(a, r), g)
     penalties = explained.penalties_along(w, r)
     assert bool(explained.is_unexplained(*given, penalties, 1e-3)) == expected
 
@@ -53,6 +53,6 @@ def test_rounding_errors_of_terms_that_cancel_explain_themselves(rows):
     a, g = np.concatenate([a, a]), np.concatenate([g, -g])
     error = 1e-5 * normal(D_OUT, D_IN, seed=4)
     penalties = explained.penalties_along(normal(D_OUT, D_IN, seed=3), r)
-    given = *explained.rows_along(a, g, r), penalties, 1e-3
+    given = *explained.rows_along(explained.along(a, r), g), penalties, 1e-3
     assert not explained.is_unexplained(explained.along(error, r), *given)
     assert explained.is_unexplained(explained.along(1e4 * error, r), *given)

@@ -9,28 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from suite.core._namespace import Array, Scalar, array_namespace, lift
-from suite.core.linalg import root_mean_square, transposed_times
+from suite.core.linalg import root_mean_square, times_transposed
 
 
 def along(rows: Array, probes: Array) -> Array:
-    """X R, (..., n, k), in at least single precision.
+    """R Xᵀ, (..., k, n), in at least single precision: vectors are rows, for columns take far longer.
 
     Args:
         rows: (..., n, d), X.
-        probes: (..., d, k), R.
+        probes: (..., k, d), R.
     """
     rows = lift(rows)
-    xp = array_namespace(rows)
-    found: Array = xp.matmul(rows, xp.astype(probes, rows.dtype))
-    return found
+    return times_transposed(array_namespace(rows).astype(probes, rows.dtype), rows)
 
 
 def penalties_along(weight: Array, probes: Array) -> tuple[Array, Array]:
-    """W R and sign(W) R, (..., n, k) both: what penalties Σ w² and Σ |w| add, up to a number each.
+    """R Wᵀ and R sign(W)ᵀ, (..., k, n) both: what penalties Σ w² and Σ |w| add, up to a number each.
 
     Args:
         weight: (..., n, d), W.
-        probes: (..., d, k), R.
+        probes: (..., k, d), R.
     """
     xp = array_namespace(weight)
     dtype = lift(weight).dtype
@@ -39,31 +37,31 @@ def penalties_along(weight: Array, probes: Array) -> tuple[Array, Array]:
     return along(weight, probes), along(signs, probes)
 
 
-def rows_along(inputs: Array, outputs: Array, probes: Array) -> tuple[Array, Array]:
-    """Σ g aᵀ R, and Σ |g| |aᵀ R|: what rounding errors of the first are in proportion to.
+def rows_along(shares: Array, outputs: Array) -> tuple[Array, Array]:
+    """Σ (R a) gᵀ, and Σ |R a| |g|ᵀ: what rounding errors of the first are in proportion to.
 
     Args:
-        inputs, outputs: (..., n, d_in) and (..., n, d_out), rows a and g.
-        probes: (..., d_in, k), R.
+        shares: (..., k, n), R a of rows a, `along`.
+        outputs: (..., n, d_out), rows g.
 
     Returns:
-        (..., d_out, k) and (..., d_out, k), in at least single precision.
+        (..., k, d_out) and (..., k, d_out), in at least single precision.
     """
     xp = array_namespace(outputs)
     outputs = lift(outputs)
-    shares = xp.astype(along(inputs, probes), outputs.dtype)
-    return transposed_times(outputs, shares), transposed_times(xp.abs(outputs), xp.abs(shares))
+    shares = xp.astype(shares, outputs.dtype)
+    return xp.matmul(shares, outputs), xp.matmul(xp.abs(shares), xp.abs(outputs))
 
 
 def is_unexplained(
     gradient: Array, rows: Array, size: Array, penalties: Sequence[Array], tolerance: Scalar
 ) -> Array:
-    """Whether ∇ R is not Σ g aᵀ R, nor that and multiples of what penalties add.
+    """Whether R ∇ᵀ is not Σ (R a) gᵀ, nor that and multiples of what penalties add.
 
     Args:
-        gradient: (..., d_out, k), ∇ R, `along`.
-        rows, size: (..., d_out, k), as `rows_along` has them of all rows.
-        penalties: (..., d_out, k) each.
+        gradient: (..., k, d_out), R ∇ᵀ, `along`.
+        rows, size: (..., k, d_out), as `rows_along` has them of all rows.
+        penalties: (..., k, d_out) each.
         tolerance: the error of a sum, in units of its terms' absolute values.
 
     Returns:

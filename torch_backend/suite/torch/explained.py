@@ -17,7 +17,7 @@ from suite.torch.rows import LayerSpec
 
 _ERROR = 1e-3  # of sums in single precision, whose factors may be rounded to TF32
 _ERROR_OF_HALVES = 0.05
-_PROBES = 4  # random vectors
+_PROBES = 2  # random vectors
 _AT_ONCE = 2**22  # numbers of a matrix of which copies are made
 
 
@@ -52,12 +52,13 @@ class _Sums(NamedTuple):
 
 
 class Explained:
-    """Compares ∇ R with Σ g aᵀ R of a layer's calls, for each backward pass by itself."""
+    """Compares R ∇ᵀ with Σ (R a) gᵀ of a layer's calls, for each backward pass by itself."""
 
-    def __init__(self, layer: Layer) -> None:
-        self.layer = layer
+    def __init__(self, layer: Layer, probes: dict[tuple[int, torch.device], torch.Tensor]) -> None:
+        """`probes`: R by its length and device, of all layers that are asked about."""
+        self.layer, self._probes = layer, probes
         self.is_off = False  # whether there were calls of which it cannot be told
-        self._probes: torch.Tensor | None = None
+        self._width = layer.gradient_matrix(layer.weight.parameter.detach()).shape[-1]
         self._passing: dict[int, _Sums] = {}  # by backward pass
         self._found: list[torch.Tensor] = []
         self._was_called = False
@@ -85,17 +86,17 @@ class Explained:
             outputs = gradient.reshape(-1, gradient.shape[-1])
             if spec.kind != "embedding":
                 rows = x.reshape(-1, x.shape[-1])
-                along, size = explained.rows_along(rows, outputs, probes[: x.shape[-1]])
+                shares = explained.along(rows, probes[:, : x.shape[-1]])
+                along, size = explained.rows_along(shares, outputs)
             else:
                 x = x.reshape(-1)
-                counts = (x != spec.padding_index)[:, None]
+                counts = x != spec.padding_index
                 if turned:
-                    shares = explained.along(outputs, probes[: outputs.shape[-1]]) * counts
-                    zeros = shares.new_zeros(self.layer.weight.shape[0], _PROBES)
-                    along, size = (zeros.index_add(0, x, some) for some in (shares, shares.abs()))
+                    shares = explained.along(outputs, probes[:, : outputs.shape[-1]]) * counts
+                    zeros = shares.new_zeros(_PROBES, self.layer.weight.shape[0])
+                    along, size = (zeros.index_add(1, x, some) for some in (shares, shares.abs()))
                 else:
-                    one = torch.eye(_PROBES, device=probes.device)
-                    along, size = explained.rows_along(probes[x] * counts, outputs, one)
+                    along, size = explained.rows_along(probes[:, x] * counts, outputs)
         error = _ERROR if gradient.dtype.itemsize >= 4 else _ERROR_OF_HALVES
         terms = len(outputs) if spec.kind == "embedding" else 1
         found, now = _Sums(along, size, error, len(outputs), terms), torch._C._current_graph_task_id()
@@ -103,12 +104,12 @@ class Explained:
         self._was_called = True
 
     def _probes_on(self, like: torch.Tensor) -> torch.Tensor:
-        """R, a row for each column of the gradient's matrix."""
-        if self._probes is None:
-            width = self.layer.gradient_matrix(self.layer.weight.parameter.detach()).shape[-1]
+        """R, a column for each of the gradient's matrix."""
+        key = self._width, like.device
+        if key not in self._probes:
             stream = torch.zeros(1, dtype=torch.int32, device=like.device)
-            self._probes = unit_noise(stream, 0, (width, _PROBES), torch.float32)[0]
-        return self._probes
+            self._probes[key] = unit_noise(stream, 0, (_PROBES, self._width), torch.float32)[0]
+        return self._probes[key]
 
     def _arrived(self, gradient: torch.Tensor) -> None:
         """All of a pass's gradient by the weight is there."""
@@ -130,7 +131,7 @@ class Explained:
             self._found.append(explained.is_unexplained(along, *sums[:2], penalties, error))
 
     def _along(self, gradient: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
-        """∇ R, W R and sign(W) R, some rows of the matrices at a time."""
+        """R ∇ᵀ, R Wᵀ and R sign(W)ᵀ, some rows of the matrices at a time."""
         probes = self._probes_on(gradient)
         matrices = [self.layer.gradient_matrix(x.detach())[0] for x in (gradient, weight)]
         count = max(1, _AT_ONCE // matrices[0].shape[1])
@@ -138,7 +139,7 @@ class Explained:
             (explained.along(g, probes), *explained.penalties_along(w, probes))
             for g, w in zip(*(x.split(count) for x in matrices), strict=True)
         ]
-        return [torch.cat(own) for own in zip(*parts, strict=True)]
+        return [torch.cat(own, dim=1) for own in zip(*parts, strict=True)]
 
     def misses_uses(self) -> bool:
         """Whether any pass made another gradient, as far as that can be told."""

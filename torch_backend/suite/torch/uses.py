@@ -66,9 +66,10 @@ class UseCounter(ModeAround):
         self.handles += [handle for running in self.running for handle in running.handles]
         self.hooks += tuple(hook for running in self.running for hook in running.hooks)
         self.explained = []
+        probes: dict[tuple[int, torch.device], torch.Tensor] = {}
         for capture in self.captures:
             if can_be_explained(capture.layer):
-                capture.explained = Explained(capture.layer)
+                capture.explained = Explained(capture.layer, probes)
                 self.handles.append(capture.explained.handle)
                 self.explained.append(capture)
 
