@@ -100,17 +100,14 @@ class UseCounter(ModeAround):
         weights = [(c.layer.weight.parameter, c) for c in self.captures]
         return _Counting({id(w): c for w, c in weights if w.requires_grad}, self.running_modes)
 
-    def model_is_compiled(self) -> bool:
-        """Whether some of it ran in graphs so far."""
-        return any(c.clock.is_compiled for c in self.captures[:1])
-
     def strays(self) -> list[str]:
         """The layers whose weights the loss used more often than it used the layers.
 
         Or whose gradients are not what their calls make, as where a training loop uses weights, too.
         """
         counted = [c for c in self.captures if c.layer.spec.kind in _COUNTED and c.first.misses_uses()]
-        asked = [] if self.model_is_compiled() else self.explained  # graphs tell nobody of their calls
+        # Graphs tell nobody of their calls.
+        asked = [] if self.captures and self.captures[0].clock.is_compiled else self.explained
         other = [c for c in asked if c.explained is not None and c.explained.misses_uses()]
         return list(dict.fromkeys(c.layer.name for c in (*counted, *other)))
 
