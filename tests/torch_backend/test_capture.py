@@ -20,7 +20,7 @@ from suite.core import statistics
 from suite.torch import KFAC, detach, uses
 from suite.torch.capture import LayerCapture
 from suite.torch.hooks import ModeAround
-from suite.torch.rows import _rows
+from suite.torch.rows import rows_of
 from suite.torch.watches import OutputWatch
 
 torch.manual_seed(0)
@@ -66,7 +66,7 @@ def test_rows_reproduce_the_gradient_and_the_sums(name):
     y.retain_grad()
     (y * torch.randn_like(y)).sum().backward()
     spec = kfac._engine.layers[0].spec
-    a, g = _rows(spec, x, y.grad, None)
+    a, g = rows_of(spec, x, y.grad, None)
     if spec.bias:
         a = torch.cat([a, torch.ones_like(a[..., :1])], dim=-1)
     # autograd's own gradient is Σ g aᵀ: rows in the wrong order or place would not give it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -35,6 +37,17 @@ class Tied(nn.Module):
         return torch.tanh(self.mixed(self.tokens(x)))
 
 
+class Transposed(nn.Module):
+    """As transformers' Conv1D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 3) / 3), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
 class Scored(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -42,6 +55,20 @@ class Scored(nn.Module):
 
     def forward(self, x):
         return self.mixed(self.items(x))
+
+
+def convolutions(first, rank=2, **settings):
+    """Two behind one another; of `first` the settings."""
+    kinds = {False: (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+    kinds[True] = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    layers = [kinds[transposed][rank - 1] for transposed in (first, not first)]
+    return nn.Sequential(layers[0](4, 8, 3, **settings), nn.Tanh(), layers[1](8, 6, 2))
+
+
+def images_loss(model, rank=2, batch=(3,), dtype=None):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(*batch, 4, *(7,) * rank, generator=generator)
+    return model(x if dtype is None else x.to(dtype)).float().square().mean()
 
 
 def loss_of(model, x=X):
@@ -118,6 +145,27 @@ EXPLAINED = {
         lambda model: model(torch.full((300_000, 1), 1.1)).mean(),
     ),
     "plain": (mlp, loss_of),
+    "a weight of columns": (lambda: nn.Sequential(Transposed()), loss_of),
+    **{
+        f"{'transposed ' * transposed}convolution, {rank}-D, {settings}": (
+            functools.partial(convolutions, transposed, rank, **settings),
+            functools.partial(images_loss, rank=rank),
+        )
+        for rank in (1, 2, 3)
+        for transposed, settings in (
+            (False, {"groups": 2, "stride": 2, "padding": 1}),
+            (False, {"groups": 4, "dilation": 2, "bias": False}),
+            (False, {"padding": "same", "padding_mode": "circular"}),
+            (True, {"groups": 2, "stride": 2, "padding": 1, "output_padding": 1}),
+            (True, {"stride": 3, "padding": 2}),
+            (True, {"groups": 4, "dilation": 2, "bias": False}),
+        )
+    },
+    "images in halves": (
+        lambda: convolutions(False).bfloat16(),
+        functools.partial(images_loss, dtype=torch.bfloat16),
+    ),
+    "one image": (lambda: convolutions(False), functools.partial(images_loss, batch=())),
     "doubles": (lambda: mlp().double(), loss_of),
     "halves": (lambda: mlp().bfloat16(), loss_of),
     "autocast": (mlp, under_autocast),
@@ -155,7 +203,30 @@ def in_a_pass_of_its_own(model):
     return F.linear(X, model[0].weight).square().mean()
 
 
+def with_features(model):
+    """Of images that the loop convolves itself."""
+    return images_loss(model) + F.conv2d(torch.ones(1, 4, 5, 5), model[0].weight).square().mean()
+
+
+def with_reconstruction(model):
+    """By a decoder with the weight of the encoder."""
+    x = torch.ones(1, 4, 5, 5)
+    return (F.conv_transpose2d(torch.tanh(model[0](x)), model[0].weight) - x).square().mean()
+
+
 MISSED = {
+    "features": (lambda: convolutions(False), with_features, "0"),
+    "an autoencoder": (lambda: convolutions(False), with_reconstruction, "0"),
+    "a group's features": (
+        lambda: convolutions(True, groups=2),
+        lambda m: images_loss(m) + (m[0].weight[:2].sum() - 1).square(),
+        "0",
+    ),
+    "columns": (
+        lambda: nn.Sequential(Transposed()),
+        lambda m: loss_of(m) + (X @ m[0].weight).square().mean(),
+        "0",
+    ),
     "a pass of its own": (mlp, in_a_pass_of_its_own, "0"),
     "rows": (mlp, lambda model: loss_of(model) + F.linear(X, model[0].weight).square().mean(), "0"),
     "halves": (

@@ -9,6 +9,7 @@ under activation checkpointing, never in a forward pass without a backward one.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Sequence
@@ -180,7 +181,8 @@ class LayerCapture:
         moved = False
         for module, number in self._numbers:
             hooks: Any = module._forward_hooks
-            if number in hooks and next(iter(hooks)) != number:
+            # Others' numbers are torch's, which are not negative: `after_forward`.
+            if number in hooks and any(n >= 0 for n in itertools.takewhile(number.__ne__, hooks)):
                 hooks.move_to_end(number, last=False)
                 moved = True
         return moved

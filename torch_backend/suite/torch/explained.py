@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 from torch.utils.hooks import unserializable_hook
 
-from suite.core import explained
+from suite.core import explained, patches
 from suite.core.noise import unit_noise
 from suite.torch.dtensors import is_sharded
 from suite.torch.hooks import is_batched
 from suite.torch.layers import Layer
-from suite.torch.rows import LayerSpec
+from suite.torch.rows import LayerSpec, rows_of
 
 _ERROR = 1e-3  # of sums in single precision, whose factors may be rounded to TF32
 _ERROR_OF_HALVES = 0.05
 _PROBES = 2  # random vectors
-_AT_ONCE = 2**22  # numbers of a matrix of which copies are made
+_AT_ONCE = 2**22  # numbers of a matrix, or of patches, of which copies are made
 
 
 def can_be_explained(layer: Layer) -> bool:
     """Whether a layer's rows make all of its weight's gradient, if it is used nowhere else."""
     weight = layer.weight.parameter
     return (
-        layer.spec.kind in ("dense", "embedding")
-        and layer.layout in ("matrix", "table")
-        and layer.blocks == 1
+        layer.spec.kind in ("dense", "convolution", "transposed", "embedding")
+        and layer.layout in ("matrix", "table", "transposed")
         and layer.weight.stop is None
         and not layer.tensor_split
         and not is_sharded(weight)
@@ -80,28 +81,27 @@ class Explained:
             self.is_off = True
             return
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-            probes = self._probes_on(gradient)
-            if spec.axes is not None:
-                x, gradient = spec.axes.input(x), spec.axes.output(gradient)
-            outputs = gradient.reshape(-1, gradient.shape[-1])
             if spec.kind != "embedding":
-                rows = x.reshape(-1, x.shape[-1])
-                shares = explained.along(rows, probes[:, : x.shape[-1]])
-                along, size = explained.rows_along(shares, outputs)
+                along, size, rows = _of_products(spec, x, gradient, self._probes_on(gradient))
             else:
-                x = x.reshape(-1)
-                counts = x != spec.padding_index
-                if turned:
-                    shares = explained.along(outputs, probes[:, : outputs.shape[-1]]) * counts
-                    zeros = shares.new_zeros(_PROBES, self.layer.weight.shape[0])
-                    along, size = (zeros.index_add(1, x, some) for some in (shares, shares.abs()))
-                else:
-                    along, size = explained.rows_along(probes[:, x] * counts, outputs)
+                along, size = self._of_lookups(x.reshape(-1), gradient, spec, turned)
+                rows = x.numel()
         error = _ERROR if gradient.dtype.itemsize >= 4 else _ERROR_OF_HALVES
-        terms = len(outputs) if spec.kind == "embedding" else 1
-        found, now = _Sums(along, size, error, len(outputs), terms), torch._C._current_graph_task_id()
+        terms = rows if spec.kind == "embedding" else 1
+        found, now = _Sums(along, size, error, rows, terms), torch._C._current_graph_task_id()
         self._passing[now] = self._passing[now] + found if now in self._passing else found
         self._was_called = True
+
+    def _of_lookups(
+        self, x: torch.Tensor, gradient: torch.Tensor, spec: LayerSpec, turned: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = gradient.reshape(-1, gradient.shape[-1])
+        probes, counts = self._probes_on(gradient), x != spec.padding_index
+        if not turned:
+            return explained.rows_along((probes[:, x] * counts)[None], outputs[None])
+        shares = explained.along(outputs[None], probes[:, : outputs.shape[-1]]) * counts
+        zeros = shares.new_zeros(1, _PROBES, self.layer.weight.shape[0])
+        return zeros.index_add(2, x, shares), zeros.index_add(2, x, shares.abs())
 
     def _probes_on(self, like: torch.Tensor) -> torch.Tensor:
         """R, a column for each of the gradient's matrix."""
@@ -133,13 +133,13 @@ class Explained:
     def _along(self, gradient: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
         """R ∇ᵀ, R Wᵀ and R sign(W)ᵀ, some rows of the matrices at a time."""
         probes = self._probes_on(gradient)
-        matrices = [self.layer.gradient_matrix(x.detach())[0] for x in (gradient, weight)]
-        count = max(1, _AT_ONCE // matrices[0].shape[1])
+        matrices = [self.layer.gradient_matrix(x.detach()) for x in (gradient, weight)]
+        count = max(1, _AT_ONCE // (len(matrices[0]) * matrices[0].shape[-1]))
         parts = [
             (explained.along(g, probes), *explained.penalties_along(w, probes))
-            for g, w in zip(*(x.split(count) for x in matrices), strict=True)
+            for g, w in zip(*(x.split(count, dim=1) for x in matrices), strict=True)
         ]
-        return [torch.cat(own, dim=1) for own in zip(*parts, strict=True)]
+        return [torch.cat(own, dim=2) for own in zip(*parts, strict=True)]
 
     def misses_uses(self) -> bool:
         """Whether any pass made another gradient, as far as that can be told."""
@@ -147,3 +147,41 @@ class Explained:
         if self.is_off or not self._was_called or not found:
             return False
         return bool(torch.stack(found).any())
+
+
+def _of_products(
+    spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, probes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Σ (R a) gᵀ and Σ |R a| |g|ᵀ of each block, and of how many rows."""
+    if spec.axes is not None:
+        x, gradient = spec.axes.input(x), spec.axes.output(gradient)
+    if spec.kernel and x.ndim == len(spec.kernel) + 1:
+        x, gradient = x[None], gradient[None]
+    if spec.kind == "convolution":
+        outputs = patches.output_rows(gradient, spec.groups)
+        return *explained.rows_along(_along_patches(spec, x, probes), outputs), outputs.shape[1]
+    spec, count = spec._replace(axes=None, reduce=False), max(1, len(x))
+    if spec.kind == "transposed":  # whose rows are the output's patches
+        each = gradient.shape[1] * math.prod(spec.kernel) * math.prod(x.shape[2:])
+        count = max(1, _AT_ONCE // max(1, each))
+    found, rows = [], 0
+    for part in zip(x.split(count), gradient.split(count), strict=True):
+        inputs, outputs = rows_of(spec, *part)
+        shares = explained.along(inputs, probes[:, : inputs.shape[-1]])
+        found.append(explained.rows_along(shares, outputs))
+        rows += outputs.shape[1]
+    along, size = (torch.stack(own).sum(0) for own in zip(*found, strict=True))
+    return along, size, rows
+
+
+def _along_patches(spec: LayerSpec, x: torch.Tensor, probes: torch.Tensor) -> torch.Tensor:
+    """R a of each group's patches, (groups, k, rows): the convolution with R in the weight's place."""
+    width = x.shape[1] // spec.groups
+    kernel = probes[:, : width * math.prod(spec.kernel)].reshape(-1, width, *spec.kernel)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    kernel = kernel.to(x.dtype).repeat(spec.groups, *(1,) * (kernel.ndim - 1))
+    sides = [side for pair in reversed(spec.padding) for side in pair]  # the last axis first
+    x = F.pad(x, sides, mode="constant" if spec.padding_mode == "zeros" else spec.padding_mode)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(spec.kernel) - 1]
+    y = convolve(x, kernel, None, spec.stride, 0, spec.dilation, spec.groups)
+    return y.unflatten(1, (spec.groups, -1)).flatten(3).permute(1, 2, 0, 3).flatten(2)

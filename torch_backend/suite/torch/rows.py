@@ -154,7 +154,7 @@ def sums(
         else:
             G = correlations.output_second_moment_sum(gradient, spec.groups)
         return Sums(A, G, counts_like(gradient, positions, positions), None)
-    inputs, outputs = _rows(spec, x, gradient, chosen)
+    inputs, outputs = rows_of(spec, x, gradient, chosen)
     A = None
     if want_A:
         A = second_moment_sum(inputs, diagonal=spec.diagonal[0], bias=spec.bias)
@@ -316,10 +316,10 @@ def bag_second_moments(
     return weights.new_zeros(rows).index_add_(0, row, totals.square())
 
 
-def _rows(
-    spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, chosen: torch.Tensor | None
+def rows_of(
+    spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, chosen: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(blocks, rows, d_in without bias) and (blocks, rows, d_out)."""
+    """(blocks, rows, d_in without bias) and (blocks, rows, d_out) of a product without `axes`."""
     if spec.kind == "dense":
         if spec.reduce and x.ndim > 2:
             inner = tuple(range(1, x.ndim - 1))
