@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -625,6 +626,27 @@ def test_finite_marks_tell_whether_all_is_finite(xp, shape, value):
     marks = to_numpy(xp.run(linalg.finite_marks, xp.convert(x)))
     assert marks.shape == (x.size if x.ndim == 1 else 2 * x.size // 5,)
     assert np.all(np.isfinite(marks)) == np.isfinite(value)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+@pytest.mark.parametrize(("value", "finite"), [(1e100, True), (-1e153, True), (1e160, False)])
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (3, 4, 5)])
+def test_finite_marks_tell_whether_squares_are_finite(xp, shape, value, finite):
+    x = normal(*shape)
+    x[tuple(n // 2 for n in shape)] = value
+    marks = to_numpy(xp.run(functools.partial(linalg.finite_marks, squares=True), xp.convert(x)))
+    assert np.all(np.isfinite(marks)) == finite
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+def test_squares_of_half_precision_are_those_in_single(xp):
+    if xp.half is None:
+        pytest.skip("the library has no half precision")
+    for value, finite in ((6e4, True), (1e30, dtype_name(xp.asarray(1.0, xp.half)) != "bfloat16")):
+        x = xp.asarray(np.full((3, 4), value), xp.half)
+        given = np.all(np.isfinite(to_numpy(x)))
+        marks = to_numpy(xp.run(functools.partial(linalg.finite_marks, squares=True), x))
+        assert np.all(np.isfinite(marks)) == (finite and given)
 
 
 def test_finite_marks_of_nothing_and_of_a_number(xp):

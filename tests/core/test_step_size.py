@@ -27,6 +27,11 @@ def test_short_step_is_left_alone(xp, inner):
     assert_identical(xp.run(step_size.kl_clip_coefficient, xp.asarray(inner), 0.5), np.float64(1))
 
 
+@pytest.mark.parametrize("inner", [np.inf, -np.inf, np.nan])
+def test_a_step_that_is_too_long_to_be_measured_is_not_taken(xp, inner):
+    assert_identical(xp.run(step_size.kl_clip_coefficient, xp.asarray(inner), 0.5), np.float64(0))
+
+
 def test_kl_clip_may_be_an_array_of_another_precision(xp):
     nu = xp.run(step_size.kl_clip_coefficient, xp.asarray(2.0), xp.asarray(0.5, "float32"))
     assert_identical(nu, np.float64(0.5))

@@ -111,6 +111,32 @@ def test_the_mean_of_a_momentum_in_half_precision(injected):
     np.testing.assert_allclose(moved(tx), expected, rtol=0.05)
 
 
+@pytest.mark.parametrize("quiet", [1e-5, 1e-4])
+def test_float16_parameters_take_a_bounded_step_where_gradients_jump(quiet):
+    params = {"w": jnp.ones((16, 8), jnp.float16)}
+    tx = kron(0.01)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for i in range(60):
+        noise = jax.random.normal(jax.random.key(i), (16, 8)) * (10.0 if i == 50 else quiet)
+        updates, state = update({"w": noise.astype(jnp.float16)}, state, params)
+        assert updates["w"].dtype == jnp.float16
+        assert float(jnp.sqrt(jnp.mean(jnp.square(updates["w"].astype(jnp.float32))))) < 1.2 * 0.01
+        assert i < 50 or bool(jnp.any(updates["w"] != 0))
+    assert int(state.skipped_steps) == 0
+
+
+def test_newton_needs_all_parameters_beside_masked_ones():
+    params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
+
+    def loss(p):
+        return jnp.sum(p["a"] @ p["b"]) ** 2
+
+    tx = optax.masked(kron(0.01), {"a": True, "b": False})
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"value_fn must be None under optax\.masked"):
+        tx.update(jax.grad(loss)(params), state, params, value_fn=loss)
+
+
 def test_one_compilation_donation_and_scan():
     tx = kron(0.01, preconditioner_update_probability=0.5)
     traces = []

@@ -663,6 +663,37 @@ def test_bfloat16_parameters_keep_float32_factors_through_a_checkpoint():
     assert all(p.dtype == torch.bfloat16 and bool(p.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.parametrize("rounding", [False, True])
+@pytest.mark.parametrize("quiet", [1e-5, 1e-4])
+def test_float16_parameters_take_a_bounded_step_where_gradients_jump(quiet, rounding):
+    generator = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.ones(16, 8, dtype=torch.float16))
+    kron = Kron([p], lr=0.01, stochastic_rounding=rounding)
+    for i in range(60):
+        before = p.detach().clone()
+        p.grad = (torch.randn(16, 8, generator=generator) * (10.0 if i == 50 else quiet)).half()
+        kron.step()
+        step = (p.detach() - before).float()
+        assert step.square().mean().sqrt() < 1.3 * 0.01  # `clip` is 1.1, and numbers are to 0.1 % of 1
+        assert i < 50 or step.any()
+    assert kron.skipped_steps == 0
+
+
+def test_a_geometry_for_factors_of_another_form_is_an_error_in_the_middle():
+    model = network()
+    kron = Kron(model.parameters(), geometry="QEQ")
+    kron.param_groups[0]["geometry"] = "EQ"  # nothing is fitted yet
+    run(model, kron, range(2))
+    kron.param_groups[0]["geometry"] = "QEQ"  # takes triangular factors, too
+    run(model, kron, range(2))
+    before = [p.detach().clone() for p in model.parameters()]
+    kron.param_groups[0]["geometry"] = "EQ"
+    backward(model)
+    with pytest.raises(ValueError, match=r"geometry must be .* while there are 'QEQ''s, got 'EQ'"):
+        kron.step()
+    assert same(before, list(model.parameters()))
+
+
 def test_loading_keeps_the_dtypes_and_blocks_that_the_optimizer_was_made_with():
     parameter = nn.Parameter(torch.ones(4, 4))
     saved = Kron([parameter], lr=0.5).state_dict()

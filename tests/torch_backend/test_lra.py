@@ -177,7 +177,8 @@ def test_a_setting_that_went_bad_is_an_error_before_anything_changes(make, name,
 )
 def test_a_checkpoint_brings_its_rule_along(kind, settings):
     models, losses = zip(*(problem() for _ in range(2)), strict=True)
-    one, other = kind(models[0].parameters(), **settings), kind(models[1].parameters())
+    hvp = {name: settings[name] for name in ("hvp",) if name in settings}  # the training loop's
+    one, other = kind(models[0].parameters(), **settings), kind(models[1].parameters(), **hvp)
     for _ in range(3):
         step(one, losses[0])
     models[1].load_state_dict(models[0].state_dict())
@@ -186,6 +187,35 @@ def test_a_checkpoint_brings_its_rule_along(kind, settings):
         step(one, losses[0])
         step(other, losses[1])
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.parametrize("kind", [LRA, DenseNewton])
+def test_a_checkpoint_leaves_how_products_are_made(kind):
+    models, losses = zip(*(problem() for _ in range(2)), strict=True)
+    saved = kind(models[0].parameters(), hvp=None)
+    step(saved, losses[0])
+    newton = kind(models[1].parameters(), hvp="exact")
+    newton.load_state_dict(saved.state_dict())
+    before = losses[1]().item()
+    assert newton.step(losses[1]).item() == before
+    assert losses[1]().item() != before
+    with pytest.raises(ValueError, match="seed must be 0, as saved, got 7"):
+        kind(models[1].parameters(), seed=7).load_state_dict(saved.state_dict())
+
+
+@every_door
+def test_a_schedule_may_end_the_updates(make):
+    model, loss_fn = problem()
+    ends = {"preconditioner_update_probability": lambda step: 1.0 if step <= 3 else 0.0}
+    optimizer = make(model.parameters(), **ends)
+    before = loss_fn().item()
+    counts = []
+    for _ in range(10):
+        step(optimizer, loss_fn)
+        counts.append(optimizer.param_groups[0]["updates"])
+    assert counts[:3] == [1, 2, 3]
+    assert len(set(counts[4:])) == 1
+    assert loss_fn().item() < before
 
 
 def test_refusals():

@@ -22,12 +22,16 @@ def kl_clip_coefficient(inner: Array, kl_clip: Scalar) -> Array:
     Args:
         inner: (), lr² Σ ⟨direction, gradient⟩ over all preconditioned layers.
         kl_clip: κ > 0.
+
+    Returns:
+        ν, (); 0 where the sum is not finite, as that of finite terms may be.
     """
     xp = array_namespace(inner)
     size = xp.abs(inner)
     limit = as_scalar(kl_clip, size)
     large = size > limit
-    return xp.where(large, xp.sqrt(limit / xp.where(large, size, 1.0)), 1.0)
+    found = xp.where(large, xp.sqrt(limit / xp.where(large, size, 1.0)), 1.0)
+    return xp.where(xp.isfinite(size), found, 0.0)
 
 
 def quadratic_step(curvature: Array, slope: Array) -> tuple[Array, Array]:

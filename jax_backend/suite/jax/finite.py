@@ -14,10 +14,10 @@ from suite.jax.dtypes import at_least_float32
 T = TypeVar("T")
 
 
-def all_finite(tree: Any) -> jax.Array:
-    """Whether every number in a pytree is finite, ()."""
+def all_finite(tree: Any, squares: bool = False) -> jax.Array:
+    """Whether every number in a pytree is finite, (), or also has a square that is: `finite_marks`."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
-    marks = [finite_marks(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+    marks = [finite_marks(x, squares) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not marks:
         return jnp.asarray(True)
     kind = at_least_float32(*(x.dtype for x in marks))

@@ -27,7 +27,7 @@ from suite.jax.dtypes import check_dtype, check_precision
 from suite.jax.explicit_axes import across_explicit_axes, explicit_specs, on_automatic_axes
 from suite.jax.finite import zero_unless
 from suite.jax.kron_engine import ScaleByKronState, Schedule, Settings, at
-from suite.jax.masks import decayed_weights, like
+from suite.jax.masks import decayed_weights, is_masked, like
 from suite.jax.sharding import layout_of, specs_like
 
 # Defaults are numpy integers because optax.inject_hyperparams makes traced arrays of Python's, and block
@@ -102,7 +102,7 @@ def scale_by_kron(
             many there have been. Default: `precond_lr_schedule()`.
         preconditioner_init_scale: factors start as the identity times (their share of) this; None
             sets it from each block's first gradient.
-        mu_dtype: dtype of the momentum; default: the parameter's.
+        mu_dtype: dtype of the momentum; default: the parameter's, float32 for float16.
         precond_dtype: dtype of the factors; default: the parameter's, at least float32.
         precond_update_precision, precond_grads_precision: `jax.default_matmul_precision` of the
             factors' updates and of preconditioning.
@@ -214,6 +214,11 @@ def scale_by_kron(
             raise ValueError("vector and hvp must be given together")
         if value_fn is not None and params is None:
             raise ValueError("params must be given to update(...) with value_fn")
+        if value_fn is not None and any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
+            raise ValueError(
+                "value_fn must be None under optax.masked and optax.partition, which hide parameters "
+                "that it needs: give vector and hvp"
+            )
         plain = jax.tree.map(jnp.asarray, unbox(updates))
         pair = None if vector is None else (like(plain, unbox(vector)), like(plain, unbox(hvp)))
         chosen = kron_engine.schedules(settings, state)

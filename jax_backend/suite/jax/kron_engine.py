@@ -83,7 +83,7 @@ def _plan(settings: Settings, tree: Any, mu: Any) -> Blocks:
 
 def init(settings: Settings, params: Any) -> ScaleByKronState:
     """The state before the first step."""
-    mu = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=settings.mu_dtype), params)
+    mu = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_momentum_dtype(settings, p)), params)
     static = _plan(settings, params, mu)
     layout = settings.layout_on(params)
 
@@ -108,6 +108,12 @@ def init(settings: Settings, params: Any) -> ScaleByKronState:
         tuple(start()),
         jnp.zeros((), jnp.int32),
     )
+
+
+def _momentum_dtype(settings: Settings, parameter: jax.Array) -> Any:
+    """None: the parameter's; not float16, in which directions overflow before they are clipped."""
+    is_narrow = settings.mu_dtype is None and jnp.result_type(parameter) == jnp.float16
+    return jnp.float32 if is_narrow else settings.mu_dtype
 
 
 def schedules(settings: Settings, state: ScaleByKronState) -> tuple[Any, Any]:

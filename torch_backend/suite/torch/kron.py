@@ -72,7 +72,7 @@ class Kron(torch.optim.Optimizer):
             many there have been. Default: `precond_lr_schedule()`.
         preconditioner_init_scale: factors start as the identity times (their share of) this; None
             sets it from each block's first gradient.
-        mu_dtype: dtype of the momentum; default: the parameter's.
+        mu_dtype: dtype of the momentum; default: the parameter's, float32 for float16.
         precond_dtype: dtype of the factors; default: the parameter's, at least float32.
         geometry, betaL, damping: how factors are fitted, see `suite.core.kron.Kron`.
         packed_factors: keep P as triangles, in half the memory; Q, too, with geometries that leave it

@@ -141,7 +141,7 @@ class KronEngine:
         # A geometry of P may have one array for both; but state is changed in place, and the rule, too.
         own = tuple(p.clone() if self.rule.fits_P else p for p in kron.preconditioners)
         return Pack(
-            torch.zeros((count, *sizes), dtype=self.mu_dtype or dtype, device=device),
+            torch.zeros((count, *sizes), dtype=self.mu_dtype or _momentum_dtype(dtype), device=device),
             torch.zeros(count, dtype=wide, device=device),
             kron._replace(preconditioners=own),
             torch.tensor(streams, dtype=torch.int32, device=device),
@@ -384,6 +384,12 @@ class KronEngine:
                 f"{rule.geometry!r}, whose are {kinds[1]}'s: delete the state of the group's parameters "
                 "to begin anew"
             )
+        if rule.factor_form not in ("general", self.rule.factor_form):
+            raise ValueError(
+                f"geometry must be one for any factors while there are {self.rule.geometry!r}'s, got "
+                f"{rule.geometry!r}, whose are {rule.factor_form}: delete the state of the group's "
+                "parameters to begin anew"
+            )
 
     def begins_by(self, rule: core_kron.Kron) -> bool:
         """Whether this rule begins with the factors that are here before the first step."""
@@ -486,6 +492,11 @@ def _like(parameter: torch.Tensor) -> torch.Tensor:
         return parameter
     zero = torch.zeros((), dtype=parameter.dtype.to_real(), device=parameter.device)
     return zero.expand(*parameter.shape, 2)
+
+
+def _momentum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """That of the parameter, but for float16, in which directions overflow before they are clipped."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _kind(tile: blocks.Tile, plan: blocks.BlockPlan, dtype: torch.dtype, device: torch.device) -> Any:

@@ -36,7 +36,7 @@ STRUCTURE = (
 _NOT_OURS = {"params", "param_names", "name", "initial_lr", "lr_scale"}
 # Settings of other optimizers, which would be ignored in silence. What else is in a group is the user's.
 _OTHERS = {"betas", "b2", "eps", "momentum", "nesterov", "dampening", "amsgrad", "capturable", "fused",
-           "foreach", "rho", "precondition_frequency"}  # fmt: skip
+           "foreach", "rho", "precondition_frequency", "learning_rate", "lr_params"}  # fmt: skip
 SCHEDULES = ("preconditioner_update_probability", "preconditioner_lr")  # may be functions of counts
 _RULE = ("geometry", "betaL", "damping", "preconditioner_init_scale")
 _STEP = ("b1", "whiten", "update_first", "clip", "normalize_grads", "stochastic_rounding")

@@ -274,7 +274,7 @@ class _WholeVector(torch.optim.Optimizer):
         """Take over a `state_dict()`; the state keeps its own dtypes, whatever the parameters'.
 
         Raises:
-            ValueError: state of other shapes; nothing has changed then.
+            ValueError: state of other shapes, or of another `seed`; nothing has changed then.
             RuntimeError: the group holds other parameters than the state.
         """
         self._require_parameters()
@@ -287,10 +287,15 @@ class _WholeVector(torch.optim.Optimizer):
         found = {name: tuple(x.shape) for name, x in saved.items()}
         if expected != found:
             raise ValueError(f"state must have {expected}, got {found}")
+        (group,) = state_dict["param_groups"]
+        seeds = group["seed"], self.param_groups[0]["seed"]
+        if seeds[0] != seeds[1]:
+            raise ValueError(f"seed must be {seeds[0]}, as saved, got {seeds[1]}")
         for name, tensor in own.items():
             tensor.copy_(saved[name])
-        (group,) = state_dict["param_groups"]
-        kept = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
+        # How products with the Hessian are made is the training loop's, as in Kron.
+        others = ("params", "param_names", "hvp")
+        kept = {k: copy.deepcopy(v) for k, v in group.items() if k not in others}
         self.param_groups[0].update(kept)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -468,7 +473,10 @@ def _at(name: str, group: dict[str, Any], count: int) -> float:
     value = group[name]
     if callable(value):
         value = value(count)
-        _check({name: value})
+        if name == "preconditioner_update_probability":  # a schedule may end its updates
+            check_number(name, value, at_least=0, at_most=1)
+        else:
+            _check({name: value})
     return float(value)
 
 
