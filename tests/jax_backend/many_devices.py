@@ -677,7 +677,54 @@ def cost():
                 one.update(grads, state, PARAMS, statistics=None)
             except ValueError as error:
                 refused[what] = str(error)
-    return {"rows": rows, "loads": placements, "refused": refused}
+    return {"rows": rows, "loads": placements, "refused": refused, "alike": alike_in_shape()}
+
+
+def alike_in_shape():
+    """What says no to a state whose arrays have the right shapes, and factors other places in them."""
+    sizes = (196, 128, 64, 10)  # the first factor decides on the length
+    params = {f"w{i}": jnp.ones(shape) for i, shape in enumerate(itertools.pairwise(sizes))}
+
+    def loss_fn(p, x):
+        return jnp.mean((jnp.tanh(jnp.tanh(x @ p["w0"]) @ p["w1"]) @ p["w2"]) ** 2)
+
+    plan = value_and_grad(loss_fn).plan(params, jnp.ones((4, 196)))
+    grads, said = jax.tree.map(jnp.zeros_like, params), []
+    own = {"gradient_worker_fraction": 1 / 2, "compute_method": "inverse"}
+    state = kfac(plan, 0.1, mesh=MESH, **own).init(params)
+    for other in (
+        {"gradient_worker_fraction": 1 / 4},
+        {"gradient_worker_fraction": 1 / 4, "assignment_strategy": "memory"},
+        {"assignment_strategy": "memory"},
+    ):
+        tx = kfac(plan, 0.1, mesh=MESH, **(own | other))
+        shapes = [jax.tree.map(jnp.shape, jax.tree.leaves(s)) for s in (tx.init(params), state)]
+        try:
+            tx.update(grads, state, params, statistics=None)
+        except ValueError as error:
+            said.append((shapes[0] == shapes[1], str(error)))
+    return said
+
+
+def draws():
+    """Labels that devices draw for like examples, and signs that a key decides on."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+    def loss_fn(p, x):
+        out = x @ p["v"]
+        return jnp.mean(out**2), out
+
+    x = jnp.tile(X[:3], (4, 1))  # each of the four has the same three
+    vag = value_and_grad(loss_fn, has_aux=True, fisher=Categorical())
+    params = {"v": jnp.zeros((X.shape[1], 5))}
+
+    def local(p, x, key):
+        p = jax.tree.map(lambda v: lax.pcast(v, "data", to="varying"), p)
+        return vag(p, x, key=key)[2].layers["['v']"].main.G
+
+    of_each = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P("data"))
+    found = np.asarray(jax.jit(of_each)(params, x, jax.random.key(0))).reshape(4, -1)
+    return {"kinds": len({tuple(np.round(row, 9)) for row in found})}
 
 
 if __name__ == "__main__":
@@ -696,6 +743,7 @@ if __name__ == "__main__":
             explicit_mesh,
             failures,
             cost,
+            draws,
         )
     }
     print(json.dumps(cases[sys.argv[1]]()))

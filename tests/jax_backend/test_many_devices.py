@@ -102,6 +102,16 @@ def test_what_devices_keep_and_send():
         assert message.startswith("state must have"), what
         assert shares in message or what == "a state of 1/8 in one of 1/4", what
 
+    # Whose factors lie elsewhere in arrays of the same shapes.
+    assert any(alike for alike, _ in found["alike"])
+    assert len(found["alike"]) == 3
+    for alike, message in found["alike"]:
+        assert "whose shares lie as 'layout " in message if alike else "of the shapes" in message
+
+
+def test_devices_draw_labels_of_their_own():
+    assert result(start("many_devices.py", "draws")) == {"kinds": 4}
+
 
 def test_two_processes_over_gloo_follow_one():
     with socket.socket() as free:

@@ -445,6 +445,46 @@ def test_the_key_of_a_sampled_fisher_is_not_taken_for_the_losss_own():
     value_and_grad(lambda p, x, **kwargs: loss(p, x), has_aux=True, fisher=Gaussian())
 
 
+def test_a_key_decides_on_the_signs_of_an_exact_fisher():
+    def loss(p, x):
+        hidden = x @ p["w"]  # reaches two terms
+        outputs = jnp.stack([hidden, jnp.tanh(hidden)], axis=1)
+        return jnp.mean(outputs**2), outputs
+
+    x = normal(5, 4, seed=3)
+    vag = value_and_grad(loss, has_aux=True, fisher=Categorical(exact=True))
+
+    compiled = jax.jit(vag)
+
+    def G(x, key=None):
+        return np.asarray(compiled(PARAMS, x, key=key)[2].layers["['w']"].main.G)
+
+    keys = [jax.random.key(i) for i in range(400)]
+    same = G(x, keys[0])
+    np.testing.assert_allclose(G(x * (1 + 1e-9), keys[0]), same, rtol=1e-6)  # not so without a key
+    assert not np.allclose(G(x * (1 + 1e-6)), G(x), rtol=1e-3)
+    assert not np.allclose(G(x, keys[1]), same, rtol=1e-3)
+    mean = np.mean([G(x, key) for key in keys], axis=0)
+    np.testing.assert_allclose(
+        mean, np.mean([G(x * (1 + 1e-6 * i)) for i in range(400)], axis=0), atol=0.02
+    )
+    with pytest.raises(TypeError, match="key must be one jax"):
+        vag(PARAMS, x, key=3)
+
+
+def test_statistics_of_a_fisher_do_not_fit_the_plan_of_a_loss_nor_the_reverse():
+    fisher = Categorical(lambda aux: aux["outputs"], exact=True)
+    kinds = [value_and_grad(loss_fn, has_aux=True, fisher=f) for f in (None, fisher)]
+    for one, other in (kinds, kinds[::-1]):
+        tx = kfac(one.plan(PARAMS, X), 0.1)
+        state = tx.init(PARAMS)
+        _, grads, statistics = one(PARAMS, X)
+        tx.update(grads, state, PARAMS, statistics=statistics)
+        _, grads, statistics = other(PARAMS, X)
+        with pytest.raises(ValueError, match="statistics do not fit the plan, which is of"):
+            tx.update(grads, state, PARAMS, statistics=statistics)
+
+
 def test_errors():
     fisher = Categorical(lambda aux: aux["outputs"])
     with pytest.raises(ValueError, match="needs the model's outputs"):

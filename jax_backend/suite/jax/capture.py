@@ -116,7 +116,9 @@ class value_and_grad:
         self._reduce, self._max_factor_size = rows == "reduce", max_factor_size
         self._plain, self._require = tuple(plain), require
         functools.update_wrapper(self, loss_fn, updated=())
-        self.__signature__ = _with_own_arguments(loss_fn, self._needs_key)
+        self._needs_key = fisher is not None and not fisher.exact
+        self._has_key = self._needs_key or (fisher is not None and not _takes_key(loss_fn))
+        self.__signature__ = _with_own_arguments(loss_fn, self._has_key, self._needs_key)
 
     def plan(self, params: Any, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes; arrays may be `jax.ShapeDtypeStruct`s.
@@ -148,7 +150,8 @@ class value_and_grad:
                 own passes backward are in the `cond`, too.
             bases: for EKFAC, `suite.jax.eigenbases(optimizer_state)`.
             key: with a sampled Fisher, a `jax.random` key; not handed to `loss_fn`, whose own, if it has
-                one, is named otherwise (`dropout_key`).
+                one, is named otherwise (`dropout_key`). With an exact one it may be given, and decides
+                on the signs of columns; else the outputs do, to the last bit.
 
         Raises:
             TypeError: `capture` is no boolean or scalar; a sampled Fisher has no key; `terms` no number.
@@ -159,7 +162,7 @@ class value_and_grad:
             raise TypeError(
                 "a sampled Fisher needs key=, a jax.random key, in each call; or Fisher exact=True"
             )
-        if self._needs_key and not _is_key(given):
+        if self._has_key and given is not None and not _is_key(given):
             raise TypeError(f"key must be one jax.random key, got {given!r}")
         if jnp.ndim(capture) if _is_array(capture) else not isinstance(capture, (int, float)):
             raise TypeError(f"capture must be True, False or a scalar array, got {capture!r}")
@@ -192,12 +195,8 @@ class value_and_grad:
 
     # ---- with statistics -----------------------------------------------------------------------
 
-    @property
-    def _needs_key(self) -> bool:
-        return self._fisher is not None and not self._fisher.exact
-
     def _without_key(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if not self._needs_key:
+        if not self._has_key:
             return kwargs
         return {name: value for name, value in kwargs.items() if name != "key"}
 
@@ -278,8 +277,9 @@ class value_and_grad:
                 _, (found, gradients) = pull((jnp.zeros_like(loss), gradient))
                 return add_late(found, sites, inputs, gradients, measure)
 
+            key = kwargs.get("key") if self._has_key else None
             found = if_due(
-                lambda: self._sampled(outputs, sums_of, empty, kwargs.get("key")),
+                lambda: self._sampled(outputs, sums_of, empty, key),
                 empty,
                 (leaves, traced.arguments, outputs),
             )
@@ -299,7 +299,7 @@ class value_and_grad:
         if due is not None:
             terms = jnp.where(due, terms, 0.0)
         value = (loss, _joined(traced.aux, arrays)) if self._has_aux else loss
-        return value, jax.tree.unflatten(plan.treedef, grads), Statistics(found, terms)
+        return value, jax.tree.unflatten(plan.treedef, grads), Statistics(found, terms, plan.sampled)
 
     def _given_terms(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """How many terms the loss has, of a call with these arguments, as `terms` says."""
@@ -611,7 +611,18 @@ def _loss_and_outputs(out: list[Any], inputs: Any) -> tuple[tuple[Any, Any], Any
     return (out[0], out[1]), (out[2:], inputs)
 
 
-def _with_own_arguments(loss_fn: Callable[..., Any], needs_key: bool) -> inspect.Signature:
+def _takes_key(loss_fn: Callable[..., Any]) -> bool:
+    """Whether a loss function has an argument `key` of its own."""
+    try:
+        theirs = inspect.signature(loss_fn).parameters
+    except ValueError:  # a builtin
+        return True
+    return "key" in theirs or any(p.kind is p.VAR_KEYWORD for p in theirs.values())
+
+
+def _with_own_arguments(
+    loss_fn: Callable[..., Any], has_key: bool, needs_key: bool
+) -> inspect.Signature:
     """The signature of `loss_fn`, where `jax.jit` looks for static arguments, with those of a call."""
     own = inspect.signature(value_and_grad.__call__).parameters
     try:
@@ -619,8 +630,9 @@ def _with_own_arguments(loss_fn: Callable[..., Any], needs_key: bool) -> inspect
     except ValueError:  # a builtin
         theirs = inspect.signature(lambda params, *args, **kwargs: None)
     ours = {n: p for n, p in own.items() if p.kind is p.KEYWORD_ONLY}
-    if needs_key:
-        ours["key"] = inspect.Parameter("key", inspect.Parameter.KEYWORD_ONLY)
+    if has_key:
+        default = inspect.Parameter.empty if needs_key else None
+        ours["key"] = inspect.Parameter("key", inspect.Parameter.KEYWORD_ONLY, default=default)
     taken = sorted(ours.keys() & theirs.parameters.keys())
     if taken:
         hint = ": key is the sampled Fisher's, call yours dropout_key" if "key" in taken else ""

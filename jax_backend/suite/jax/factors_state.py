@@ -17,6 +17,7 @@ class FactorsState(NamedTuple):
     failures: jax.Array  # (factors,): factorizations that failed
     products: tuple[tuple[jax.Array, jax.Array], ...]  # EKFAC: (second moments, weight), a bucket each
     shares: Shares | None = None  # averages and inverses, where devices keep some of them each
+    layout: Any = ()  # then {a name of where each of them lies: ()}, which says whose state it is
 
 
 class Shares(NamedTuple):

@@ -13,6 +13,7 @@ from jax import lax
 from suite.core import likelihoods
 from suite.core.checks import check_flag, check_integer
 from suite.jax.dtypes import at_least_float32
+from suite.jax.varying import varying_axes
 
 
 def _all_of(aux: Any) -> Any:
@@ -33,7 +34,8 @@ class Fisher:
             for each, without noise; else sample labels from the model. A pass takes its column at all
             terms at once, each with a sign of its own. Where a layer's output reaches several terms
             (attention before outputs (n, t, C), batch norms), products of two terms' columns come in
-            with two random signs, as noise; of the signs the outputs decide, and there is no key.
+            with two random signs, as noise. The call's `key`, if it is given one, decides on the signs,
+            else the outputs do, to the last bit: other signs on other devices.
         samples: how many times to sample: as many backward passes.
     """
 
@@ -60,16 +62,24 @@ class Fisher:
         dtype = at_least_float32(outputs.dtype)
         if self.exact:
             column = self.likelihood.square_root(outputs, index)  # type: ignore[arg-type]
-            # There is no key: what the outputs add up to is another number in each step and shard.
-            total = lax.bitcast_convert_type(jnp.sum(outputs, dtype=jnp.float32), jnp.uint32)
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), total), index)
+            if key is None:  # what the outputs add up to is another number in each step
+                total = jnp.sum(outputs, dtype=dtype).astype(jnp.float32)
+                key = jax.random.fold_in(jax.random.key(0), lax.bitcast_convert_type(total, jnp.uint32))
+            key = jax.random.fold_in(_own(key, outputs), index)
             noise = jax.random.rademacher(key, outputs.shape[:-1], dtype)
             signed: jax.Array = likelihoods.with_signs(column, noise)
             return signed
         assert key is not None
         shape = self.likelihood.noise_shape(outputs.shape)
-        noise = jax.random.uniform(jax.random.fold_in(key, index), shape, dtype)
+        noise = jax.random.uniform(jax.random.fold_in(_own(key, outputs), index), shape, dtype)
         return self.likelihood.sample_gradient(outputs, noise)
+
+
+def _own(key: jax.Array, outputs: jax.Array) -> jax.Array:
+    """Another key on each of the devices that have other outputs, inside `shard_map`."""
+    for axis in sorted(varying_axes(outputs)):
+        key = jax.random.fold_in(key, lax.axis_index(axis))
+    return key
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,12 @@ def require_fit(plan: Plan, given: Statistics, products: bool) -> None:
         raise TypeError(
             f"statistics must be what suite.jax.value_and_grad returns, got {type(given).__name__}"
         )
+    if given.sampled != plan.sampled:
+        whose = ["the loss's gradients", "a Fisher"]
+        raise ValueError(
+            f"statistics do not fit the plan, which is of {whose[plan.sampled]}, got those of "
+            f"{whose[given.sampled]}: take the plan of the value_and_grad that they come from"
+        )
     names = {layer.name for layer in plan.layers}
     if set(given.layers) != names:
         missing, unknown = sorted(names - set(given.layers)), sorted(set(given.layers) - names)

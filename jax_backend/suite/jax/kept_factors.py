@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +39,19 @@ class KeptFactors(SpreadFactors):
             return {dtype: self.spread.divided(x) for dtype, x in made.items()}
 
         averages, inverses = self.stores
-        return FactorsState((), (), *self.no_evidence(), (), Shares(zeros(averages), zeros(inverses)))
+        kept = Shares(zeros(averages), zeros(inverses))
+        layout = {self.layout: jnp.zeros((), bool)}
+        return FactorsState((), (), *self.no_evidence(), (), kept, layout)
+
+    @functools.cached_property
+    def layout(self) -> str:
+        """A name of where each factor lies and what its inverse is. Shapes may be alike by chance."""
+        told: list[Any] = [self.rule.compute_method, self.spread.devices, self.placement.groups]
+        told.append(sorted(self.homes.items()))
+        for stores in self.stores:
+            for dtype, own in sorted(stores.items()):
+                told += [dtype, sorted(own.starts.items()), sorted(own.sizes.items())]
+        return f"layout {hashlib.sha256(repr(told).encode()).hexdigest()[:8]}"
 
     def require_own(self, state: FactorsState) -> None:
         rows = self.spread.rows_here()
@@ -52,6 +66,12 @@ class KeptFactors(SpreadFactors):
             raise ValueError(
                 "state must have shares of the shapes that this gradient_worker_fraction, "
                 f"assignment_strategy and number of devices have, {wanted}, got {got}"
+            )
+        if set(state.layout) != {self.layout}:
+            raise ValueError(
+                "state must be that of init(params) with this gradient_worker_fraction, "
+                "assignment_strategy, compute_method and number of devices, whose shares lie as "
+                f"{self.layout!r} says, got {sorted(state.layout)}"
             )
 
     def update(self, state: FactorsState, given: Statistics, factor_decay: Any) -> FactorsState:

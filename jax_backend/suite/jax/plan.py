@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,16 +74,19 @@ class Plan:
             products: with those of EKFAC, as of a `value_and_grad` that is given `bases`.
         """
         layers = {layer.name: empty_sums(layer, self.dtype(layer), products) for layer in self.layers}
-        return Statistics(layers, jnp.zeros((), jnp.float32))
+        return Statistics(layers, jnp.zeros((), jnp.float32), self.sampled)
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["layers", "terms"], meta_fields=["sampled"]
+)
 @dataclass(frozen=True)
 class Statistics:
     """What all layers saw, a pytree: to be averaged as gradients are."""
 
     layers: dict[str, LayerSums]
     terms: jax.Array  # (): how many terms the loss has
+    sampled: bool = False  # whether they are of the model's predictions, not of the loss
 
     def __getitem__(self, name: str) -> LayerSums:
         return self.layers[name]
