@@ -472,6 +472,14 @@ def test_a_key_decides_on_the_signs_of_an_exact_fisher():
         vag(PARAMS, x, key=3)
 
 
+def test_sizes_that_are_symbols_are_an_error():
+    (batch,) = jax.export.symbolic_shape("batch")
+    x = jax.ShapeDtypeStruct((batch, 4), X.dtype)
+    vag = value_and_grad(lambda p, x: jnp.mean(model(p, x) ** 2))
+    with pytest.raises(TypeError, match=r"sizes that are numbers, got \(batch, 4\)"):
+        jax.export.export(jax.jit(lambda x: vag(PARAMS, x)[1]["w"]))(x)
+
+
 def test_statistics_of_a_fisher_do_not_fit_the_plan_of_a_loss_nor_the_reverse():
     fisher = Categorical(lambda aux: aux["outputs"], exact=True)
     kinds = [value_and_grad(loss_fn, has_aux=True, fisher=f) for f in (None, fisher)]

@@ -351,6 +351,14 @@ class value_and_grad:
         # Flags and other Python values stay what they are: the function may branch on them.
         is_array = [hasattr(x, "shape") and not isinstance(x, np.generic) for x in others]
         arrays = [x for x, yes in zip(others, is_array, strict=True) if yes]
+        symbolic = [
+            x.shape for x in (*leaves, *arrays) if not all(isinstance(n, int) for n in jnp.shape(x))
+        ]
+        if symbolic:
+            raise TypeError(
+                f"arguments must have sizes that are numbers, got {symbolic[0]}: layers are found by "
+                "them, so that jax.export needs a program for each size"
+            )
         static: list[Any] = []
 
         def flat(leaves: list[Any], arrays: list[Any]) -> Any:
