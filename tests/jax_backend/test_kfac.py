@@ -260,6 +260,34 @@ def test_a_step_whose_factors_would_overflow_changes_nothing(hidden, method):
     assert np.all(after.preconditioner.factors.failures == 0)
 
 
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_a_spike_between_statistics_is_clipped_or_skipped(method):
+    """A clipped step does not depend on the gradient's scale; single precision ends at 1.8e19."""
+    single = jax.tree.map(lambda p: p.astype(jnp.float32), PARAMS)
+    vag = value_and_grad(loss_fn)
+    x, y = X.astype(jnp.float32), Y.astype(jnp.float32)
+    tx = scale_by_kfac(vag.plan(single, x, y), lr=0.1, kl_clip=1e-6, compute_method=method)
+    _, grads, statistics = vag(single, x, y)
+    _, state = tx.update(grads, tx.init(single), statistics=statistics)
+    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(grads))
+    layers = {leaf for layer in vag.plan(single, x, y).layers for leaf in (layer.leaf, layer.bias)}
+
+    def moved(scale):
+        spiked = jax.tree.map(lambda g: g / largest * scale, grads)
+        found, after = tx.update(spiked, state, statistics=None)
+        own = [x for i, x in enumerate(jax.tree.leaves(found)) if i in layers]
+        return own, int(after.skipped_steps)
+
+    expected, _ = moved(1.0)
+    assert all(bool(jnp.any(x != 0)) for x in expected)
+    for scale in (1e10, 1e15, 1e19, 1e20, 1e30, 1e37):  # the sum for kl_clip overflows at 1e19
+        found, skipped = moved(jnp.float32(scale))
+        assert skipped == (scale > 1.8e19), scale
+        for one, other in zip(expected, found, strict=True):
+            wanted = one if scale < 1e18 else jnp.zeros_like(one)
+            np.testing.assert_allclose(other, wanted, rtol=1e-4, atol=1e-8, err_msg=str(scale))
+
+
 def test_entries_of_a_leaf_that_no_layer_reads_stay_too():
     """In a step that is not finite; a clip before has made all of its gradients NaN."""
     params = {"w": normal(4, 5), "head": normal(5, 8, seed=1), "b": normal(3, seed=2)}

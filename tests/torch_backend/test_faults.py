@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 
@@ -85,6 +86,39 @@ def test_what_cannot_be_factorized_keeps_the_inverse_before_it_and_is_named(monk
     assert not torch.equal(kept["A"], now["A"])
     report = kfac.metrics()["layers"]["0"]
     assert (report["failures_A"], report["failures_G"], report["ready"]) == (1, 0, True)
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+@pytest.mark.parametrize("spike", [1e10, 1e15, 1e19, 1e20, 1e30, 1e37])
+def test_a_spike_between_statistics_is_clipped_or_skipped(spike, method):
+    """A clipped step does not depend on the gradient's scale; single precision ends at 1.8e19.
+
+    Before that the sum of ⟨direction, gradient⟩ overflows, and no step is taken.
+    """
+    moved = []
+    for scale in (1.0, spike):
+        model = network()
+        periods = {"factor_update_steps": 2, "inv_update_steps": 2}
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        kfac = KFAC(model, sgd, compute_method=method, kl_clip=1e-6, **periods)
+        step(model, kfac)
+        before = [p.detach().clone() for p in model.parameters()]
+        model.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        largest = max(float(p.grad.abs().max()) for p in model.parameters())
+        for p in model.parameters():
+            p.grad *= scale / largest
+        skips = scale > 1.8e19
+        warns = pytest.warns(RuntimeWarning, match="skipped") if skips else contextlib.nullcontext()
+        with warns:
+            kfac.step()
+        assert kfac.skipped_steps == skips
+        moved.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
+    longest = max(d.abs().max() for d in moved[0])
+    assert longest > 0
+    for expected, found in zip(*moved, strict=True):
+        wanted = expected if spike < 1e18 else torch.zeros_like(expected)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(longest))
 
 
 def test_the_condition_of_a_diagonal_factor_is_that_of_its_entries():

@@ -61,8 +61,8 @@ def scale_by_kfac(
 
     Other leaves pass through. `update(grads, state, params, statistics=statistics)` takes the third
     result of `suite.jax.value_and_grad`, or None in a step that updates no factors; to leave it out is
-    an error. A step whose gradients or statistics are not all finite changes no factor, returns zeros,
-    is counted. Masked leaves (`optax.masked`, `optax.partition`) are left alone.
+    an error. A step whose gradients, their squares or statistics are not all finite changes no factor,
+    returns zeros, is counted. Masked leaves (`optax.masked`, `optax.partition`) are left alone.
 
     Args:
         plan: from `value_and_grad(...).plan(params, batch)`.

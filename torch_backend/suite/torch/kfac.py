@@ -70,8 +70,9 @@ class KFAC(torch.optim.Optimizer):
     `print(kfac.routing())` says how, and which keep their gradient and why. Statistics are taken from
     forward passes in training mode with gradients, on steps t with t % factor_update_steps == 0, and,
     where that leaves a layer without any for so many of its own steps (networks that are trained in
-    turn), in the coming ones until it has run. A step whose gradients or statistics are not all finite
-    changes nothing: gradients are set to None, `skipped_steps` goes up, and a RuntimeWarning says so.
+    turn), in the coming ones until it has run. A step whose gradients, their squares or statistics are
+    not all finite changes nothing: gradients are set to None, `skipped_steps` goes up, and a
+    RuntimeWarning says so.
 
     Args:
         model: the model; its layers get forward hooks until `detach()`.

@@ -21,6 +21,7 @@ from suite.torch.checks import check_clip, check_number, is_at_hand, plain, requ
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
+from suite.torch.inplace import HOST_DEVICES
 from suite.torch.kron_settings import is_misplaced
 
 Schedule = float | Callable[[int], float]
@@ -182,13 +183,13 @@ class _WholeVector(torch.optim.Optimizer):
         self._require_parameters()
         group, parameters = self.param_groups[0], self._parameters
         _check({name: value for name, value in group.items() if is_at_hand(value)})
-        if any(p.grad is not None and p.grad.is_sparse for p in parameters):
-            raise ValueError("gradients must be dense: build the embedding with sparse=False")
         step = group["steps"] + 1
         probability = _at("preconditioner_update_probability", group, step)
         due, clock = advance_clock(group["update_clock"], probability)
         rate = _at("preconditioner_lr", group, group["updates"])
         loss, vector, product = self._evaluate(closure, bool(due), step)
+        if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+            raise ValueError("gradients must be dense: build the embedding with sparse=False")
         if any(p.grad is not None for p in parameters):
             with without_autocast(parameters):
                 self._take_step(step, clock, due, rate, vector, product)
@@ -227,14 +228,19 @@ class _WholeVector(torch.optim.Optimizer):
         state["skipped_steps"] += (~finite).to(torch.int32)
         group["steps"], group["update_clock"] = step, clock
         group["updates"] += int(due)
-        if finite.device.type == "cpu" and not finite:
+        if finite.device.type in HOST_DEVICES and not finite:  # elsewhere the host would wait
             group.update(counts)
+            self._tell_of_a_skipped_step()
         parts = direction.split([p.numel() for p in parameters])
         for p, part in zip(parameters, parts, strict=True):
             if p.grad is None:
                 continue
             decayed = part.view_as(p) + group["weight_decay"] * p * finite
             p.sub_((group["lr"] * decayed).to(p.dtype))
+
+    @torch._disable_dynamo
+    def _tell_of_a_skipped_step(self) -> None:
+        warn_user(f"a step was skipped: a gradient was not finite ({self.skipped_steps} skipped so far)")
 
     def _evaluate(
         self, closure: Callable[[], Any] | None, due: bool, step: int
