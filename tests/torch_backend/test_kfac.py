@@ -686,8 +686,9 @@ def test_a_copy_goes_on_with_the_copied_model(copied):
     assert same(kfac.state_dict(), other.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:step . was skipped")  # which is asked for below
 def test_gradients_of_any_size_stay_finite():
-    for scale in (1e-30, 1e30):
+    for scale, skips in ((1e-30, 0), (1e15, 0), (1e30, 3)):  # squares end at 1.8e19
         model = network().float()
         kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
         x, y = batch(0)
@@ -700,6 +701,7 @@ def test_gradients_of_any_size_stay_finite():
                     p.grad *= scale
             kfac.step()
         assert all(bool(p.isfinite().all()) for p in model.parameters()), scale
+        assert kfac.skipped_steps == skips
 
 
 @pytest.mark.parametrize(
