@@ -20,7 +20,7 @@ from suite.torch.rows import LayerSpec, rows_of
 _ERROR = 1e-3  # of sums in single precision, whose factors may be rounded to TF32
 _ERROR_OF_HALVES = 0.05
 _PROBES = 2  # random vectors
-_AT_ONCE = 2**22  # numbers of a matrix, or of patches, of which copies are made
+_AT_ONCE = 2**22  # numbers of a matrix or of examples of which copies are made
 
 
 def can_be_explained(layer: Layer) -> bool:
@@ -152,22 +152,25 @@ class Explained:
 def _of_products(
     spec: LayerSpec, x: torch.Tensor, gradient: torch.Tensor, probes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Σ (R a) gᵀ and Σ |R a| |g|ᵀ of each block, and of how many rows."""
+    """Σ (R a) gᵀ and Σ |R a| |g|ᵀ of each block, and of how many rows; some examples at a time."""
     if spec.axes is not None:
         x, gradient = spec.axes.input(x), spec.axes.output(gradient)
-    if spec.kernel and x.ndim == len(spec.kernel) + 1:
+    spec = spec._replace(axes=None, reduce=False)
+    if spec.kind == "dense":
+        x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+    elif x.ndim == len(spec.kernel) + 1:
         x, gradient = x[None], gradient[None]
-    if spec.kind == "convolution":
-        outputs = patches.output_rows(gradient, spec.groups)
-        return *explained.rows_along(_along_patches(spec, x, probes), outputs), outputs.shape[1]
-    spec, count = spec._replace(axes=None, reduce=False), max(1, len(x))
+    numbers = [math.prod(x.shape[1:]), math.prod(gradient.shape[1:])]
     if spec.kind == "transposed":  # whose rows are the output's patches
-        each = gradient.shape[1] * math.prod(spec.kernel) * math.prod(x.shape[2:])
-        count = max(1, _AT_ONCE // max(1, each))
+        numbers.append(gradient.shape[1] * math.prod(spec.kernel) * math.prod(x.shape[2:]))
+    count = max(1, _AT_ONCE // max(1, *numbers))
     found, rows = [], 0
-    for part in zip(x.split(count), gradient.split(count), strict=True):
-        inputs, outputs = rows_of(spec, *part)
-        shares = explained.along(inputs, probes[:, : inputs.shape[-1]])
+    for some, of in zip(x.split(count), gradient.split(count), strict=True):
+        if spec.kind == "convolution":
+            shares, outputs = _along_patches(spec, some, probes), patches.output_rows(of, spec.groups)
+        else:
+            inputs, outputs = rows_of(spec, some, of)
+            shares = explained.along(inputs, probes[:, : inputs.shape[-1]])
         found.append(explained.rows_along(shares, outputs))
         rows += outputs.shape[1]
     along, size = (torch.stack(own).sum(0) for own in zip(*found, strict=True))
