@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from oracles import weighted_mean
 from suite.core import linalg
 from suite.jax import Categorical, eigenbases, kfac, scale_by_kfac, value_and_grad
-from suite.jax.finite import sum_if, zero_unless
+from suite.jax.finite import all_finite, sum_if, zero_unless
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -286,6 +287,17 @@ def test_a_spike_between_statistics_is_clipped_or_skipped(method):
         for one, other in zip(expected, found, strict=True):
             wanted = one if scale < 1e18 else jnp.zeros_like(one)
             np.testing.assert_allclose(other, wanted, rtol=1e-4, atol=1e-8, err_msg=str(scale))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (1, 1), (4, 1), (64, 1), (1, 4), (4, 5), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_squares_that_overflow_are_seen_under_jit(shape, dtype):
+    """Compilers join constant factors."""
+    told = jax.jit(functools.partial(all_finite, squares=True))
+    for value, expected in ((1e17, True), (1e20, False), (-1e30, False), (jnp.nan, False)):
+        x = jnp.zeros(shape, dtype).reshape(-1).at[-1].set(value).reshape(shape)
+        assert bool(told({"x": x, "others": jnp.zeros((3, 3))})) == expected, value
+        assert bool(jax.jit(all_finite)(x)) == (not jnp.isnan(value))
 
 
 def test_entries_of_a_leaf_that_no_layer_reads_stay_too():

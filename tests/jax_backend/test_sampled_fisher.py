@@ -480,6 +480,12 @@ def test_sizes_that_are_symbols_are_an_error():
         jax.export.export(jax.jit(lambda x: vag(PARAMS, x)[1]["w"]))(x)
 
 
+def test_sizes_may_be_numpys():
+    vag = value_and_grad(lambda p, x: jnp.mean(model(p, x) ** 2))
+    found = vag.plan(PARAMS, jax.ShapeDtypeStruct((np.int64(8), np.int32(4)), X.dtype))
+    assert str(found) == str(vag.plan(PARAMS, jax.ShapeDtypeStruct((8, 4), X.dtype)))
+
+
 def test_statistics_of_a_fisher_do_not_fit_the_plan_of_a_loss_nor_the_reverse():
     fisher = Categorical(lambda aux: aux["outputs"], exact=True)
     kinds = [value_and_grad(loss_fn, has_aux=True, fisher=f) for f in (None, fisher)]

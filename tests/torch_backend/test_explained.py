@@ -48,6 +48,15 @@ class Transposed(nn.Module):
         return torch.addmm(self.bias, x, self.weight)
 
 
+class TransposedVector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 9) / 3)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
 class Scored(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -146,6 +155,8 @@ EXPLAINED = {
     ),
     "plain": (mlp, loss_of),
     "a weight of columns": (lambda: nn.Sequential(Transposed()), loss_of),
+    "one row": (mlp, lambda model: model(X[0]).square().sum()),
+    "one row, columns": (lambda: nn.Sequential(TransposedVector()), lambda m: m(X[0]).square().sum()),
     **{
         f"{'transposed ' * transposed}convolution, {rank}-D, {settings}": (
             functools.partial(convolutions, transposed, rank, **settings),

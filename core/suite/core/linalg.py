@@ -190,21 +190,21 @@ def finite_marks(x: Array, squares: bool = False) -> Array:
     """(...) -> (m,), few numbers, of which one is not finite if and only if an entry of x is not.
 
     Of a matrix its product with a constant matrix, which compilers have ready; comparisons they compile
-    for each shape. A vector is returned as it is, or times the constant.
+    for each shape. A vector is returned as it is, or squared.
 
     Args:
-        squares: also where an entry or a row's sum is so large that its square, in at least single
-            precision, is not finite, or soon would not be.
+        squares: also where an entry, or a matrix's row's sum, is so large that its square is not
+            finite in at least single precision.
     """
     xp = array_namespace(x)
     largest, constant = float(xp.finfo(x.dtype).max), 0.0
     if squares and largest > 1e30:  # the squares of float16 are finite in single precision
         constant = 2.0 ** round(math.log2(largest) / 2)
-    if x.ndim > 1:
+    if x.ndim > 1 and x.shape[-1] != 1:
         shape = (x.shape[-1], 2)  # one column is slower
         x = x @ xp.full(shape, constant, dtype=x.dtype, device=device_of(x))
     elif constant:
-        x = x * constant
+        x = x * x  # compilers join factors that are constant, and what the caller multiplies with
     return xp.reshape(x, (-1,))
 
 

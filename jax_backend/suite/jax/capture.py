@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -150,8 +151,9 @@ class value_and_grad:
                 own passes backward are in the `cond`, too.
             bases: for EKFAC, `suite.jax.eigenbases(optimizer_state)`.
             key: with a sampled Fisher, a `jax.random` key; not handed to `loss_fn`, whose own, if it has
-                one, is named otherwise (`dropout_key`). With an exact one it may be given, and decides
-                on the signs of columns; else the outputs do, to the last bit.
+                one, is named otherwise (`dropout_key`). With an exact one it may be given if `loss_fn`
+                takes none (nor any keyword), and decides on the signs of columns; else the outputs do,
+                to the last bit.
 
         Raises:
             TypeError: `capture` is no boolean or scalar; a sampled Fisher has no key; `terms` no number.
@@ -352,7 +354,7 @@ class value_and_grad:
         is_array = [hasattr(x, "shape") and not isinstance(x, np.generic) for x in others]
         arrays = [x for x, yes in zip(others, is_array, strict=True) if yes]
         symbolic = [
-            x.shape for x in (*leaves, *arrays) if not all(isinstance(n, int) for n in jnp.shape(x))
+            x.shape for x in (*leaves, *arrays) if not all(isinstance(n, Integral) for n in jnp.shape(x))
         ]
         if symbolic:
             raise TypeError(

@@ -16,8 +16,8 @@ class FactorsState(NamedTuple):
     ready: jax.Array  # (factors,): whether inverses are of evidence
     failures: jax.Array  # (factors,): factorizations that failed
     products: tuple[tuple[jax.Array, jax.Array], ...]  # EKFAC: (second moments, weight), a bucket each
-    shares: Shares | None = None  # averages and inverses, where devices keep some of them each
-    layout: Any = ()  # then {a name of where each of them lies: ()}, which says whose state it is
+    # Averages and inverses, where devices keep some of them each, by a name of where each of them lies.
+    shares: dict[str, Shares] | None = None
 
 
 class Shares(NamedTuple):
@@ -27,29 +27,39 @@ class Shares(NamedTuple):
     inverses: dict[str, jax.Array]
 
 
+def shares_of(state: FactorsState) -> Shares:
+    """Of a state that has some."""
+    assert state.shares is not None
+    (own,) = state.shares.values()
+    return own
+
+
 def averages_of(state: FactorsState) -> Any:
     """What an update changes."""
-    rows = None if state.shares is None else state.shares.averages
+    rows = None if state.shares is None else shares_of(state).averages
     return state.averages, state.weight, state.products, rows
 
 
 def with_averages(state: FactorsState, new: Any) -> FactorsState:
     """The state with other `averages_of`."""
     averages, weight, products, rows = new
-    shares = None if state.shares is None else state.shares._replace(averages=rows)
-    return state._replace(averages=averages, weight=weight, products=products, shares=shares)
+    state = state._replace(averages=averages, weight=weight, products=products)
+    return state if state.shares is None else _with_shares(state, averages=rows)
 
 
 def inverses_of(state: FactorsState) -> Any:
     """What a refresh changes."""
-    rows = None if state.shares is None else state.shares.inverses
+    rows = None if state.shares is None else shares_of(state).inverses
     return state.inverses, state.ready, state.failures, state.products, rows
 
 
 def with_inverses(state: FactorsState, new: Any) -> FactorsState:
     """The state with other `inverses_of`."""
     inverses, ready, failures, products, rows = new
-    shares = None if state.shares is None else state.shares._replace(inverses=rows)
-    return state._replace(
-        inverses=inverses, ready=ready, failures=failures, products=products, shares=shares
-    )
+    state = state._replace(inverses=inverses, ready=ready, failures=failures, products=products)
+    return state if state.shares is None else _with_shares(state, inverses=rows)
+
+
+def _with_shares(state: FactorsState, **new: Any) -> FactorsState:
+    assert state.shares is not None
+    return state._replace(shares={name: own._replace(**new) for name, own in state.shares.items()})

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def all_finite(tree: Any, squares: bool = False) -> jax.Array:
-    """Whether every number in a pytree is finite, (), or also has a square that is: `finite_marks`."""
+    """Whether every number in a pytree is finite, (); with `squares` as `finite_marks` has it."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
     marks = [finite_marks(x, squares) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not marks:

@@ -34,8 +34,8 @@ class Fisher:
             for each, without noise; else sample labels from the model. A pass takes its column at all
             terms at once, each with a sign of its own. Where a layer's output reaches several terms
             (attention before outputs (n, t, C), batch norms), products of two terms' columns come in
-            with two random signs, as noise. The call's `key`, if it is given one, decides on the signs,
-            else the outputs do, to the last bit: other signs on other devices.
+            with two random signs, as noise. The call's `key` decides on the signs, if it is given one
+            and the loss has none, else the outputs do, to the last bit: other signs on other devices.
         samples: how many times to sample: as many backward passes.
     """
 

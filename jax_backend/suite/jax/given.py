@@ -61,7 +61,8 @@ def require_fit(plan: Plan, given: Statistics, products: bool) -> None:
         whose = ["the loss's gradients", "a Fisher"]
         raise ValueError(
             f"statistics do not fit the plan, which is of {whose[plan.sampled]}, got those of "
-            f"{whose[given.sampled]}: take the plan of the value_and_grad that they come from"
+            f"{whose[given.sampled]} (sampled={given.sampled}): take the plan of the value_and_grad "
+            "that they come from"
         )
     names = {layer.name for layer in plan.layers}
     if set(given.layers) != names:

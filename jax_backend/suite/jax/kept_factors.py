@@ -14,7 +14,7 @@ import numpy as np
 from suite.core import buckets, moments
 from suite.core import kfac as core_kfac
 from suite.jax import shares
-from suite.jax.factors_state import FactorsState, Shares
+from suite.jax.factors_state import FactorsState, Shares, shares_of
 from suite.jax.plan import Statistics
 from suite.jax.spread_factors import Rows, SpreadFactors
 
@@ -40,8 +40,7 @@ class KeptFactors(SpreadFactors):
 
         averages, inverses = self.stores
         kept = Shares(zeros(averages), zeros(inverses))
-        layout = {self.layout: jnp.zeros((), bool)}
-        return FactorsState((), (), *self.no_evidence(), (), kept, layout)
+        return FactorsState((), (), *self.no_evidence(), (), {self.layout: kept})
 
     @functools.cached_property
     def layout(self) -> str:
@@ -61,22 +60,22 @@ class KeptFactors(SpreadFactors):
                 f"state must have shares for {rows} devices, for gradient_worker_fraction is below 1, "
                 "got one with all factors on every device"
             )
-        got = [{k: x.shape for k, x in own.items()} for own in state.shares[:2]]
+        got = [{k: x.shape for k, x in own.items()} for own in shares_of(state)]
         if got != wanted:
             raise ValueError(
                 "state must have shares of the shapes that this gradient_worker_fraction, "
                 f"assignment_strategy and number of devices have, {wanted}, got {got}"
             )
-        if set(state.layout) != {self.layout}:
+        if set(state.shares) != {self.layout}:
             raise ValueError(
                 "state must be that of init(params) with this gradient_worker_fraction, "
                 "assignment_strategy, compute_method and number of devices, whose shares lie as "
-                f"{self.layout!r} says, got {sorted(state.layout)}"
+                f"{self.layout!r} says, got {sorted(state.shares)}"
             )
 
     def update(self, state: FactorsState, given: Statistics, factor_decay: Any) -> FactorsState:
         new, seen = self._new(given)
-        kept = _shares(state)
+        kept = shares_of(state)
 
         def local(own: Shares, common: Any) -> Any:
             averages = _row(own.averages)
@@ -90,7 +89,7 @@ class KeptFactors(SpreadFactors):
         kept, _ = self.spread.run(local, kept, (new, seen, factor_decay))
         share = jnp.where(seen, factor_decay, 1.0).astype(state.weight.dtype)
         weight = moments.mix(state.weight, jnp.ones_like(state.weight), share)
-        return state._replace(weight=weight, shares=kept)
+        return state._replace(weight=weight, shares={self.layout: kept})
 
     def _update_one(
         self, size: Any, averages: Rows, new: Sequence[jax.Array], seen: Any, decay: Any
@@ -122,7 +121,7 @@ class KeptFactors(SpreadFactors):
                 total = self.walk(size.walk, self._mean_one(size, averages, weight), total)
             return (), self.spread.total(total)
 
-        _, means = self.spread.run(local, _shares(state), state.weight)
+        _, means = self.spread.run(local, shares_of(state), state.weight)
         return means
 
     def _mean_one(self, size: Any, averages: Rows, weight: jax.Array) -> Callable[..., Any]:
@@ -142,8 +141,8 @@ class KeptFactors(SpreadFactors):
 
         small = state.weight, state.ready, state.failures
         common = small, self._dampings(self._means(state), damping)
-        kept, (ready, failures) = self.spread.run(local, _shares(state), common)
-        return state._replace(ready=ready, failures=failures, shares=kept)
+        kept, (ready, failures) = self.spread.run(local, shares_of(state), common)
+        return state._replace(ready=ready, failures=failures, shares={self.layout: kept})
 
     # ---- directions ----------------------------------------------------------------------------
 
@@ -167,7 +166,7 @@ class KeptFactors(SpreadFactors):
                     found[i] = x
             return (), self.spread.to_receivers(found, self.placement)
 
-        _, found = self.spread.run(local, _shares(state), (joined, ready, damping))
+        _, found = self.spread.run(local, shares_of(state), (joined, ready, damping))
         directions: list[Any] = [None] * len(self.layers)
         for bucket, x in zip(self.buckets, found, strict=True):
             buckets.scatter(bucket, x, directions)
@@ -217,11 +216,6 @@ class KeptFactors(SpreadFactors):
         return lambda k: self.out_of_one(
             shares.read(inverses[dtype], at[k], size)[None], self.stacks[own]
         )
-
-
-def _shares(state: FactorsState) -> Shares:
-    assert state.shares is not None
-    return state.shares
 
 
 def _row(divided: Rows) -> Rows:

@@ -294,7 +294,8 @@ class _WholeVector(torch.optim.Optimizer):
         if expected != found:
             raise ValueError(f"state must have {expected}, got {found}")
         (group,) = state_dict["param_groups"]
-        seeds = group["seed"], self.param_groups[0]["seed"]
+        own_seed = self.param_groups[0]["seed"]
+        seeds = group.get("seed", own_seed), own_seed
         if seeds[0] != seeds[1]:
             raise ValueError(f"seed must be {seeds[0]}, as saved, got {seeds[1]}")
         for name, tensor in own.items():
