@@ -695,7 +695,6 @@ def alike_in_shape():
     for other in (
         {"gradient_worker_fraction": 1 / 4},
         {"gradient_worker_fraction": 1 / 4, "assignment_strategy": "memory"},
-        {"assignment_strategy": "memory"},
     ):
         tx = kfac(plan, 0.1, mesh=MESH, **(own | other))
         shapes = [jax.tree.map(jnp.shape, jax.tree.leaves(s)) for s in (tx.init(params), state)]
