@@ -525,6 +525,10 @@ def adaptive():
     return out
 
 
+def injected(make, learning_rate, **settings):
+    return lambda: optax.inject_hyperparams(make)(learning_rate=learning_rate, **settings)
+
+
 def explicit_axes():
     """PSGD on a mesh whose axes are in the types of arrays, which is what `jax.make_mesh` makes."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -543,6 +547,10 @@ def explicit_axes():
         "kron, batched": (lambda **k: kron(0.01, **blocks, **batched, **k), over),
         "chain": (lambda **k: optax.chain(scale_by_kron(**blocks, **k), optax.scale(-0.01)), over),
         "lra": (lambda: lra(0.01, rank=2), {}),
+        "kron, injected": (injected(kron, 0.01, weight_decay=0.1, block_size=np.int64(4)), {}),
+        "kron, injected schedule": (injected(kron, lambda t: 0.01 / (1 + t), b1=0.8), {}),
+        "lra, injected": (injected(lra, 0.01), {}),
+        "dense, injected": (injected(dense_newton, 0.01, clip=1.0), {}),
     }
 
     def train(tx, params, place):
@@ -578,6 +586,9 @@ def explicit_mesh():
         "kfac": lambda **given: kfac(plan, 0.1, **settings, **given),
         "scale_by_kfac": lambda **given: scale_by_kfac(plan, **settings, **given),
         "adaptive": lambda **given: adaptive_kfac(plan, **settings, **given),
+        "injected": lambda **given: optax.inject_hyperparams(kfac, static_args=("plan", *given))(
+            plan=plan, learning_rate=0.1, **settings, **given
+        ),
     }
 
     def run(make, compiled=True, x=X, y=Y, params=PARAMS, **given):

@@ -7,14 +7,18 @@ what comes out has the shardings of what went in.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 import optax
 
 from suite.jax.varying import type_of
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_automatic_axes(f: Callable[..., Any], *arguments: Any, out: Any = None, mesh: Any = None) -> Any:
@@ -70,18 +74,57 @@ def across_explicit_axes(
         mesh: with explicit axes, see `on_automatic_axes`.
         specs: of a state, as `explicit_specs`.
     """
+    return optax.GradientTransformationExtraArgs(tx.init, _Update(tx.update, mesh, specs))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+
+def takes_explicit_settings(make: F) -> F:
+    """A function that makes an `across_explicit_axes`, whose numbers may be arrays with explicit axes.
+
+    `optax.inject_hyperparams` makes them so. What is computed on automatic axes must not close over
+    them: there the transformation is made anew, of numbers that come in as arguments.
+    """
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        tx = make(*args, **kwargs)
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = [isinstance(leaf, jax.Array) and explicit_mesh(leaf) is not None for leaf in leaves]
+        places = [i for i, explicit in enumerate(arrays) if explicit]
+        if not places:
+            return tx
+
+        def anew(numbers: Sequence[jax.Array]) -> optax.GradientTransformationExtraArgs:
+            filled = list(leaves)
+            for i, number in zip(places, numbers, strict=True):
+                filled[i] = number
+            args, kwargs = jax.tree.unflatten(treedef, filled)
+            return make(*args, **kwargs)
+
+        numbers = tuple(leaves[i] for i in places)
+        return tx._replace(update=replace(tx.update, numbers=numbers, anew=anew))
+
+    return cast(F, made)
+
+
+@dataclass(frozen=True)
+class _Update:
+    inner: Callable[..., tuple[Any, Any]]
+    mesh: Any
+    specs: Callable[[Any], Any]
+    numbers: tuple[jax.Array, ...] = ()  # with explicit axes, of which `anew` makes the transformation
+    anew: Callable[[Sequence[jax.Array]], optax.GradientTransformationExtraArgs] | None = None
+
+    def __call__(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         arrays = {name: value for name, value in extra.items() if _is_numeric(value)}
         others = {name: value for name, value in extra.items() if name not in arrays}
 
-        def compute(updates: Any, state: Any, params: Any, arrays: Any) -> tuple[Any, Any]:
-            return tx.update(updates, state, params, **arrays, **others)
+        def compute(updates: Any, state: Any, params: Any, arrays: Any, numbers: Any) -> tuple[Any, Any]:
+            inner = self.inner if self.anew is None else self.anew(numbers).update
+            return inner(updates, state, params, **arrays, **others)
 
-        out = explicit_specs(updates), specs(state)
-        return on_automatic_axes(compute, updates, state, params, arrays, out=out, mesh=mesh)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+        given = updates, state, params, arrays, self.numbers
+        out = explicit_specs(updates), self.specs(state)
+        return on_automatic_axes(compute, *given, out=out, mesh=self.mesh)
 
 
 def _is_numeric(tree: Any) -> bool:

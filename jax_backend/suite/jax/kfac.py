@@ -20,7 +20,7 @@ from suite.core.renamed import OF_KFAC, says_new_names
 from suite.core.step_size import kl_clip_coefficient
 from suite.jax.at_once import compiled_unless_traced
 from suite.jax.dtypes import at_least_float32, check_dtype
-from suite.jax.explicit_axes import across_explicit_axes
+from suite.jax.explicit_axes import across_explicit_axes, takes_explicit_settings
 from suite.jax.factors import Factors
 from suite.jax.finite import all_finite, select, sum_if, zero_unless
 from suite.jax.given import are_evidence, finite_signs, require_fit
@@ -38,6 +38,7 @@ _MISSING: Any = object()
 
 
 @says_new_names(OF_KFAC)
+@takes_explicit_settings
 def scale_by_kfac(
     plan: Plan,
     *,
@@ -234,6 +235,7 @@ def scale_by_kfac(
 
 
 @says_new_names(OF_KFAC)
+@takes_explicit_settings
 def kfac(
     plan: Plan,
     learning_rate: Schedule,

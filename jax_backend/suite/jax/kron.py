@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,7 +25,12 @@ from suite.jax import kron_blocks, kron_engine
 from suite.jax.at_once import compiled_unless_traced
 from suite.jax.boxes import rebox, unbox
 from suite.jax.dtypes import check_dtype, check_precision
-from suite.jax.explicit_axes import across_explicit_axes, explicit_specs, on_automatic_axes
+from suite.jax.explicit_axes import (
+    across_explicit_axes,
+    explicit_specs,
+    on_automatic_axes,
+    takes_explicit_settings,
+)
 from suite.jax.finite import zero_unless
 from suite.jax.kron_engine import ScaleByKronState, Schedule, Settings, at
 from suite.jax.masks import decayed_weights, is_masked, like
@@ -47,6 +53,7 @@ class KronOptState(NamedTuple):
 
 
 @says_new_names(OF_KRON)
+@takes_explicit_settings
 def scale_by_kron(
     b1: float = 0.9,
     preconditioner_update_probability: Schedule | None = None,
@@ -197,7 +204,15 @@ def scale_by_kron(
         of_mu = explicit_specs(params) if specs is None else specs_like(params, specs)
         buckets: Any = settings.layout.spec
         out = ScaleByKronState(whole, whole, whole, of_mu, whole, buckets, whole)
-        return on_automatic_axes(functools.partial(kron_engine.init, settings), params, out=out)
+        scale = settings.rule.preconditioner_init_scale
+        if not isinstance(scale, jax.Array):
+            return on_automatic_axes(functools.partial(kron_engine.init, settings), params, out=out)
+
+        def start(params: Any, scale: jax.Array) -> ScaleByKronState:
+            rule = replace(settings.rule, preconditioner_init_scale=scale)
+            return kron_engine.init(replace(settings, rule=rule), params)
+
+        return on_automatic_axes(start, params, scale, out=out)
 
     def update(
         updates: Any,
@@ -236,6 +251,7 @@ def scale_by_kron(
 
 
 @says_new_names(OF_KRON)
+@takes_explicit_settings
 def kron(
     learning_rate: Schedule = 0.0003,
     b1: float = 0.9,

@@ -21,7 +21,11 @@ from suite.core.step_size import Clip, check_clip, clipped
 from suite.jax.at_once import compiled_unless_traced
 from suite.jax.boxes import rebox, unbox
 from suite.jax.dtypes import at_least_float32
-from suite.jax.explicit_axes import across_explicit_axes, on_automatic_axes
+from suite.jax.explicit_axes import (
+    across_explicit_axes,
+    on_automatic_axes,
+    takes_explicit_settings,
+)
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
 from suite.jax.kron import Integer, with_learning_rate
@@ -43,6 +47,7 @@ class ScaleByVectorState(NamedTuple):
 
 
 @says_new_names(OF_KRON)
+@takes_explicit_settings
 def scale_by_lra(
     rank: Integer = np.int64(10),
     b1: float = 0.9,
@@ -98,6 +103,7 @@ def scale_by_lra(
 
 
 @says_new_names(OF_KRON)
+@takes_explicit_settings
 def scale_by_dense(
     geometry: core_dense.DenseGeometry = "Q0.5EQ1.5",
     b1: float = 0.0,
@@ -294,6 +300,7 @@ def _scale(
 
 
 @says_new_names(OF_KRON)
+@takes_explicit_settings
 def lra(
     learning_rate: Schedule = 0.001,
     rank: Integer = np.int64(10),
@@ -335,6 +342,7 @@ def lra(
 
 
 @says_new_names(OF_KRON)
+@takes_explicit_settings
 def dense_newton(
     learning_rate: Schedule = 0.01,
     geometry: core_dense.DenseGeometry = "Q0.5EQ1.5",
