@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -473,11 +473,11 @@ def test_a_key_decides_on_the_signs_of_an_exact_fisher():
 
 
 def test_sizes_that_are_symbols_are_an_error():
-    (batch,) = jax.export.symbolic_shape("batch")
+    (batch,) = export.symbolic_shape("batch")
     x = jax.ShapeDtypeStruct((batch, 4), X.dtype)
     vag = value_and_grad(lambda p, x: jnp.mean(model(p, x) ** 2))
     with pytest.raises(TypeError, match=r"sizes that are numbers, got \(batch, 4\)"):
-        jax.export.export(jax.jit(lambda x: vag(PARAMS, x)[1]["w"]))(x)
+        export.export(jax.jit(lambda x: vag(PARAMS, x)[1]["w"]))(x)
 
 
 def test_sizes_may_be_numpys():
