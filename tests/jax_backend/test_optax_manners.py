@@ -200,12 +200,18 @@ def test_a_pair_of_the_users_own(scale):
         tx.update(grads, state, value_fn=value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("block_size", 64), ("max_skew", 1.0)])
-def test_a_number_that_decides_shapes_must_be_static(name, value):
-    tx = optax.inject_hyperparams(kron)(learning_rate=0.1, **{name: value})
-    with pytest.raises(TypeError, match=rf"{name} decides shapes.*static_args"):
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        *((kron, "block_size", 64), (kron, "max_skew", 1.0), (kron, "seed", 1)),
+        *((lra, "rank", 2), (lra, "seed", 1), (dense_newton, "seed", 1)),
+    ],
+)
+def test_a_number_that_decides_on_the_program_must_be_static(make, name, value):
+    tx = optax.inject_hyperparams(make)(learning_rate=0.1, **{name: value})
+    with pytest.raises(TypeError, match=rf"{name} decides on the program.*static_args"):
         tx.init({"w": jnp.zeros((2, 2))})
-    static = optax.inject_hyperparams(kron, static_args=name)
+    static = optax.inject_hyperparams(make, static_args=name)
     static(learning_rate=0.1, **{name: value}).init({"w": jnp.zeros((2, 2))})
 
 

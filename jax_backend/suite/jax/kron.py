@@ -155,13 +155,13 @@ def scale_by_kron(
     for name, flag in flags.items():
         check_flag(name, flag)
     structure = blocks.Structure(
-        _integer("max_size_triangular", max_size_triangular, 0),
-        _integer("min_ndim_triangular", min_ndim_triangular, 0),
+        integer("max_size_triangular", max_size_triangular, 0),
+        integer("min_ndim_triangular", min_ndim_triangular, 0),
         memory_save_mode,
         merge_small_dims,
-        _integer("target_merged_dim_size", target_merged_dim_size, 1),
+        integer("target_merged_dim_size", target_merged_dim_size, 1),
         partition_grads_into_blocks,
-        _integer("block_size", block_size, 1),
+        integer("block_size", block_size, 1),
         _static("max_skew", max_skew),
         shared_factors,
     )
@@ -171,7 +171,7 @@ def scale_by_kron(
             check_wide(name, jnp.dtype(dtype).name, float(jnp.finfo(dtype).max))
     check_precision("precond_update_precision", precond_update_precision)
     check_precision("precond_grads_precision", precond_grads_precision)
-    batch_size = _integer("lax_map_batch_size", lax_map_batch_size, 1)
+    batch_size = integer("lax_map_batch_size", lax_map_batch_size, 1)
     settings = Settings(
         core_kron.Kron(geometry, betaL, damping, preconditioner_init_scale),
         structure,
@@ -192,7 +192,7 @@ def scale_by_kron(
         normalize_grads,
         stochastic_rounding,
         hvp_method,
-        _integer("seed", seed, 0),
+        integer("seed", seed, 0),
     )
 
     compiled = compiled_unless_traced(functools.partial(kron_engine.update, settings, value_fn=None))
@@ -431,7 +431,8 @@ def routing(params: Any, scanned_layers: Any = None, **structure: Any) -> Routin
     return Routing(tuple(routes))
 
 
-def _integer(name: str, value: Any, at_least: int) -> int:
+def integer(name: str, value: Any, at_least: int) -> int:
+    """A setting that has to be known when a step is traced."""
     check_integer(name, _static(name, value), at_least=at_least)
     return int(value)
 
@@ -439,7 +440,7 @@ def _integer(name: str, value: Any, at_least: int) -> int:
 def _static(name: str, value: Any) -> Any:
     if isinstance(value, jax.Array):
         raise TypeError(
-            f"{name} decides shapes and cannot be an array: name it in the static_args of "
+            f"{name} decides on the program and cannot be an array: name it in the static_args of "
             "optax.inject_hyperparams"
         )
     return value

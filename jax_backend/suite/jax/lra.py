@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 from suite.core import dense as core_dense
 from suite.core import lra as core_lra
 from suite.core import moments, noise
-from suite.core.checks import check_choice, check_integer, check_number
+from suite.core.checks import check_choice, check_number
 from suite.core.renamed import OF_KRON, says_new_names
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip, clipped
@@ -28,7 +28,7 @@ from suite.jax.explicit_axes import (
 )
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
-from suite.jax.kron import Integer, with_learning_rate
+from suite.jax.kron import Integer, integer, with_learning_rate
 from suite.jax.kron_engine import Schedule, at
 from suite.jax.masks import like
 from suite.jax.varying import cond
@@ -76,8 +76,7 @@ def scale_by_lra(
 
     References: see `suite.core.lra`.
     """
-    check_integer("rank", rank, at_least=0)
-    rule = core_lra.LRA(int(rank), betaL, damping, preconditioner_init_scale)
+    rule = core_lra.LRA(integer("rank", rank, 0), betaL, damping, preconditioner_init_scale)
 
     def init(momentum: jax.Array, streams: jax.Array) -> core_lra.LRAState:
         shape = (momentum.shape[0], rule.rank)
@@ -177,7 +176,7 @@ def _scale(
     check_choice("whiten", whiten, ("momentum", "gradient"))
     check_choice("hvp_method", hvp_method, ("exact", "finite_difference"))
     check_clip(clip)
-    check_integer("seed", seed, at_least=0)
+    seed = integer("seed", seed, 0)
 
     def streams() -> jax.Array:
         return jnp.asarray(noise.stream_numbers(0, 1, int(seed)), jnp.int32)
