@@ -29,7 +29,7 @@ class Fisher:
             which is all of it by default. The last axis is of classes or coordinates, the others count
             the loss's terms: of n scalars it has to be (n, 1), as (n,) is one term of n coordinates.
             Positions whose labels are ignored are left out of G by `lax.stop_gradient` of their outputs
-            (`jnp.where`) and by replacing `terms` of the statistics.
+            (`jnp.where`) and by `terms` of `value_and_grad`.
         exact: sum over the C columns of the loss's Hessian by the outputs ("type-2"), a backward pass
             for each, without noise; else sample labels from the model. A pass takes its column at all
             terms at once, each with a sign of its own. Where a layer's output reaches several terms

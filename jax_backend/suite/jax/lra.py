@@ -125,7 +125,8 @@ def scale_by_dense(
     Args:
         geometry, preconditioner_init_scale, betaL, damping: see `suite.core.dense.Dense`.
         b1, preconditioner_update_probability, preconditioner_lr, whiten, hvp_method, seed: as in
-            `scale_by_kron`.
+            `scale_by_kron`, with other defaults: no momentum, and an update in every step, of a constant
+            rate; None: schedules as there.
         clip: the largest root mean square of the direction, or (that, the largest entry), or None.
 
     References: see `suite.core.dense`.
@@ -322,7 +323,7 @@ def lra(
         >>> tx = lra(learning_rate=1e-3, rank=10)
         >>> updates, state = tx.update(grads, tx.init(params), params)
 
-    Arguments are those of `scale_by_lra` and of `kron`.
+    Arguments are those of `scale_by_lra`, and `weight_decay` and `weight_decay_mask` of `kron`.
     """
     preconditioner = scale_by_lra(
         rank,
@@ -363,7 +364,8 @@ def dense_newton(
         >>> tx = dense_newton(learning_rate=0.5)
         >>> updates, state = tx.update(grads, state, params, value_fn=loss_fn)
 
-    Arguments are those of `scale_by_dense` and of `kron`.
+    Arguments are those of `scale_by_dense` but for `whiten`, and `weight_decay` and `weight_decay_mask`
+    of `kron`.
     """
     preconditioner = scale_by_dense(
         geometry,

@@ -39,7 +39,9 @@ class GraphedStep:
     statistics. A graph starts them all at once:
 
         base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-        step = GraphedStep(KFAC(model, base), lambda x, y: F.cross_entropy(model(x), y))
+        periods = {"factor_update_steps": 10, "inv_update_steps": 10}
+        kfac = KFAC(model, base, compute_method="inverse", **periods)
+        step = GraphedStep(kfac, lambda x, y: F.cross_entropy(model(x), y))
         for x, y in loader:
             loss = step(x, y)
 

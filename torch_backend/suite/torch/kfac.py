@@ -94,8 +94,9 @@ class KFAC(torch.optim.Optimizer):
             gradient, and save an outer product a step. Damping is added at every step all the same.
         warm_start: of eigenbases: start from the last one, a QR instead of a full eigendecomposition.
         fisher: 'empirical': of the gradients of the loss; 'mc': of targets drawn from the model's
-            predictive distribution; 'type-2': exactly that distribution's, by one backward pass for
-            each output coordinate. The last two run backward passes of their own, for statistics only;
+            predictive distribution; 'type-2': that distribution's, by one backward pass for each
+            output coordinate, exactly where each term has rows of its own (else with random signs, as
+            noise). The last two run backward passes of their own, for statistics only;
             call the model itself then, compile nothing of it, and use the activation checkpointing
             without reentrance. What a forward pass in training mode saved is kept until `step()`, unless
             it ran without gradients.
@@ -105,7 +106,7 @@ class KFAC(torch.optim.Optimizer):
             is of classes or coordinates, the others count the loss's terms: of n scalars it has to be
             (n, 1), as (n,) is one term of n coordinates.
         fisher_samples: how many targets 'mc' draws.
-        seed: of the noise behind 'mc', `max_rows` and `max_examples`.
+        seed: of the noise behind 'mc', the signs of 'type-2', `max_rows` and `max_examples`.
         weight_sharing: 'expand' takes every position (token, pixel) as a row, 'reduce' every example,
             with averaged inputs and summed gradients (Eschenhagen et al. 2023, arXiv:2311.00636); or a
             dict from class names, such as {'Conv2d': 'reduce'}.
@@ -136,7 +137,7 @@ class KFAC(torch.optim.Optimizer):
             number, or a function that is asked in every step that updates factors. None reads it off
             the layer that runs last, whose output positions are counted: too many where some do not
             count (labels that are ignored) or are averaged before the loss. Factors G grow with it;
-            `counted_terms` is what was found.
+            `counted_terms` is what was found. Not with 'mc' and 'type-2', which count the outputs'.
         grad_scaler: the GradScaler of mixed-precision training, or a function that returns the scale of
             the loss: statistics are taken of scaled gradients and have to be unscaled. Gradients must be
             unscaled before `step()`: `scaler.unscale_(optimizer)`, or `scaler.step(kfac)`; else `step`
@@ -151,8 +152,9 @@ class KFAC(torch.optim.Optimizer):
         allreduce_bucket_cap_mb: what is sent travels in buckets of at most so many megabytes; 0: each
             tensor by itself.
         symmetry_aware: send triangles of symmetric factors and inverses only.
-        process_group: of the ranks that train together on different data; default: all, if
-            torch.distributed is initialized when the KFAC is made, else this process alone.
+        process_group: of the ranks that train together on different data; default: that of the
+            DistributedDataParallel that has all covered layers, or of the mesh that they are sharded
+            over, else all, if torch.distributed is initialized when the KFAC is made.
         grad_worker_fraction: kfac-pytorch's name for `gradient_worker_fraction`.
         update_factors_in_hook, compute_factor_in_hook, accumulation_steps: of kfac-pytorch, without
             effect: factors are always averaged in `step()` from everything since the last one, however

@@ -54,7 +54,7 @@ class Kron(torch.optim.Optimizer):
     A step with a gradient that is not finite changes nothing and is counted in `skipped_steps`. On an
     accelerator the host does not wait for that decision; elsewhere, and over several ranks, there is a
     warning. (The update schedule's clock is the host's: where it knows, a skipped step leaves that
-    alone, too, elsewhere it ticks.) Every argument but `params` can differ
+    alone, too, elsewhere it ticks.) Every argument but `params`, `hvp` and those about ranks can differ
     between parameter groups.
 
     Args:
@@ -101,9 +101,10 @@ class Kron(torch.optim.Optimizer):
             each has a share of the blocks, balanced by cost, and they exchange directions. One
             trajectory either way, that of one process. Gradients must be averaged over ranks before
             `step` (by DistributedDataParallel or `fully_shard`, whose DTensors are preconditioned whole,
-            not shard by shard); all ranks call `step`, and with 'shard' `state_dict`, together. Not with
-            `hvp`.
-        process_group: those ranks; default: all, if torch.distributed is initialized by now.
+            not shard by shard); all ranks call `step`, and with 'shard' `state_dict`, together. 'shard'
+            is not for `hvp`, which over several ranks is 'finite_difference'.
+        process_group: those ranks; default: that of the mesh over which parameters are sharded, if one
+            has all others' ranks, else all, if torch.distributed is initialized by now.
         allreduce_bucket_cap_mb: what is sent travels in buckets of at most so many megabytes.
 
     Raises:

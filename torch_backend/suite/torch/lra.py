@@ -403,7 +403,8 @@ class DenseNewton(_WholeVector):
         geometry: see `suite.core.dense.Dense`.
         preconditioner_init_scale, betaL, damping: see `suite.core.dense.Dense`.
         b1, weight_decay, preconditioner_update_probability, preconditioner_lr, whiten, maximize, seed,
-        hvp: as in `suite.torch.Kron`.
+        hvp: as in `suite.torch.Kron`, with other defaults: no momentum, an update in every step, its
+            rate constant; None: schedules as there.
         clip: the largest root mean square of the direction, or (that, the largest entry), or None.
 
     Raises:
