@@ -621,12 +621,16 @@ def _loss_and_outputs(out: list[Any], inputs: Any) -> tuple[tuple[Any, Any], Any
     return (out[0], out[1]), (out[2:], inputs)
 
 
+def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(loss_fn)
+    except ValueError:  # a builtin
+        return inspect.signature(lambda params, *args, **kwargs: None)
+
+
 def _takes_key(loss_fn: Callable[..., Any]) -> bool:
     """Whether a loss function has an argument `key` of its own."""
-    try:
-        theirs = inspect.signature(loss_fn).parameters
-    except ValueError:  # a builtin
-        return True
+    theirs = _signature(loss_fn).parameters
     return "key" in theirs or any(p.kind is p.VAR_KEYWORD for p in theirs.values())
 
 
@@ -634,11 +638,7 @@ def _with_own_arguments(
     loss_fn: Callable[..., Any], has_key: bool, needs_key: bool
 ) -> inspect.Signature:
     """The signature of `loss_fn`, where `jax.jit` looks for static arguments, with those of a call."""
-    own = inspect.signature(value_and_grad.__call__).parameters
-    try:
-        theirs = inspect.signature(loss_fn)
-    except ValueError:  # a builtin
-        theirs = inspect.signature(lambda params, *args, **kwargs: None)
+    own, theirs = inspect.signature(value_and_grad.__call__).parameters, _signature(loss_fn)
     ours = {n: p for n, p in own.items() if p.kind is p.KEYWORD_ONLY}
     if has_key:
         default = inspect.Parameter.empty if needs_key else None

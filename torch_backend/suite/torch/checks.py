@@ -55,6 +55,12 @@ def check_dtype(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a floating torch.dtype or None, got {value!r}")
 
 
+@torch._disable_dynamo
+def warn_of_a_skipped_step(optimizer: Any) -> None:
+    skipped = optimizer.skipped_steps
+    warn_user(f"a step was skipped: a gradient was not finite ({skipped} skipped so far)")
+
+
 def warn_user(message: str) -> None:
     """A RuntimeWarning at the line that called into torch or into this library."""
     frame, level = sys._getframe(1), 2

@@ -15,7 +15,7 @@ from suite.core.noise import unit_noise
 from suite.torch.dtensors import is_sharded
 from suite.torch.hooks import is_batched
 from suite.torch.layers import Layer
-from suite.torch.rows import LayerSpec, rows_of
+from suite.torch.rows import LayerSpec, batched, padded, rows_of
 
 _ERROR = 1e-3  # of sums in single precision, whose factors may be rounded to TF32
 _ERROR_OF_HALVES = 0.05
@@ -158,8 +158,8 @@ def _of_products(
     spec = spec._replace(axes=None, reduce=False)
     if spec.kind == "dense":
         x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-    elif x.ndim == len(spec.kernel) + 1:
-        x, gradient = x[None], gradient[None]
+    else:
+        x, gradient = batched(x, spec), batched(gradient, spec)
     numbers = [math.prod(x.shape[1:]), math.prod(gradient.shape[1:])]
     if spec.kind == "transposed":  # whose rows are the output's patches
         numbers.append(gradient.shape[1] * math.prod(spec.kernel) * math.prod(x.shape[2:]))
@@ -181,10 +181,8 @@ def _along_patches(spec: LayerSpec, x: torch.Tensor, probes: torch.Tensor) -> to
     """R a of each group's patches, (groups, k, rows): the convolution with R in the weight's place."""
     width = x.shape[1] // spec.groups
     kernel = probes[:, : width * math.prod(spec.kernel)].reshape(-1, width, *spec.kernel)
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = padded(x.to(torch.promote_types(x.dtype, torch.float32)), spec)
     kernel = kernel.to(x.dtype).repeat(spec.groups, *(1,) * (kernel.ndim - 1))
-    sides = [side for pair in reversed(spec.padding) for side in pair]  # the last axis first
-    x = F.pad(x, sides, mode="constant" if spec.padding_mode == "zeros" else spec.padding_mode)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[len(spec.kernel) - 1]
     y = convolve(x, kernel, None, spec.stride, 0, spec.dilation, spec.groups)
     return y.unflatten(1, (spec.groups, -1)).flatten(3).permute(1, 2, 0, 3).flatten(2)

@@ -18,7 +18,7 @@ from suite.core.routing import Route, Routing
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import check_number, plain, warn_user
+from suite.torch.checks import check_number, plain, warn_of_a_skipped_step, warn_user
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import group_of_all, is_sharded, local, require_not_flattened, settled
 from suite.torch.hessian import exact, finite_difference
@@ -414,7 +414,7 @@ class Kron(torch.optim.Optimizer):
         # Alone on an accelerator reading `finite` would make the host wait; there a skipped step ticks.
         known = not self._ranks.alone or finite.device.type in HOST_DEVICES
         if known and not finite:
-            self._tell_of_a_skipped_step()
+            warn_of_a_skipped_step(self)
             return
         together = enumerate(zip(self.param_groups, self._engines, plans, pairs, strict=True))
         for number, (group, engine, (rule, settings, counts), pair) in together:
@@ -438,10 +438,6 @@ class Kron(torch.optim.Optimizer):
                     given = [g if here else None for g, here in zip(found, members, strict=True)]
                 self._step_group(group, engine, None if known else finite, given, own, pair)
             group.update(counts)
-
-    @torch._disable_dynamo
-    def _tell_of_a_skipped_step(self) -> None:
-        warn_user(f"a step was skipped: a gradient was not finite ({self.skipped_steps} skipped so far)")
 
     def _agree(
         self, parameters: list[torch.Tensor], tensors: list[torch.Tensor]

@@ -88,8 +88,8 @@ def planned(group: dict[str, Any]) -> tuple[core_kron.Kron, StepSettings, dict[s
 def _turn(group: dict[str, Any], counts: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
     """Whether factors are due after so many steps, their rate, and the counts afterwards."""
     steps, updates, clock = counts
-    due, clock = advance_clock(clock, _at("preconditioner_update_probability", group, steps + 1))
-    rate = _at("preconditioner_lr", group, updates)
+    due, clock = advance_clock(clock, value_at("preconditioner_update_probability", group, steps + 1))
+    rate = value_at("preconditioner_lr", group, updates)
     return bool(due), rate, (steps + 1, updates + int(due), clock)
 
 
@@ -160,10 +160,11 @@ def require_same(group: dict[str, Any], fixed: dict[str, Any]) -> None:
             )
 
 
-def _at(name: str, group: dict[str, Any], step: int) -> float:
+def value_at(name: str, group: dict[str, Any], count: int) -> float:
+    """A setting of `SCHEDULES` after so many steps or updates, checked if a function gave it."""
     value = group[name]
     if callable(value):
-        value = value(step)
+        value = value(count)
         if name == "preconditioner_update_probability":  # a schedule may end its updates
             check_number(name, value, at_least=0, at_most=1)
         else:

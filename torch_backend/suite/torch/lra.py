@@ -17,12 +17,20 @@ from suite.core.renamed import OF_KRON, says_new_names
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, clipped
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import check_clip, check_number, is_at_hand, plain, require_known, warn_user
+from suite.torch.checks import (
+    check_clip,
+    check_number,
+    is_at_hand,
+    plain,
+    require_known,
+    warn_of_a_skipped_step,
+    warn_user,
+)
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES
-from suite.torch.kron_settings import is_misplaced
+from suite.torch.kron_settings import is_misplaced, value_at
 
 Schedule = float | Callable[[int], float]
 Hvp = Literal["exact", "finite_difference"] | None
@@ -184,9 +192,9 @@ class _WholeVector(torch.optim.Optimizer):
         group, parameters = self.param_groups[0], self._parameters
         _check({name: value for name, value in group.items() if is_at_hand(value)})
         step = group["steps"] + 1
-        probability = _at("preconditioner_update_probability", group, step)
+        probability = value_at("preconditioner_update_probability", group, step)
         due, clock = advance_clock(group["update_clock"], probability)
-        rate = _at("preconditioner_lr", group, group["updates"])
+        rate = value_at("preconditioner_lr", group, group["updates"])
         loss, vector, product = self._evaluate(closure, bool(due), step)
         if any(p.grad is not None and p.grad.is_sparse for p in parameters):
             raise ValueError("gradients must be dense: build the embedding with sparse=False")
@@ -230,17 +238,13 @@ class _WholeVector(torch.optim.Optimizer):
         group["updates"] += int(due)
         if finite.device.type in HOST_DEVICES and not finite:  # elsewhere the host would wait
             group.update(counts)
-            self._tell_of_a_skipped_step()
+            warn_of_a_skipped_step(self)
         parts = direction.split([p.numel() for p in parameters])
         for p, part in zip(parameters, parts, strict=True):
             if p.grad is None:
                 continue
             decayed = part.view_as(p) + group["weight_decay"] * p * finite
             p.sub_((group["lr"] * decayed).to(p.dtype))
-
-    @torch._disable_dynamo
-    def _tell_of_a_skipped_step(self) -> None:
-        warn_user(f"a step was skipped: a gradient was not finite ({self.skipped_steps} skipped so far)")
 
     def _evaluate(
         self, closure: Callable[[], Any] | None, due: bool, step: int
@@ -475,17 +479,6 @@ def _shared(
         ),
         "preconditioner_lr": precond_lr_schedule() if rate is None else rate,
     }
-
-
-def _at(name: str, group: dict[str, Any], count: int) -> float:
-    value = group[name]
-    if callable(value):
-        value = value(count)
-        if name == "preconditioner_update_probability":  # a schedule may end its updates
-            check_number(name, value, at_least=0, at_most=1)
-        else:
-            _check({name: value})
-    return float(value)
 
 
 def _check(settings: dict[str, Any]) -> None:

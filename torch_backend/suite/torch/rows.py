@@ -147,8 +147,8 @@ def sums(
         A = None
         if want_A:
             given = (spec.kernel, spec.stride, spec.padding, spec.dilation, spec.groups, spec.bias)
-            A = patch_second_moment_sum(_batched(x, spec), *given)
-        gradient = _batched(gradient, spec)
+            A = patch_second_moment_sum(batched(x, spec), *given)
+        gradient = batched(gradient, spec)
         if spec.diagonal[1]:
             G = second_moment_sum(patches.output_rows(gradient, spec.groups), diagonal=True)
         else:
@@ -328,12 +328,10 @@ def rows_of(
         if chosen is not None:
             return inputs[:, chosen], outputs[:, chosen]
         return inputs, outputs
-    x, gradient = _batched(x, spec), _batched(gradient, spec)
+    x, gradient = batched(x, spec), batched(gradient, spec)
     padding = spec.padding
     if spec.padding_mode != "zeros":
-        # functional.pad takes the last axis first
-        flat = [side for pair in reversed(padding) for side in pair]
-        x = F.pad(x, flat, mode=spec.padding_mode)
+        x = padded(x, spec)
         padding = ((0, 0),) * len(padding)
     if spec.kind == "transposed":
         # The input is what a convolution of the output's gradient would meet: the roles change.
@@ -378,14 +376,20 @@ def row_count(spec: LayerSpec, x: torch.Tensor) -> int:
         return spec.axes.row_count(x)
     if spec.kind == "dense":
         return x.numel() // x.shape[-1]
-    x = _batched(x, spec)
+    x = batched(x, spec)
     if spec.kind == "transposed":
         return x.shape[0] * math.prod(x.shape[2:])
     sides = zip(x.shape[2:], spec.kernel, spec.stride, spec.padding, spec.dilation, strict=True)
     return x.shape[0] * math.prod([patches.output_size(*side) for side in sides])
 
 
-def _batched(x: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+def padded(x: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+    """A convolution's input with what it puts around that."""
+    sides = [side for pair in reversed(spec.padding) for side in pair]  # the last axis first
+    return F.pad(x, sides, mode="constant" if spec.padding_mode == "zeros" else spec.padding_mode)
+
+
+def batched(x: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
     """With the batch axis that a convolution lets you leave out."""
     return x[None] if x.ndim == len(spec.kernel) + 1 else x
 
