@@ -275,6 +275,7 @@ CASES = {
         (np.abs(normal(B, 3, 4)), np.abs(normal(B)), np.abs(normal(B, 3, 4, seed=1)), SEEN),
     ),
     "damping.tikhonov": (lambda x: damping.tikhonov(x, 0.1), (np.abs(normal(B, 4, 2)),)),
+    "damping.noise_size": (lambda x: damping.noise_size(1e-16, x), (np.abs(normal(B)),)),
     "damping.split_damping": (
         lambda A, G: damping.split_damping(A, G, 0.1),
         (np.abs(normal(B)), np.abs(normal(B, seed=1))),
@@ -555,6 +556,7 @@ OTHERS = {
     *("linalg.norm", "linalg.bilinear", "kfac.is_cheaper_by_rows", "kfac.probes_for"),
     "padding.size_classes",
     *("linalg.eye_like", "linalg.finite_marks", "linalg.inner_product", "step_size.kl_clip_coefficient"),
+    "linalg.headroom",
     *("step_size.check_clip", "linalg.summed_gram", "statistics.normalized_over_batch"),
     *("linalg.grouped_products", "linalg.normed_row_scales", "statistics.grouped_second_moment_sum"),
     *("linalg.sums_in_single", "linalg.over_groups", "ekfac.grouped_second_moment_in_basis"),

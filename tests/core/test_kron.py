@@ -495,6 +495,22 @@ def test_remembered_smoothness_stays_finite_where_its_square_does_not_fit(xp, ge
         assert np.all(np.isfinite(to_numpy(x)))
 
 
+@every_geometry
+@pytest.mark.parametrize("diagonal", [(False, False), (True, True)], ids=["dense", "diagonal"])
+def test_rows_without_gradient_leave_single_precision_finite_without_damping(geometry, diagonal):
+    """They are scaled up for as long as they are zero, and take part later."""
+    numpy, rule = library("numpy"), Kron(geometry, damping=0.0)
+    steps = 4000 if rule.fits_P else 2000
+    gradients = [normal(4, 3, seed=t) * np.array([1.0, 1, 0, 0])[:, None] for t in range(steps)]
+    state = fresh(numpy, rule, (1, 4, 3), diagonal, dtype="float32")
+    state = train(numpy, rule, state, [g[None] for g in gradients], lr=0.5, dtype="float32")
+    first = rule.precondition(state, normal(1, 4, 3).astype(np.float32))
+    assert rms(first[:, 2:]) > 5 * rms(first[:, :2])
+    state = train(numpy, rule, state, [normal(1, 4, 3, seed=7)], lr=0.5, dtype="float32")
+    for x in [*leaves(state), first, rule.precondition(state, normal(1, 4, 3).astype(np.float32))]:
+        assert np.all(np.isfinite(x))
+
+
 def rms(x):
     return np.sqrt(np.mean(to_numpy(x).astype(np.float64) ** 2))
 

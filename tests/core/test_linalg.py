@@ -629,12 +629,15 @@ def test_finite_marks_tell_whether_all_is_finite(xp, shape, value):
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
-@pytest.mark.parametrize(("value", "finite"), [(1e100, True), (-1e153, True), (1e160, False)])
+@pytest.mark.parametrize(
+    ("power", "value", "finite"),
+    [(2, 1e100, True), (2, -1e153, True), (2, 1e160, False), (1.5, -1e204, True), (1.5, -1e210, False)],
+)
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (3, 4, 5)])
-def test_finite_marks_tell_whether_squares_are_finite(xp, shape, value, finite):
+def test_finite_marks_tell_whether_powers_are_finite(xp, shape, power, value, finite):
     x = normal(*shape)
     x[tuple(n // 2 for n in shape)] = value
-    marks = to_numpy(xp.run(functools.partial(linalg.finite_marks, squares=True), xp.convert(x)))
+    marks = to_numpy(xp.run(functools.partial(linalg.finite_marks, power=power), xp.convert(x)))
     assert np.all(np.isfinite(marks)) == finite
 
 
@@ -645,7 +648,7 @@ def test_squares_of_half_precision_are_those_in_single(xp):
     for value, finite in ((6e4, True), (1e30, dtype_name(xp.asarray(1.0, xp.half)) != "bfloat16")):
         x = xp.asarray(np.full((3, 4), value), xp.half)
         given = np.all(np.isfinite(to_numpy(x)))
-        marks = to_numpy(xp.run(functools.partial(linalg.finite_marks, squares=True), x))
+        marks = to_numpy(xp.run(functools.partial(linalg.finite_marks, power=2), x))
         assert np.all(np.isfinite(marks)) == (finite and given)
 
 

@@ -293,7 +293,7 @@ def test_a_spike_between_statistics_is_clipped_or_skipped(method):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_squares_that_overflow_are_seen_under_jit(shape, dtype):
     """Compilers join constant factors."""
-    told = jax.jit(functools.partial(all_finite, squares=True))
+    told = jax.jit(functools.partial(all_finite, power=2))
     for value, expected in ((1e17, True), (1e20, False), (-1e30, False), (jnp.nan, False)):
         x = jnp.zeros(shape, dtype).reshape(-1).at[-1].set(value).reshape(shape)
         assert bool(told({"x": x, "others": jnp.zeros((3, 3))})) == expected, value

@@ -16,7 +16,7 @@ from conftest import same
 from suite.torch import Kron, precond_lr_schedule
 
 GEOMETRIES = ["Q0.5EQ1.5", "QEQ", "QUAD", "EQ"]
-SKIPPED = r"a step was skipped: a gradient was not finite \(1 skipped so far\)"
+SKIPPED = r"a step was skipped: a gradient was not finite, or too large \(1 skipped so far\)"
 
 
 def network() -> nn.Module:
@@ -677,6 +677,21 @@ def test_float16_parameters_take_a_bounded_step_where_gradients_jump(quiet, roun
         assert step.square().mean().sqrt() < 1.3 * 0.01  # `clip` is 1.1, and numbers are to 0.1 % of 1
         assert i < 50 or step.any()
     assert kron.skipped_steps == 0
+
+
+@pytest.mark.filterwarnings("ignore:a step was skipped:RuntimeWarning")
+def test_a_jump_by_all_that_a_float_holds_is_a_bounded_step_or_none():
+    generator = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.ones(16, 8))
+    kron = Kron([p], lr=0.01)
+    for i, size in enumerate([1e-9] * 300 + [1e24, 1e30, 1e38]):
+        before = p.detach().clone()
+        p.grad = torch.randn(16, 8, generator=generator).clamp(-2, 2) * size
+        kron.step()
+        step = p.detach() - before
+        assert i < 300 or step.any() == (size < 1e25), i
+        assert step.square().mean().sqrt() < 1.2 * 0.01
+    assert kron.skipped_steps == 2
 
 
 def test_a_geometry_for_factors_of_another_form_is_an_error_in_the_middle():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from suite.core import linalg
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar
 
+_LEAST_NOISE = 1e-15  # in units of the largest entry; so is P's range then, of which float32 has 1e38
+
 
 def tikhonov(values: Array, damping: Scalar) -> Array:
     """1 / (`values` + `damping`), elementwise; 0 where the sum is 0 or too small to be divided by.
@@ -24,6 +26,19 @@ def tikhonov(values: Array, damping: Scalar) -> Array:
     null = damped < least  # not so for NaN, which stays visible
     one = xp.zeros_like(damped) + 1
     return xp.where(null, xp.zeros_like(damped), one / xp.where(null, one, damped))
+
+
+def noise_size(damping: float, largest: Array) -> Array:
+    """(...): how large the noise is that a fitted preconditioner's evidence gets: `damping`, or more.
+
+    It is at least 1e-15 of the evidence's largest entry: parts that are exactly zero, such as the rows
+    of tokens that do not occur, would else let P grow until it is not finite.
+
+    Args:
+        damping: at least 0, absolute.
+        largest: (...), the evidence's largest absolute value.
+    """
+    return array_namespace(largest).maximum(_LEAST_NOISE * largest, damping)
 
 
 def split_damping(mean_A: Array, mean_G: Array, damping: Scalar) -> tuple[Array, Array]:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, get_args
 from suite.core import linalg
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, device_of, lift
 from suite.core.checks import check_choice, check_number
+from suite.core.damping import noise_size
 from suite.core.lra import first_scale
 
 DenseGeometry = Literal["Q0.5EQ1.5", "QEQ", "QUAD", "EQ", "QEP", "QUAD4P"]
@@ -35,6 +36,7 @@ class Dense:
         geometry: as in `suite.core.kron.Kron`, without 'PRO4P'.
         betaL: decay of the remembered smoothness, in [0, 1).
         damping: noise added to H v or the gradient, absolute; bounds P by about 1 / damping.
+            It is at least 1e-15 of the largest entry.
         preconditioner_init_scale: of Q at the start; None: set by the first pair or gradient, see
             `suite.core.kron.Kron`.
     """
@@ -88,11 +90,12 @@ class Dense:
         Q = lift(state.Q)
         h, noise = xp.astype(gradient, Q.dtype), xp.astype(noise, Q.dtype)
         v = noise if vector is None else xp.astype(vector, Q.dtype)
-        evidence = xp.any(h != 0, axis=-1)
+        largest = xp.max(xp.abs(h), axis=-1)
+        evidence = largest > 0
         if self.preconditioner_init_scale is None:
             gain = first_scale(h, vector, state.lipschitz, self.damping)
             Q = Q * (gain * gain if self.geometry == "QUAD4P" else gain)[..., None, None]
-        h = h + as_scalar(self.damping, h) * noise
+        h = h + noise_size(self.damping, largest)[..., None] * noise
         a, b = self._pair(Q, h, v)
         # As in `kron`: in units of the largest entry, whose square would overflow.
         u = xp.max(xp.maximum(xp.abs(a), xp.abs(b)), axis=-1)

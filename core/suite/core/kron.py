@@ -30,6 +30,7 @@ from suite.core.rounding import stochastic_round
 Geometry = Literal["Q0.5EQ1.5", "QEQ", "QUAD", "EQ", "QEP", "PRO4P", "QUAD4P"]
 FactorForm = Literal["general", "symmetric", "upper"]
 
+FINITE_POWER = 1.5  # of gradients; P, about 1 / damping at most, leaves them finite where this is
 _LARGEST_LIPSCHITZ = 1e30  # it must stay finite in float32 to be forgotten again
 
 
@@ -57,6 +58,7 @@ class Kron:
             half the range of a float.
         betaL: decay of L between updates, in [0, 1); larger forgets outliers more slowly.
         damping: noise added to the gradient (Newton: to H v), absolute; bounds P by about 1 / damping.
+            It is at least 1e-15 of the gradient's largest entry.
         preconditioner_init_scale: factors start as the identity, ‖Q‖ being this number; with None each
             block's is set by its first gradient that is not zero, to mean(g⁴)^(-1/8), or by its first
             pair, to mean(v²)^(1/4) mean((H v)⁴)^(-1/8).

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from suite.core import kronecker, linalg
 from suite.core._namespace import Array, array_namespace, as_scalar, lift
+from suite.core.damping import noise_size
 
 if TYPE_CHECKING:
     from suite.core.kron import Kron, KronState
@@ -46,14 +47,15 @@ def evidence_of(
     own_axes = tuple(range(1, g.ndim))
     size = xp.abs(g)
     # An exactly zero gradient says nothing about curvature; fitting it would inflate Q.
-    usable, told = _told_by(size, factors)
+    largest, told = _told_by(size, factors)
+    usable = largest > 0
     if rule.preconditioner_init_scale is None:
         gain = _first_scale(g, v, lipschitz[0], rule.damping)
         factors = kronecker.scaled(factors, gain * gain if rule.fits_P else gain)
         preconditioners = kronecker.scaled(preconditioners, gain * gain)
     dither = size  # changed in place, as other fresh arrays here: new ones cost time on a CPU
     dither *= float(xp.finfo(compute).eps)
-    dither += as_scalar(rule.damping, g)
+    dither += xp.reshape(noise_size(rule.damping, largest), (-1, *(1,) * len(own_axes)))
     dither *= noise
     dither += g
     g = dither
@@ -121,13 +123,13 @@ def for_each(x: Array, count: int) -> Array:
 
 
 def _told_by(size: Array, factors: Sequence[Array]) -> tuple[Array, list[Array | None]]:
-    """Which gradients have an entry that is not zero, and along which blocks of a factor's diagonal.
+    """Gradients' largest entries, and along which blocks of a factor's diagonal some are not zero.
 
     Args:
         size: (k, ...), the entries' absolute values.
 
     Returns:
-        Flags (k,), and for each factor (k, c); None of one that is not block-diagonal.
+        (k,), and for each factor flags (k, c); None of one that is not block-diagonal.
     """
     xp = array_namespace(size)
     counts = [q.shape[1] if q.ndim == 4 else 1 for q in factors]
@@ -137,12 +139,12 @@ def _told_by(size: Array, factors: Sequence[Array]) -> tuple[Array, list[Array |
     told: list[Array | None] = []
     for axis, count in enumerate(counts, 1):
         others = tuple(i for i in range(1, largest.ndim) if i != axis)
-        told.append(_above_zero(largest, others) if count > 1 else None)
-    return _above_zero(largest, tuple(range(1, largest.ndim))), told
+        told.append(_largest(largest, others) > 0 if count > 1 else None)
+    return _largest(largest, tuple(range(1, largest.ndim))), told
 
 
-def _above_zero(x: Array, axes: tuple[int, ...]) -> Array:
-    return (array_namespace(x).max(x, axis=axes) if axes else x) > 0
+def _largest(x: Array, axes: tuple[int, ...]) -> Array:
+    return array_namespace(x).max(x, axis=axes) if axes else x
 
 
 def _along(flags: Array, axis: int, x: Array) -> Array:

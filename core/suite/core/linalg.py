@@ -186,26 +186,32 @@ def inner_product(x: Array, y: Array) -> Array:
     return total
 
 
-def finite_marks(x: Array, squares: bool = False) -> Array:
+def finite_marks(x: Array, power: float = 1) -> Array:
     """(...) -> (m,), few numbers, of which one is not finite if and only if an entry of x is not.
 
     Of a matrix its product with a constant matrix, which compilers have ready; comparisons they compile
-    for each shape. A vector is returned as it is, or squared.
+    for each shape. A vector is returned as it is, or a power of it.
 
     Args:
-        squares: also where an entry, or a matrix's row's sum, is so large that its square is not
-            finite in at least single precision.
+        power: at least 1; with 2 also where an entry, or a matrix's row's sum, is so large that its
+            square is not finite in at least single precision, and so on.
     """
     xp = array_namespace(x)
-    largest, constant = float(xp.finfo(x.dtype).max), 0.0
-    if squares and largest > 1e30:  # the squares of float16 are finite in single precision
-        constant = 2.0 ** round(math.log2(largest) / 2)
+    constant = 0.0
+    largest = float(xp.finfo(x.dtype).max)
+    if power > 1 and largest > 1e30:  # the powers of float16 are finite in single precision
+        constant = headroom(largest, power)
     if x.ndim > 1 and x.shape[-1] != 1:
         shape = (x.shape[-1], 2)  # one column is slower
         x = x @ xp.full(shape, constant, dtype=x.dtype, device=device_of(x))
-    elif constant:
-        x = x * x  # compilers join factors that are constant, and what the caller multiplies with
+    elif constant:  # compilers join factors that are constant, and what the caller multiplies with
+        x = xp.abs(x) ** power
     return xp.reshape(x, (-1,))
+
+
+def headroom(largest: float, power: float) -> float:
+    """By what numbers can be multiplied whose `power` is not above the largest of a dtype."""
+    return 2.0 ** round(math.log2(largest) * (1 - 1 / power))
 
 
 def norm(x: Array) -> Array:

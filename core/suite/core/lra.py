@@ -16,6 +16,7 @@ from typing import NamedTuple
 from suite.core import linalg
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar, lift
 from suite.core.checks import check_integer, check_number
+from suite.core.damping import noise_size
 
 _START = 0.1**0.5  # ‖U‖ = ‖V‖ at the start: Q is near diagonal
 _BALANCE = 0.1  # how far one update brings UᵀU and VᵀV together
@@ -57,6 +58,7 @@ class LRA:
         rank: r >= 0, columns of U and V.
         betaL: decay of the remembered smoothness, in [0, 1).
         damping: noise added to the gradient (Newton: to H v), absolute; bounds P by about 1 / damping.
+            It is at least 1e-15 of the largest entry.
         preconditioner_init_scale: of Q at the start; None: the first gradient sets it to
             mean(g⁴)^(-1/8), or the first pair to mean(v²)^(1/4) mean((H v)⁴)^(-1/8).
     """
@@ -110,10 +112,11 @@ class LRA:
         U, V, d = (lift(x) for x in state[:3])
         h, noise = xp.astype(gradient, d.dtype), xp.astype(noise, d.dtype)
         v = noise if vector is None else xp.astype(vector, d.dtype)
-        evidence = xp.any(h != 0, axis=-1)
+        largest = xp.max(xp.abs(h), axis=-1)
+        evidence = largest > 0
         if self.preconditioner_init_scale is None:
             d = d * first_scale(h, vector, state.lipschitz[2], self.damping)[..., None]
-        h = h + as_scalar(self.damping, h) * noise
+        h = h + noise_size(self.damping, largest)[..., None] * noise
         if self.rank:
             U, V = _balanced(U, V)
         inverse = linalg.inverse(_plus_identity(_product(V, U))) if self.rank else None

@@ -14,10 +14,10 @@ from suite.jax.dtypes import at_least_float32
 T = TypeVar("T")
 
 
-def all_finite(tree: Any, squares: bool = False) -> jax.Array:
-    """Whether every number in a pytree is finite, (); with `squares` as `finite_marks` has it."""
+def all_finite(tree: Any, power: float = 1) -> jax.Array:
+    """Whether every number in a pytree is finite, (); with `power` as `finite_marks` has it."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
-    marks = [finite_marks(x, squares) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+    marks = [finite_marks(x, power) for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not marks:
         return jnp.asarray(True)
     kind = at_least_float32(*(x.dtype for x in marks))

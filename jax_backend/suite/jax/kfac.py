@@ -190,7 +190,7 @@ def scale_by_kfac(
         if statistics is not None:
             require_fit(plan, statistics, factors.keeps_products)
         signs = [] if statistics is None else finite_signs(statistics)
-        finite = all_finite(updates, squares=True) & all_finite(signs)
+        finite = all_finite(updates, power=2) & all_finite(signs)
         gradients = [gradient_matrix(leaves, layer) for layer in factors.layers]
         leaves = [
             leaf if own else zero_unless(finite, leaf)

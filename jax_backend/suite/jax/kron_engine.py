@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from suite.core import blocks, kronecker, moments, noise
 from suite.core import kron as core_kron
 from suite.core._namespace import lift
+from suite.core.kron import FINITE_POWER
 from suite.core.rounding import stochastic_round
 from suite.core.schedules import advance_clock
 from suite.core.step_size import Clip, clipped, normalized
@@ -34,7 +35,7 @@ class ScaleByKronState(NamedTuple):
     mu: Any  # momentum, like the parameters
     weight: jax.Array  # (): how much evidence the momentum holds
     buckets: tuple[core_kron.KronState, ...]  # blocks of equal shape, stacked
-    skipped_steps: jax.Array  # (): steps that changed nothing because a gradient was not finite
+    skipped_steps: jax.Array  # (): steps that changed nothing: a gradient was not finite, or too large
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def update(
     state = state._replace(buckets=tuple(layout.resized(old, b.blocks) for b, old in in_state))
     leaves, treedef = jax.tree.flatten(updates)
     gradients = static.join(leaves)
-    finite = all_finite((gradients, pair))
+    finite = all_finite((gradients, pair), FINITE_POWER)
     step = state.steps + 1
     probability, rate = chosen
     due, clock = advance_clock(state.update_clock, probability)
@@ -178,7 +179,7 @@ def update(
         stacks: tuple[Any, ...] = (list(olds), evidence, list(map(layout.shared_out, numbers, rows)))
         if pair is not None or value_fn is not None:
             vector, product = pair or made()
-            ok = all_finite(product)
+            ok = all_finite(product, FINITE_POWER)
             on_vector, on_product = (
                 stacked(static.join(jax.tree.leaves(tree))) for tree in (vector, product)
             )

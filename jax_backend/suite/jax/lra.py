@@ -15,6 +15,7 @@ from suite.core import dense as core_dense
 from suite.core import lra as core_lra
 from suite.core import moments, noise
 from suite.core.checks import check_choice, check_number
+from suite.core.kron import FINITE_POWER
 from suite.core.renamed import OF_KRON, says_new_names
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, check_clip, clipped
@@ -43,7 +44,7 @@ class ScaleByVectorState(NamedTuple):
     momentum: jax.Array  # (n,): all parameters as one vector
     weight: jax.Array  # (): how much evidence the momentum holds
     preconditioner: Any  # LRAState or DenseState
-    skipped_steps: jax.Array  # (): steps that changed nothing because a gradient was not finite
+    skipped_steps: jax.Array  # (): steps that changed nothing: a gradient was not finite, or too large
 
 
 @says_new_names(OF_KRON)
@@ -240,7 +241,7 @@ def _scale(
         value_fn: Callable[[Any], jax.Array] | None = None,
     ) -> tuple[Any, ScaleByVectorState]:
         gradient = flat(plain).astype(state.momentum.dtype)
-        finite = all_finite((plain, hvp))
+        finite = all_finite((plain, hvp), FINITE_POWER)
         step = state.steps + 1
         due, clock = advance_clock(state.update_clock, chosen[0])
         momentum = moments.update_average(state.momentum, gradient, b1)
@@ -269,7 +270,7 @@ def _scale(
             v, evidence = pair()
             unit = noise.draw(streams(), step, noise.FIT, gradient.shape, gradient.dtype)[0]
             new = fit_rule(old, evidence, unit, chosen[1], state.updates, v)
-            ok = all_finite(evidence)
+            ok = all_finite(evidence, FINITE_POWER)
             return select(ok, new, old), ok
 
         new, ok = cond(

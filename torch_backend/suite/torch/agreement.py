@@ -201,7 +201,7 @@ class Agreements:
         # Of a mean of N terms, over ranks that share them, factors are at most N² times the sums.
         scale = (terms * self.ranks.world).clamp_min(1).square()
         given = [x for x in tensors if x.numel()], [x for x in moments if x.numel()]
-        return all_finite(*given, scale, self.factor_dtype, squares=True)
+        return all_finite(*given, scale, self.factor_dtype, power=2)
 
     def terms_of(self, taken: Taken) -> torch.Tensor:
         """How many terms the loss has: if not given, output positions of the product that ran last.

@@ -58,7 +58,7 @@ def check_dtype(name: str, value: Any) -> None:
 @torch._disable_dynamo
 def warn_of_a_skipped_step(optimizer: Any) -> None:
     skipped = optimizer.skipped_steps
-    warn_user(f"a step was skipped: a gradient was not finite ({skipped} skipped so far)")
+    warn_user(f"a step was skipped: a gradient was not finite, or too large ({skipped} skipped so far)")
 
 
 def warn_user(message: str) -> None:

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from suite.core._namespace import lift
 from suite.core._torch import isfinite
+from suite.core.linalg import headroom
 
 HOST_DEVICES = ("cpu",)  # whose numbers can be read without waiting
 _LARGEST_STACKED = 2**13  # numbers of a tensor that a CPU takes longer to start on than to copy
@@ -66,12 +68,12 @@ def all_finite(
     moments: Sequence[torch.Tensor] = (),
     scale: torch.Tensor | None = None,
     kept_dtype: torch.dtype | None = None,
-    squares: bool = False,
+    power: float = 1,
 ) -> torch.Tensor:
     """(): whether all numbers in tensors that are not empty are finite; the host does not wait.
 
     Args:
-        squares: whether those of tensors must be, too, in at least single precision.
+        power: at least 1; which of tensors must be finite, too, in at least single precision.
         moments: Σ x xᵀ or Σ x²: the largest of their numbers is not finite if another is not.
         scale: (), which moments are to stay finite when multiplied with.
         kept_dtype: in which they are to do so, where it is not theirs.
@@ -82,7 +84,7 @@ def all_finite(
         if dtype.is_complex:
             some = [torch.view_as_real(x.resolve_conj()) for x in some]
         extremes = [extreme for x in _together(some) for extreme in torch.aminmax(x)]
-        found += _are_finite(extremes, [x for x in some if not x.is_cpu], squares=squares)
+        found += _are_finite(extremes, [x for x in some if not x.is_cpu], power=power)
     for some in _by_dtype(moments).values():
         here = [x for x in some if x.is_cpu]
         extremes = list(torch._foreach_max(here)) if here else []
@@ -131,7 +133,7 @@ def _are_finite(
     elsewhere: Sequence[torch.Tensor],
     scale: torch.Tensor | None = None,
     kept_dtype: torch.dtype | None = None,
-    squares: bool = False,
+    power: float = 1,
 ) -> list[torch.Tensor]:
     """(): whether these numbers are, and tensors elsewhere; of each kind if there are any."""
     found = [torch.stack(numbers)] if numbers else []
@@ -139,6 +141,7 @@ def _are_finite(
         found.append(nn.utils.get_total_norm(elsewhere, norm_type=float("inf")))
     if scale is not None:
         found = [x * scale.to(x) for x in found]
-    if squares:
-        found = [x.to(torch.promote_types(x.dtype, torch.float32)).square() for x in found]
+    if power > 1:
+        found = [lift(x) for x in found]
+        found = [x * headroom(torch.finfo(x.dtype).max, power) for x in found]
     return [isfinite(x.to(kept_dtype or x.dtype)).all() for x in found]

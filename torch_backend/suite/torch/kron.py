@@ -13,6 +13,7 @@ import torch
 from suite.core import blocks
 from suite.core import kron as core_kron
 from suite.core.checks import check_choice
+from suite.core.kron import FINITE_POWER
 from suite.core.renamed import OF_KRON, says_new_names
 from suite.core.routing import Route, Routing
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
@@ -447,7 +448,7 @@ class Kron(torch.optim.Optimizer):
         Alone the host does not wait for the first; several ranks must know before they exchange more.
         """
         tensors = [x for x in tensors if x.numel()]
-        finite = all_finite(tensors)
+        finite = all_finite(tensors, power=FINITE_POWER)
         if self._ranks.alone:
             return finite, set()
         if self._agreed_on != len(parameters):
@@ -551,7 +552,10 @@ class Kron(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped because a gradient was not finite. Reading it waits for the device."""
+        """Steps skipped: a gradient was not finite, or above 4e25 in single precision.
+
+        Reading it waits for the device.
+        """
         return 0 if self._skipped is None else int(self._skipped)
 
     def routing(self) -> Routing:

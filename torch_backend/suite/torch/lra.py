@@ -13,6 +13,7 @@ from suite.core import dense as core_dense
 from suite.core import lra as core_lra
 from suite.core import moments, noise
 from suite.core.checks import check_choice, check_flag, check_integer
+from suite.core.kron import FINITE_POWER
 from suite.core.renamed import OF_KRON, says_new_names
 from suite.core.schedules import advance_clock, precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip, clipped
@@ -29,7 +30,7 @@ from suite.torch.checks import (
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
-from suite.torch.inplace import HOST_DEVICES
+from suite.torch.inplace import HOST_DEVICES, all_finite
 from suite.torch.kron_settings import is_misplaced, value_at
 
 Schedule = float | Callable[[int], float]
@@ -102,7 +103,10 @@ class _WholeVector(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped because a gradient was not finite. Reading it waits for the device."""
+        """Steps skipped: a gradient was not finite, or above 4e25 in single precision.
+
+        Reading it waits for the device.
+        """
         return int(self.state[self._parameters[0]]["skipped_steps"])
 
     def _init_state(self) -> dict[str, torch.Tensor]:
@@ -217,9 +221,8 @@ class _WholeVector(torch.optim.Optimizer):
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         gradient = torch.cat([g.reshape(-1) for g in found]).to(state["momentum"].dtype)
         gradient = -gradient if group["maximize"] else gradient
-        finite = gradient.isfinite().all()
-        if product is not None:
-            finite = finite & product.isfinite().all()
+        evidence = [gradient] if product is None else [gradient, product]
+        finite = all_finite(evidence, power=FINITE_POWER)
         momentum = moments.update_average(state["momentum"], gradient, group["b1"])
         weight = moments.update_average(state["weight"], torch.ones_like(state["weight"]), group["b1"])
         signal = moments.unbiased(momentum[None], weight[None])[0]
@@ -227,8 +230,8 @@ class _WholeVector(torch.optim.Optimizer):
         if due:
             streams = self._streams(gradient, group)
             unit = noise.draw(streams, step, noise.FIT, tuple(gradient.shape), gradient.dtype)[0]
-            evidence = gradient if group["whiten"] == "gradient" else signal
-            new |= self._fit(state, evidence if product is None else product, unit, rate, vector)
+            whitened = gradient if group["whiten"] == "gradient" else signal
+            new |= self._fit(state, whitened if product is None else product, unit, rate, vector)
         for name, tensor in new.items():
             state[name].copy_(torch.where(finite, tensor, state[name]))
         direction = clipped(self._precondition(state, signal), group["clip"], 1)
