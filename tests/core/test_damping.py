@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import assert_close, assert_identical, dtype_name, leaves, normal, positive_definite
-from suite.core.damping import factored_damping, levenberg_marquardt, split_damping, tikhonov
+from suite.core.damping import factored_damping, levenberg_marquardt, noise_size, split_damping, tikhonov
 
 
 def test_tikhonov_is_the_inverse_of_the_damped_value(xp):
@@ -29,6 +29,15 @@ def test_tikhonov_does_not_divide_by_what_leaves_the_range():
 def test_zero_damping_is_honoured(zero):
     assert_identical(tikhonov(np.array([0.5]), zero), np.array([2.0]))
     assert_identical(split_damping(np.array([3.0]), np.array([2.0]), zero), (np.zeros(1), np.zeros(1)))
+
+
+def test_noise_is_the_damping_or_what_no_evidence_of_its_precision_shows(xp):
+    sizes = np.array([0.0, 1e-9, 1e3])
+    assert_identical(xp.numpy(xp.run(noise_size, xp.asarray(sizes), damping=1e-9)), np.full(3, 1e-9))
+    single = xp.numpy(xp.run(noise_size, xp.asarray(sizes, "float32"), damping=0.0))
+    assert single[0] == 0
+    assert np.all(single[1:] > 0)
+    assert np.all(single[1:] < 1e-8 * np.finfo(np.float32).eps * sizes[1:])
 
 
 def test_split_parts_multiply_to_the_damping_in_the_ratio_of_the_means(xp):

@@ -275,7 +275,7 @@ CASES = {
         (np.abs(normal(B, 3, 4)), np.abs(normal(B)), np.abs(normal(B, 3, 4, seed=1)), SEEN),
     ),
     "damping.tikhonov": (lambda x: damping.tikhonov(x, 0.1), (np.abs(normal(B, 4, 2)),)),
-    "damping.noise_size": (lambda x: damping.noise_size(1e-16, x), (np.abs(normal(B)),)),
+    "damping.noise_size": (lambda x: damping.noise_size(x, 0.5), (np.abs(normal(B)),)),
     "damping.split_damping": (
         lambda A, G: damping.split_damping(A, G, 0.1),
         (np.abs(normal(B)), np.abs(normal(B, seed=1))),

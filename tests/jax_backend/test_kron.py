@@ -128,10 +128,10 @@ def test_float16_parameters_take_a_bounded_step_where_gradients_jump(quiet):
 @pytest.mark.parametrize("make", [kron, lra])
 def test_a_jump_by_all_that_a_float_holds_is_a_bounded_step_or_none(make):
     tx = make(0.01)
-    params = {"w": jnp.ones((16, 8))}
+    params = {"w": jnp.ones((16, 8), jnp.float32)}
     state, update = tx.init(params), jax.jit(tx.update)
     for i, size in enumerate([1e-9] * 300 + [1e24, 1e30, 1e38]):
-        noise = jnp.clip(jax.random.normal(jax.random.key(i), (16, 8)), -2, 2) * size
+        noise = jnp.clip(jax.random.normal(jax.random.key(i), (16, 8), jnp.float32), -2, 2) * size
         updates, state = update({"w": noise}, state, params)
         assert bool(jnp.any(updates["w"] != 0)) == (size < 1e25), i
         assert float(jnp.sqrt(jnp.mean(jnp.square(updates["w"])))) < 1.2 * 0.01

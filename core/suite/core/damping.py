@@ -5,8 +5,6 @@ from __future__ import annotations
 from suite.core import linalg
 from suite.core._namespace import Array, Scalar, array_namespace, as_scalar
 
-_LEAST_NOISE = 1e-15  # in units of the largest entry; so is P's range then, of which float32 has 1e38
-
 
 def tikhonov(values: Array, damping: Scalar) -> Array:
     """1 / (`values` + `damping`), elementwise; 0 where the sum is 0 or too small to be divided by.
@@ -28,17 +26,19 @@ def tikhonov(values: Array, damping: Scalar) -> Array:
     return xp.where(null, xp.zeros_like(damped), one / xp.where(null, one, damped))
 
 
-def noise_size(damping: float, largest: Array) -> Array:
+def noise_size(largest: Array, damping: float) -> Array:
     """(...): how large the noise is that a fitted preconditioner's evidence gets: `damping`, or more.
 
-    It is at least 1e-15 of the evidence's largest entry: parts that are exactly zero, such as the rows
-    of tokens that do not occur, would else let P grow until it is not finite.
+    It is at least 7e-16 of the evidence's largest entry (1e-123 in double precision): parts that are
+    exactly zero, such as rows of tokens that do not occur, would else let P grow until it is not finite.
 
     Args:
-        damping: at least 0, absolute.
         largest: (...), the evidence's largest absolute value.
+        damping: at least 0, absolute.
     """
-    return array_namespace(largest).maximum(_LEAST_NOISE * largest, damping)
+    xp = array_namespace(largest)
+    least = float(xp.finfo(largest.dtype).smallest_normal) ** 0.4
+    return xp.maximum(least * largest, damping)
 
 
 def split_damping(mean_A: Array, mean_G: Array, damping: Scalar) -> tuple[Array, Array]:

@@ -36,7 +36,7 @@ class Dense:
         geometry: as in `suite.core.kron.Kron`, without 'PRO4P'.
         betaL: decay of the remembered smoothness, in [0, 1).
         damping: noise added to H v or the gradient, absolute; bounds P by about 1 / damping.
-            It is at least 1e-15 of the largest entry.
+            It is at least 7e-16 of the largest entry (1e-123 in double precision).
         preconditioner_init_scale: of Q at the start; None: set by the first pair or gradient, see
             `suite.core.kron.Kron`.
     """
@@ -95,7 +95,7 @@ class Dense:
         if self.preconditioner_init_scale is None:
             gain = first_scale(h, vector, state.lipschitz, self.damping)
             Q = Q * (gain * gain if self.geometry == "QUAD4P" else gain)[..., None, None]
-        h = h + noise_size(self.damping, largest)[..., None] * noise
+        h = h + noise_size(largest, self.damping)[..., None] * noise
         a, b = self._pair(Q, h, v)
         # As in `kron`: in units of the largest entry, whose square would overflow.
         u = xp.max(xp.maximum(xp.abs(a), xp.abs(b)), axis=-1)

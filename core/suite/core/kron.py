@@ -58,7 +58,7 @@ class Kron:
             half the range of a float.
         betaL: decay of L between updates, in [0, 1); larger forgets outliers more slowly.
         damping: noise added to the gradient (Newton: to H v), absolute; bounds P by about 1 / damping.
-            It is at least 1e-15 of the gradient's largest entry.
+            It is at least 7e-16 of the gradient's largest entry (1e-123 in double precision).
         preconditioner_init_scale: factors start as the identity, ‖Q‖ being this number; with None each
             block's is set by its first gradient that is not zero, to mean(g⁴)^(-1/8), or by its first
             pair, to mean(v²)^(1/4) mean((H v)⁴)^(-1/8).

@@ -55,7 +55,7 @@ def evidence_of(
         preconditioners = kronecker.scaled(preconditioners, gain * gain)
     dither = size  # changed in place, as other fresh arrays here: new ones cost time on a CPU
     dither *= float(xp.finfo(compute).eps)
-    dither += xp.reshape(noise_size(rule.damping, largest), (-1, *(1,) * len(own_axes)))
+    dither += xp.reshape(noise_size(largest, rule.damping), (-1, *(1,) * len(own_axes)))
     dither *= noise
     dither += g
     g = dither

@@ -58,7 +58,7 @@ class LRA:
         rank: r >= 0, columns of U and V.
         betaL: decay of the remembered smoothness, in [0, 1).
         damping: noise added to the gradient (Newton: to H v), absolute; bounds P by about 1 / damping.
-            It is at least 1e-15 of the largest entry.
+            It is at least 7e-16 of the largest entry (1e-123 in double precision).
         preconditioner_init_scale: of Q at the start; None: the first gradient sets it to
             mean(g⁴)^(-1/8), or the first pair to mean(v²)^(1/4) mean((H v)⁴)^(-1/8).
     """
@@ -116,7 +116,7 @@ class LRA:
         evidence = largest > 0
         if self.preconditioner_init_scale is None:
             d = d * first_scale(h, vector, state.lipschitz[2], self.damping)[..., None]
-        h = h + noise_size(self.damping, largest)[..., None] * noise
+        h = h + noise_size(largest, self.damping)[..., None] * noise
         if self.rank:
             U, V = _balanced(U, V)
         inverse = linalg.inverse(_plus_identity(_product(V, U))) if self.rank else None
