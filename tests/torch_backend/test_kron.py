@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from conftest import same
+from suite.core import kron as core_kron
 from suite.torch import Kron, precond_lr_schedule
 
 GEOMETRIES = ["Q0.5EQ1.5", "QEQ", "QUAD", "EQ"]
@@ -336,6 +337,81 @@ def test_groups_have_settings_of_their_own_and_can_join_later():
     with pytest.raises(ValueError, match="b1 must be"):
         kron.add_param_group({"params": [nn.Parameter(torch.ones(2))], "b1": 2.0})
     assert len(kron.param_groups) == 3
+
+
+def groups_of(parameters: list[nn.Parameter], **settings: list[object]) -> list[dict[str, object]]:
+    """A group for each, with one of each setting's values in turn."""
+    return [
+        {"params": [p], **{name: values[i % len(values)] for name, values in settings.items()}}
+        for i, p in enumerate(parameters)
+    ]
+
+
+def test_groups_that_fit_alike_are_fitted_together_and_as_one_group_would_be(monkeypatch):
+    calls = []
+    fit = core_kron.Kron.fit
+
+    def spied(self, states, *args, **kwargs):
+        calls.append(len(states))
+        return fit(self, states, *args, **kwargs)
+
+    monkeypatch.setattr(core_kron.Kron, "fit", spied)
+    alike, apart = network(), network()
+    decays = {"weight_decay": [0.0, 0.1], "lr": [0.01, 0.02, 0.05]}
+    run(alike, Kron(groups_of(list(alike.parameters()), **decays)), range(1))
+    assert sum(calls) == 6  # matrices and biases
+    assert len(calls) == 1
+    calls.clear()
+    run(apart, Kron(groups_of(list(apart.parameters()), betaL=[0.9, 0.5])), range(1))
+    assert calls == [3, 3]
+    same_settings, whole = network(), network()
+    run(same_settings, Kron(groups_of(list(same_settings.parameters())), lr=0.01), range(30))
+    run(whole, Kron(whole.parameters(), lr=0.01), range(30))
+    for a, b in zip(same_settings.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_bad_gradient_in_one_of_several_groups_stops_all_of_them():
+    model = network()
+    kron = Kron(groups_of(list(model.parameters()), lr=[0.01, 0.02]))
+    run(model, kron, range(2))
+    before = copy.deepcopy((model.state_dict(), kron.state_dict()))
+    backward(model)
+    model[2].weight.grad[0, 0] = float("nan")
+    with pytest.warns(RuntimeWarning, match="was skipped"):
+        kron.step()
+    saved = kron.state_dict()
+    for record in saved["state"].values():
+        record["skipped_steps"] = record["skipped_steps"] - 1
+    assert same(before, (model.state_dict(), saved))
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4])
+def test_a_run_of_several_groups_in_turn_is_resumed_to_the_last_bit(stop):
+    """Whatever was fitted together before: sides of 25 lie at odd places in what is joined."""
+    settings = {"lr": [0.01, 0.02], "geometry": ["QEQ", "QEQ", "QUAD"]}
+
+    def steps(parameters: list[nn.Parameter], kron: Kron, numbers: range) -> None:
+        for t in numbers:
+            generator = torch.Generator().manual_seed(t)
+            for i, p in enumerate(parameters):
+                gradient = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+                p.grad = None if (i + t) % 4 == 3 else gradient
+            kron.step()
+
+    def fresh() -> tuple[list[nn.Parameter], Kron]:
+        parameters = [nn.Parameter(torch.ones(25, 25 + i % 2).double()) for i in range(6)]
+        return parameters, Kron(groups_of(parameters, **settings))
+
+    whole, parts, resumed = fresh(), fresh(), fresh()
+    steps(*whole, range(6))
+    steps(*parts, range(stop))
+    for p, q in zip(resumed[0], parts[0], strict=True):
+        p.data.copy_(q.data)
+    resumed[1].load_state_dict(parts[1].state_dict())
+    steps(*resumed, range(stop, 6))
+    assert all(map(torch.equal, whole[0], resumed[0]))
+    assert same(whole[1].state_dict(), resumed[1].state_dict())
 
 
 def test_groups_may_be_named_generators_or_single_tensors():

@@ -265,6 +265,25 @@ def test_a_compiled_step_is_the_eager_step_and_compiles_no_more_after_warm_up(st
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-14)
 
 
+def test_a_compiled_step_of_many_groups_is_one_graph_for_all_of_them():
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(4, 3 + i % 2, dtype=torch.float64)) for i in range(10)]
+        optimizer = Kron([{"params": [w], "lr": 0.01 * (1 + i)} for i, w in enumerate(weights)])
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        torch._dynamo.utils.counters.clear()
+        for number in range(6):
+            for w in weights:
+                w.grad = w.detach() * (1 + number % 2)
+            step()
+        results.append([w.detach().clone() for w in weights])
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
+    for eager, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, eager, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("what", ["cleared", "replaced", "exchanged"])

@@ -11,8 +11,8 @@ import torch
 
 from suite.torch.graph_kinds import rates_on_device, set_rates
 from suite.torch.kron import Kron
-from suite.torch.kron_engine import StepSettings
 from suite.torch.kron_settings import COUNTS, SCHEDULES, classes, planned, require_same, turns
+from suite.torch.kron_steps import StepSettings
 
 
 class _Numbers(NamedTuple):

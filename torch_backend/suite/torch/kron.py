@@ -24,7 +24,7 @@ from suite.torch.collectives import Ranks
 from suite.torch.dtensors import group_of_all, is_sharded, local, require_not_flattened, settled
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES, all_finite
-from suite.torch.kron_engine import KronEngine, Pairs, StepSettings, as_real
+from suite.torch.kron_engine import KronEngine, as_real
 from suite.torch.kron_records import Records, is_ours, of_others, require_fit
 from suite.torch.kron_settings import (
     BEGINNING,
@@ -40,6 +40,7 @@ from suite.torch.kron_settings import (
     rule_of,
     turns,
 )
+from suite.torch.kron_steps import GroupStep, Pairs, StepSettings, take_steps
 from suite.torch.recorders import is_recording
 from suite.torch.same_parameters import require_same_parameters
 
@@ -417,8 +418,10 @@ class Kron(torch.optim.Optimizer):
         if known and not finite:
             warn_of_a_skipped_step(self)
             return
-        together = enumerate(zip(self.param_groups, self._engines, plans, pairs, strict=True))
-        for number, (group, engine, (rule, settings, counts), pair) in together:
+        stop = None if known else finite
+        together, taken = [], []
+        groups = enumerate(zip(self.param_groups, self._engines, plans, pairs, strict=True))
+        for number, (group, engine, (rule, settings, counts), pair) in groups:
             if not group["steps"] and not engine.begins_by(rule):
                 engine.begin(rule)
             engine.rule = rule
@@ -433,11 +436,19 @@ class Kron(torch.optim.Optimizer):
                 parts = [(settings, None)]
             if self._recording is not None:
                 parts = self._recording.lifted(number, present, parts)
-            for own, members in parts:
-                given = found
-                if members is not None:
-                    given = [g if here else None for g, here in zip(found, members, strict=True)]
-                self._step_group(group, engine, None if known else finite, given, own, pair)
+            own = [
+                (group, engine, settings, _of_members(found, members), pair)
+                for settings, members in parts
+            ]
+            if len(own) == 1 and engine.complete is not None:
+                together += own
+            else:
+                for part in own:
+                    self._step_groups([part], stop)
+            taken.append((group, counts))
+        if together:
+            self._step_groups(together, stop)
+        for group, counts in taken:
             group.update(counts)
 
     def _agree(
@@ -513,15 +524,18 @@ class Kron(torch.optim.Optimizer):
         ]
         return loss, pairs
 
-    def _step_group(
+    def _step_groups(self, works: list[tuple[Any, ...]], finite: torch.Tensor | None) -> None:
+        take_steps([self._group_step(finite, *work) for work in works])
+
+    def _group_step(
         self,
+        finite: torch.Tensor | None,
         group: dict[str, Any],
         engine: KronEngine,
-        finite: torch.Tensor | None,
-        found: list[torch.Tensor | None],
         settings: StepSettings,
+        found: list[torch.Tensor | None],
         pairs: Pairs | None,
-    ) -> None:
+    ) -> GroupStep:
         gradients = [None if g is None else as_real(g) for g in found]
         if group["maximize"]:
             gradients = [None if g is None else -g for g in gradients]
@@ -548,7 +562,7 @@ class Kron(torch.optim.Optimizer):
                     torch._foreach_mul_(own, rate)
             torch._foreach_add_(parameters, updates)
 
-        engine.step(gradients, finite, settings, move, pairs)
+        return GroupStep(engine, gradients, finite, settings, move, pairs)
 
     @property
     def skipped_steps(self) -> int:
@@ -677,6 +691,15 @@ class Kron(torch.optim.Optimizer):
             engine.after_load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+def _of_members(
+    found: list[torch.Tensor | None], members: list[bool] | None
+) -> list[torch.Tensor | None]:
+    """What some have, or with None all."""
+    if members is None:
+        return found
+    return [g if here else None for g, here in zip(found, members, strict=True)]
 
 
 def _listed(entry: Any) -> Any:

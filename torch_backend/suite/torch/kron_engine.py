@@ -1,50 +1,26 @@
-"""PSGD Kron over the parameters of one param group: momentum, whitening and clipping on buckets.
+"""The state of PSGD Kron over the parameters of one param group: momentum and factors, in buckets.
 
 The tensors of a bucket are stacked. What a parameter's state holds are views of them, so that state
-stays per parameter (`state_dict`, `load_state_dict`) while each step is a few calls for all of them.
+stays per parameter (`state_dict`, `load_state_dict`) while each step is a few calls for all of them
+(kron_steps.py).
 
 Over several ranks either all of them do the same, or each has a share of the blocks (kron_shares.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from suite.core import blocks, buckets, moments, noise
+from suite.core import blocks, buckets, noise
 from suite.core import kron as core_kron
-from suite.core._namespace import Scalar, lift
-from suite.core.rounding import stochastic_round
-from suite.core.step_size import Clip, clipped, normalized, rms_clip_scale
 from suite.torch.collectives import Ranks
-from suite.torch.inplace import average_in
-from suite.torch.kron_rounds import Piece, gathered, plan_rounds, spread, which_may_change
+from suite.torch.kron_rounds import Piece, extent, plan_rounds
 from suite.torch.kron_shares import Share, ShareExchange, plan_shares
 from suite.torch.kron_storage import KronStorage
-
-
-class StepSettings(NamedTuple):
-    """What one step of a group needs to know."""
-
-    step: Scalar  # as is the factors' rate, a tensor where GraphedStep records
-    b1: float
-    update: bool  # whether factors are due
-    preconditioner_lr: Scalar
-    whiten: str
-    update_first: bool
-    clip: Clip
-    normalize_grads: bool
-    stochastic_rounding: bool
-
-
-class Pairs(NamedTuple):
-    """Random vectors and the Hessian's products with them, like the parameters."""
-
-    vectors: list[torch.Tensor]
-    products: list[torch.Tensor]
 
 
 class Pack(NamedTuple):
@@ -54,18 +30,6 @@ class Pack(NamedTuple):
     weight: torch.Tensor  # (blocks,), how much evidence the momentum holds
     kron: core_kron.KronState  # as the engine's storage keeps it
     streams: torch.Tensor  # (blocks,) int32, noise streams
-
-
-class _Work(NamedTuple):
-    """What a step does with one piece."""
-
-    pack: Pack  # its part of the bucket
-    keep: torch.Tensor | None  # whether blocks may change; None: all do
-    signal: torch.Tensor
-    weight: torch.Tensor | None  # what the signal is still to be divided by
-    evidence: torch.Tensor
-    vector: torch.Tensor | None
-    state: core_kron.KronState  # as it was
 
 
 class KronEngine:
@@ -104,6 +68,7 @@ class KronEngine:
             i for i in own if self.exchange.is_local and self.plans[self.shares[i].parameter].is_whole
         }
         self.rounds = plan_rounds(self.buckets, whole)
+        self.extents = [extent(self.buckets, pieces) for pieces in self.rounds]
         plain = (piece for pieces in self.rounds for piece in pieces if piece.plain)
         self.plain = {i for piece in plain for i, _ in piece.parts}  # neither cut nor joined again
         self.complete = self._complete() if self.exchange.is_local else None
@@ -147,78 +112,14 @@ class KronEngine:
             torch.tensor(streams, dtype=torch.int32, device=device),
         )
 
-    def step(
-        self,
-        gradients: list[torch.Tensor | None],
-        finite: torch.Tensor | None,
-        settings: StepSettings,
-        move: Callable[[list[tuple[int, torch.Tensor]]], None],
-        pairs: Pairs | None = None,
-    ) -> None:
-        """Absorb gradients and pass directions on, (parameter, what is here of its direction) each.
-
-        Where not `finite`, which the host does not look at, directions are zero and nothing changes.
-        None: the host knows that all is finite, which saves copies.
-
-        With `pairs` the factors are fitted to them and not to the gradients.
-        """
-        present = [gradient is not None for gradient in gradients]
-        gradients = self.exchange.whole(gradients)
-        if settings.normalize_grads:
-            gradients = [None if g is None else normalized(g, g.ndim) for g in gradients]
-        stacks = self._split(gradients)
-        filled = [stack is not None for stack in stacks]
-        of_pairs = None if pairs is None else (self._split(pairs.vectors), self._split(pairs.products))
-        found: list[list[torch.Tensor]] = [[] for _ in self.shares]
-        for number, pieces in enumerate(self.rounds):
-            here = [piece for piece in pieces if any(filled[i] for i, _ in piece.parts)]
-            work = [self._prepared(piece, stacks, filled, finite, of_pairs, settings) for piece in here]
-            fitted = self._fit(work, settings) if settings.update else [w.state for w in work]
-            for piece, w, state in zip(here, work, fitted, strict=True):
-                used = state if settings.update_first else self.rule.before_update(w.state, state)
-                direction = self._precondition(used, w.signal, w.weight, settings)
-                if settings.update:
-                    _write(w.pack.kron, self.storage.keep(state), w.keep)
-                if w.keep is not None and not _stays_finite(w.keep, settings):
-                    direction = torch.where(_of_blocks(w.keep, w.signal), direction, 0.0)
-                for (i, _), part in zip(piece.parts, spread(piece, direction), strict=True):
-                    if filled[i]:
-                        found[i].append(part)
-            if self.complete is not None:  # memory of their directions is free for the next round
-                done = [i for i in self.complete[number] if present[i]]
-                move([(i, self._merged(i, found)) for i in done])
-        if self.complete is None:
-            directions = self.exchange.directions(present, list(map(_used_up, found)))
-            move([(i, d) for i, d in enumerate(directions) if d is not None])
-
-    def _merged(self, parameter: int, found: list[list[torch.Tensor]]) -> torch.Tensor:
+    def merged(self, parameter: int, found: list[list[torch.Tensor]]) -> torch.Tensor:
         """A parameter's direction out of what was found of its shares, which is used up."""
         shares = self.exchange.shares_of[parameter]
         if shares[0] in self.plain:
             return found[shares[0]].pop()
-        return self.exchange.merged(parameter, [_used_up(found[i]) for i in shares])
+        return self.exchange.merged(parameter, [used_up(found[i]) for i in shares])
 
-    def _prepared(
-        self,
-        piece: Piece,
-        stacks: list[Any],
-        filled: list[bool],
-        finite: torch.Tensor | None,
-        of_pairs: tuple[list[Any], list[Any]] | None,
-        settings: StepSettings,
-    ) -> _Work:
-        """Take the gradients of a piece into its momentum."""
-        pack = self._pack(piece)
-        keep = which_may_change(piece, filled, finite, pack.momentum.device)
-        gradient = gathered(piece, stacks, pack.momentum)
-        signal, weight = self._absorb(pack, gradient, keep, settings)
-        evidence, vector = (gradient if settings.whiten == "gradient" else signal), None
-        if of_pairs is not None:
-            vector, evidence = (gathered(piece, parts, pack.momentum) for parts in of_pairs)
-        state = self.storage.full(self.rule, pack.kron, factors=settings.update)
-        return _Work(pack, keep, signal, weight, evidence, vector, state)
-
-    def _pack(self, piece: Piece) -> Pack:
+    def pack(self, piece: Piece) -> Pack:
         """The piece's part of its bucket, as views."""
         pack, bucket = self.packs[piece.bucket], self.buckets[piece.bucket]
         if piece.stop - piece.start == bucket.blocks:
@@ -227,7 +128,7 @@ class KronEngine:
         kron = core_kron.KronState(*(tuple(x[part] for x in own) for own in pack.kron))
         return Pack(pack.momentum[part], pack.weight[part], kron, pack.streams[part])
 
-    def _split(self, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    def split(self, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
         """By share, as `gathered` takes them; None for those of others and where there is no tensor."""
         stacks: list[Any] = [None] * len(self.shares)
         cut: dict[int, list[torch.Tensor]] = {}
@@ -243,68 +144,6 @@ class KronEngine:
             whole = share.stop - share.start == stack.shape[0]
             stacks[i] = stack if whole else stack[share.start : share.stop]
         return stacks
-
-    def _absorb(
-        self, pack: Pack, gradient: torch.Tensor, keep: torch.Tensor | None, settings: StepSettings
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Momentum with this gradient in it; what it is still to be divided by, (blocks,) or None."""
-        old = pack.momentum
-        if (keep is None or not keep.ndim) and not settings.stochastic_rounding:
-            average_in(old, gradient, settings.b1, keep)
-            average_in(pack.weight, torch.ones_like(pack.weight), settings.b1, keep)
-            later = not settings.update and not isinstance(settings.clip, tuple)
-            later &= settings.clip is not None or keep is None  # a clip knows what to do about 0
-            if later and old.dtype == pack.weight.dtype:  # the clip multiplies directions anyway
-                return old, pack.weight
-            return moments.unbiased(old, pack.weight), None
-        if settings.stochastic_rounding:
-            wide = moments.update_average(lift(old), gradient, settings.b1)
-            unit = _noise(pack, noise.MOMENTUM, old.shape, settings)
-            momentum = stochastic_round(wide, unit, old.dtype)
-        else:
-            momentum = moments.update_average(old, gradient, settings.b1)
-        weight = moments.update_average(pack.weight, torch.ones_like(pack.weight), settings.b1)
-        signal = moments.unbiased(momentum, weight)
-        _select(old, momentum, keep)
-        _select(pack.weight, weight, keep)
-        return signal, None
-
-    def _fit(self, work: list[_Work], settings: StepSettings) -> list[core_kron.KronState]:
-        """The buckets' factors after one update."""
-        rounds, olds = settings.stochastic_rounding, [w.state for w in work]
-        units = _noises(work, settings.step)
-        evidence, vectors = [w.evidence for w in work], [w.vector for w in work if w.vector is not None]
-        wide = [self.rule.lifted(old) for old in olds] if rounds else olds
-        found = self.rule.fit(wide, evidence, units, settings.preconditioner_lr, vectors or None)
-        if not rounds:
-            return found
-        rounded = []
-        for w, new in zip(work, found, strict=True):
-            noises = tuple(
-                _noise(w.pack, noise.FACTOR + axis, q.shape, settings)
-                for axis, q in enumerate(new.factors)
-            )
-            rounded.append(self.rule.rounded(new, noises, w.state.factors[0].dtype))
-        return rounded
-
-    def _precondition(
-        self,
-        state: core_kron.KronState,
-        signal: torch.Tensor,
-        weight: torch.Tensor | None,
-        settings: StepSettings,
-    ) -> torch.Tensor:
-        direction = self.rule.precondition(state, signal)
-        if weight is not None:
-            if settings.clip is None:
-                return direction.div_(weight.reshape(-1, *(1,) * (signal.ndim - 1)))
-            scale = rms_clip_scale(direction, settings.clip, signal.ndim - 1, weight)
-            return direction.mul_(scale)
-        if settings.clip is None or isinstance(settings.clip, tuple):
-            return clipped(direction, settings.clip, signal.ndim - 1)
-        # In two lines: a compiled step breaks its graph in between and cannot carry a bound method over.
-        scale = rms_clip_scale(direction, settings.clip, signal.ndim - 1)
-        return direction.mul_(scale)
 
     def vectors(self, step: int) -> list[torch.Tensor]:
         """Noise like the parameters, for pairs (v, H v); the same in every framework."""
@@ -440,45 +279,33 @@ class KronEngine:
     @torch.compiler.disable  # it happens once, and torch 2.6 could not compile it
     def after_load(self) -> None:
         """Recompute what follows from loaded state: P = QᵀQ of every factor, as a step does."""
-        for pieces in self.rounds:
-            kept = [self._pack(piece).kron for piece in pieces]
-            for own, state in zip(kept, self.storage.renewed(self.rule, kept), strict=True):
-                for old, new in zip(own.preconditioners, state.preconditioners, strict=True):
-                    old.copy_(new)
+        for number in range(len(self.rounds)):
+            self.keep_squares(number, self.squared(number))
+
+    def squared(self, number: int) -> list[tuple[torch.Tensor, ...]]:
+        """P = QᵀQ of each piece of a round, of its factors where they are kept.
+
+        So it does not depend, to the last bit, on what else was in the step that they are from.
+        """
+        kept = [self.pack(piece).kron for piece in self.rounds[number]]
+        full = self.storage.full_factor
+        whole = [state._replace(factors=tuple(map(full, state.factors))) for state in kept]
+        return [state.preconditioners for state in self.rule.square_all(whole)]
+
+    def keep_squares(self, number: int, squared: list[tuple[torch.Tensor, ...]]) -> None:
+        """Keep what `squared` found, as far as it is."""
+        for piece, P in zip(self.rounds[number], squared, strict=True):
+            kept = self.pack(piece).kron
+            if kept.preconditioners:
+                news = self.storage.keep_preconditioners(kept.factors, P)
+                torch._foreach_copy_(kept.preconditioners, news)
 
 
-def _stays_finite(keep: torch.Tensor, settings: StepSettings) -> bool:
-    """Whether directions are finite also where gradients are not, which the momentum did not take then.
-
-    The parameters are moved by none of them.
-    """
-    return not (settings.update or settings.stochastic_rounding or keep.ndim)
-
-
-def _used_up(found: list[torch.Tensor]) -> torch.Tensor | None:
+def used_up(found: list[torch.Tensor]) -> torch.Tensor | None:
     """What is in a list, joined; None if it is empty, which it is afterwards."""
     joined = None if not found else found[0] if len(found) == 1 else torch.cat(found)
     found.clear()
     return joined
-
-
-def _noises(work: Sequence[_Work], step: Scalar) -> list[torch.Tensor]:
-    """What the fit of each piece needs, of one device and dtype all together."""
-    kinds = [((w.pack.streams.device, w.state.factors[0].dtype), 1) for w in work]
-    found: list[Any] = [None] * len(work)
-    for alike in buckets.plan_buckets(kinds):
-        own = [work[member.index] for member in alike.members]
-        shapes = [tuple(w.evidence.shape[1:]) for w in own]
-        streams = [w.pack.streams for w in own]
-        for member, drawn in zip(
-            alike.members, noise.draws(streams, step, noise.FIT, shapes, alike.key[1]), strict=True
-        ):
-            found[member.index] = drawn
-    return found
-
-
-def _noise(pack: Pack, use: int, shape: torch.Size, settings: StepSettings) -> torch.Tensor:
-    return noise.draw(pack.streams, settings.step, use, tuple(shape[1:]), torch.float32)
 
 
 def as_real(x: torch.Tensor) -> torch.Tensor:
@@ -521,25 +348,3 @@ def _named(pack: Pack) -> dict[str, torch.Tensor]:
 
 def _is_factor(name: str) -> bool:
     return name.startswith("factor")
-
-
-def _write(old: core_kron.KronState, new: core_kron.KronState, keep: torch.Tensor | None) -> None:
-    olds, news = ([x for own in state for x in own] for state in (old, new))
-    if keep is None:
-        torch._foreach_copy_(olds, news)
-        return
-    for a, b in zip(olds, news, strict=True):
-        _select(a, b, keep)
-
-
-def _select(old: torch.Tensor, new: torch.Tensor, keep: torch.Tensor | None) -> None:
-    """old <- new where `keep` (one flag, or one a block; None: all), in place, the host not waiting."""
-    if keep is None:
-        old.copy_(new)
-        return
-    torch.where(_of_blocks(keep, old), new, old, out=old)
-
-
-def _of_blocks(flags: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Flags (), or (blocks,), to meet a stack of blocks."""
-    return flags.reshape(-1, *(1,) * (x.ndim - 1)) if flags.ndim else flags

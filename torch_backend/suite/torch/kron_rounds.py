@@ -38,12 +38,10 @@ def plan_rounds(found: Sequence[Bucket], plain: Set[int]) -> list[list[Piece]]:
     Args:
         plain: the shares that are whole parameters of their block's shape.
     """
-    rounds: list[list[Piece]] = []
-    numbers, last = 0, None
+    pieces: list[Piece] = []
     for i, bucket in enumerate(found):
         sizes, *_, device = bucket.key
-        size, limit = math.prod(sizes), _at_once(device)
-        most = max(1, limit // size)  # blocks
+        most = max(1, _at_once(device) // math.prod(sizes))  # blocks
         for start in range(0, bucket.blocks, most):
             stop = min(start + most, bucket.blocks)
             parts = tuple(
@@ -51,13 +49,29 @@ def plan_rounds(found: Sequence[Bucket], plain: Set[int]) -> list[list[Piece]]:
                 for m in bucket.members
                 if m.start < stop and start < m.stop
             )
-            own = (stop - start) * size
-            if not rounds or device != last or numbers + own > limit:
-                rounds.append([])
-                numbers = 0
-            rounds[-1].append(Piece(i, start, stop, parts, all(share in plain for share, _ in parts)))
-            numbers, last = numbers + own, device
-    return rounds
+            pieces.append(Piece(i, start, stop, parts, all(share in plain for share, _ in parts)))
+    extents = [extent(found, [piece]) for piece in pieces]
+    return [[pieces[i] for i in together] for together in joined(extents)]
+
+
+def extent(found: Sequence[Bucket], pieces: Sequence[Piece]) -> tuple[int, torch.device]:
+    """How many numbers are in pieces of buckets, at least one piece, and where."""
+    keys = [found[piece.bucket].key for piece in pieces]
+    of_each = [math.prod(key[0]) * (p.stop - p.start) for key, p in zip(keys, pieces, strict=True)]
+    return sum(of_each), keys[0][-1]
+
+
+def joined(extents: Sequence[tuple[int, torch.device]]) -> list[list[int]]:
+    """Which of these, in their order, to handle at a time."""
+    found: list[list[int]] = []
+    numbers, last = 0, None
+    for i, (own, device) in enumerate(extents):
+        if not found or device != last or numbers + own > _at_once(device):
+            found.append([])
+            numbers = 0
+        found[-1].append(i)
+        numbers, last = numbers + own, device
+    return found
 
 
 def which_may_change(

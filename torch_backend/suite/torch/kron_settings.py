@@ -14,7 +14,7 @@ from suite.core.checks import check_choice, check_flag, check_integer, check_wid
 from suite.core.renamed import OF_KRON
 from suite.core.schedules import advance_clock
 from suite.torch.checks import check_clip, check_dtype, check_number, is_at_hand, require_known
-from suite.torch.kron_engine import StepSettings
+from suite.torch.kron_steps import StepSettings
 from suite.torch.kron_storage import KronStorage
 
 Schedule: TypeAlias = float | Callable[[int], float]

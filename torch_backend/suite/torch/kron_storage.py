@@ -30,9 +30,15 @@ class KronStorage:
     def keep(self, state: core_kron.KronState) -> core_kron.KronState:
         """The state as it is kept."""
         factors = tuple(map(self.keep_factor, state.factors))
-        pairs = zip(state.preconditioners, self._kept_axes(factors), strict=True)
-        kept = tuple(self._keep_preconditioner(p) for p, is_kept in pairs if is_kept)
+        kept = self.keep_preconditioners(factors, state.preconditioners)
         return state._replace(factors=factors, preconditioners=kept)
+
+    def keep_preconditioners(
+        self, factors: Sequence[torch.Tensor], preconditioners: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """P of the axes of which it is kept, as it is, beside factors as they are."""
+        pairs = zip(preconditioners, self._kept_axes(factors), strict=True)
+        return tuple(self._keep_preconditioner(p) for p, is_kept in pairs if is_kept)
 
     def full(
         self, rule: core_kron.Kron, kept: core_kron.KronState, *, factors: bool
@@ -48,17 +54,6 @@ class KronStorage:
         squares = iter(missing)  # of packed P themselves they are these, to the last bit
         preconditioners = tuple(next(found) if own else next(squares) for own in is_kept)
         return kept._replace(factors=tuple(whole), preconditioners=preconditioners)
-
-    def renewed(
-        self, rule: core_kron.Kron, kept: Sequence[core_kron.KronState]
-    ) -> list[core_kron.KronState]:
-        """What is kept, with the P of its factors, which may have changed."""
-        whole = [state._replace(factors=tuple(map(self.full_factor, state.factors))) for state in kept]
-        squared = map(self.keep, rule.square_all(whole))
-        return [
-            own._replace(preconditioners=new.preconditioners)
-            for own, new in zip(kept, squared, strict=True)
-        ]
 
     def _kept_axes(self, factors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
         """For each axis, whether P is kept beside the factors that are, (blocks, ...)."""
