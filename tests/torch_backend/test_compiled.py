@@ -661,3 +661,25 @@ def test_sizes_of_images_that_change_stay_dynamic(convolution):
         ends.append([p.detach() for p in model.parameters()])
     for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:these layers ran inside of torch.func's transforms:RuntimeWarning")
+def test_what_torch_func_makes_of_a_layer_in_a_compiled_loss_has_no_part_in_its_statistics():
+    """A PINN: derivatives of a residual by torch.func, values at the boundary."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, boundary = torch.randn(7, 2).double(), torch.randn(5, 2).double()
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    kfac = KFAC(model, damping=0.1, kl_clip=None)
+
+    def loss_of():
+        slope = torch.func.grad(lambda x: model(x).sum())(x)
+        each = torch.vmap(torch.func.grad(lambda x: model(x[None])[0, 0]))(x)
+        return (slope - each - 1).square().mean() + model(boundary).square().mean()
+
+    torch.compile(loss_of, backend="aot_eager", fullgraph=True)().backward()
+    with pytest.warns(RuntimeWarning, match=r"torch.func's transforms.* some in what is compiled"):
+        kfac.step()
+    rows = torch.cat([boundary, torch.ones(5, 1).double()], 1)
+    layer = kfac.state_dict()["kfac"]["layers"]["0"]
+    torch.testing.assert_close((layer["A"] / layer["A_weight"])[0], rows.mT @ rows / 5)

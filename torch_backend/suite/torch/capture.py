@@ -84,10 +84,13 @@ def is_training(clock: CaptureClock, site: Site) -> bool:
     """Whether calls of a site are part of training now, as far as modules and torch say so."""
     if clock.pausing or not site.owner.training or not torch.is_grad_enabled():
         return False
-    if torch.compiler.is_compiling():
-        return True
+    is_compiling = torch.compiler.is_compiling()
     # Under torch.func's transforms tensors are wrapped, and hooks cannot tell what is summed.
-    return not torch._C._are_functorch_transforms_active() and not torch.jit.is_tracing()
+    if torch._C._are_functorch_transforms_active():
+        if is_compiling:  # where what arrives at its outputs cannot be told
+            clock.transformed_in_graph = True
+        return False
+    return is_compiling or not torch.jit.is_tracing()
 
 
 def _place_of(site: Site, weight: nn.Parameter) -> tuple[nn.Module, str] | None:

@@ -47,6 +47,7 @@ class CaptureClock:
         self.strays: set[str] = set()  # names of what has a use that is missed
         self.lookups: set[str] = set()  # what was looked up once for all, in what is not followed
         self.transformed: set[str] = set()  # layers that ran where there are no statistics
+        self.transformed_in_graph = False  # whether some did so in compiled graphs
         self.missed: set[str] = set()  # layers whose uses in derivatives are not understood
         self._passing: set[int] = set()  # the backward passes that came to a layer and are not over
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}

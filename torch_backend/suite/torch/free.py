@@ -188,7 +188,7 @@ class FreeParameters(Mode):
         function, kwargs = traceable(function, args), kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
-        if not self.is_traced and torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active():
             return self._transformed(function, args, kwargs)
         if self.is_traced or function not in SUMS or "out" in kwargs:
             return self._called(function, args, kwargs)
@@ -274,6 +274,8 @@ class FreeParameters(Mode):
     def _transformed(self, function: Any, args: Any, kwargs: Any) -> Any:
         """A function within one of torch.func's transforms, which take no probes."""
         output = function(*args, **kwargs)
+        if self.is_traced:
+            return output
         with self.looking():
             for watched in [known for x in (*args, *kwargs.values()) for known in self._known(x)]:
                 if watched.strays is not None:

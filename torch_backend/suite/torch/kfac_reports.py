@@ -281,8 +281,11 @@ class Reports:
 
     def transformed(self) -> None:
         """Once: warn about layers that also ran where K-FAC sees nothing."""
-        if self.capture.clock.transformed:
-            names = ", ".join(map(repr, sorted(self.capture.clock.transformed)))
+        clock = self.capture.clock
+        found = [repr(name) for name in sorted(clock.transformed)]
+        found += ["some in what is compiled"] if clock.transformed_in_graph else []
+        if found:
+            names = ", ".join(found)
             warn_user(
                 "these layers ran inside of torch.func's transforms, or with forward-mode derivatives, "
                 f"where K-FAC sees nothing: statistics are of their other calls alone: {names}. Take "
