@@ -301,3 +301,48 @@ def test_other_ranks_than_before_and_derivatives_of_each_rank(crew):
         assert "initialized anew, with 2 ranks for 3: make the Kron anew" in said
         assert len(warned) == 1
         assert "nothing averages over ranks" in warned[0]
+
+
+def with_whole_parameters(how: str, bad: int) -> tuple[list[torch.Tensor], tuple[int, int], bool]:
+    """A step that finds whole parameters in the places of fully_shard's, and one that is not finite."""
+    rank, model = dist.get_rank(), Net()
+    if dist.get_world_size() > 1:
+        fully_shard(model)
+        if how == "backward":
+            model.set_reshard_after_backward(False)  # type: ignore[operator]
+    own = list(model.parameters())
+    sgd = torch.optim.SGD(own, lr=0.1)
+    kfac = KFAC(model, damping=0.1, factor_update_steps=4, compute_method="inverse")
+    generator = torch.Generator().manual_seed(0)
+    for step in range(4):
+        x = torch.randn(24, 4, generator=generator, dtype=torch.float64)
+        x = x[rank :: dist.get_world_size()]
+        loss = model(x).square().mean()
+        (loss * float("nan") if step == bad == 0 else loss).backward()
+        gradient: Any = own[2].grad
+        if step == bad > 0:
+            (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = float(
+                "nan"
+            )
+        if how == "forward":
+            with torch.no_grad():
+                model(x)
+        quietly(kfac.step)
+        sgd.step()
+        sgd.zero_grad()
+        kfac.zero_grad()
+        routed = "not the model's" not in str(kfac.routing())
+        if dist.get_world_size() > 1:
+            model.reshard()  # type: ignore[operator]
+    return quietly(parameters_of, model)[0], (kfac.steps, kfac.skipped_steps), routed
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("how", ["forward", "backward"])
+def test_whole_parameters_while_kfac_steps_are_not_the_ones_that_have_gradients(crew, how, bad):
+    ((expected, *_),) = crew.run(with_whole_parameters, 1, how, bad)
+    assert all(bool(p.isfinite().all()) for p in expected)
+    for found, steps, routed in crew.run(with_whole_parameters, 2, how, bad):
+        assert distance(found, expected) < 1e-9
+        assert steps == (3, 1)
+        assert routed

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from suite.torch import KFAC
+from suite.torch import KFAC, Kron
 from torch_backend.crew import Crew
 from torch_backend.distributed_jobs import distance, quietly
 
@@ -148,6 +148,55 @@ def test_a_bias_that_belongs_to_all_blocks_stays_one(crew):
     for found, routing, _, _ in results:
         assert "down.bias" in routing
         assert distance(found, results[0][0]) == 0
+
+
+def under_ddp(
+    bias: bool = False, bad: int = -1
+) -> tuple[dict[str, torch.Tensor], str, tuple[int, int], str]:
+    """DDP over the other axis, which makes plain parameters of DTensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Net(bias)
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    ddp = nn.parallel.DistributedDataParallel(model, device_mesh=mesh["dp"])
+    own = dict(model.named_parameters())  # it puts others into their places in every forward pass
+    with pytest.raises(
+        ValueError, match=r"parameters must be whole or DTensors, got .* fully_shard"
+    ) as e:
+        Kron(ddp.parameters())
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    kfac = KFAC(ddp, sgd, damping=0.03)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(6):
+        x = torch.randn(24, 6, generator=generator, dtype=torch.float64)
+        part = slice(mesh.get_local_rank("dp"), None, 2)
+        y = torch.randint(3, (24,), generator=generator)
+        F.cross_entropy(ddp(x[part]), y[part]).backward()
+        if step == 2 and bad == dist.get_rank():
+            own["up.weight"].grad[0] = float("nan")  # type: ignore[index]
+        quietly(kfac.step)
+        kfac.zero_grad()
+    for name, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
+        blocks = [torch.empty_like(own[name]) for _ in range(2)]
+        dist.all_gather(blocks, own[name].detach().contiguous(), group=mesh["tp"].get_group())
+        own[name] = nn.Parameter(torch.cat(blocks, dim))
+    found = {name: p.detach().clone() for name, p in own.items()}
+    return found, str(kfac.routing()), (kfac.steps, kfac.skipped_steps), str(e.value)
+
+
+def test_ddp_over_tensor_parallelism_is_a_network_in_parts(crew):
+    parts = InParts()
+    sgd = torch.optim.SGD(parts.parameters(), lr=0.1, momentum=0.9)
+    train(parts, KFAC(parts, sgd, damping=0.03), (1, 0))
+    for found, routing, steps, said in crew.run(under_ddp, 4):
+        assert distance(list(found.values()), [p.detach() for p in parts.whole()]) < 1e-9
+        assert "outputs split over ranks: G is block-diagonal" in routing
+        assert steps == (6, 0)
+        assert "got 3 that are blocks" in said
+    for bad in (0, 3):
+        results = crew.run(under_ddp, 4, True, bad)
+        for found, _, steps, _ in results:
+            assert steps == (5, 1)
+            assert distance(list(found.values()), list(results[0][0].values())) == 0
 
 
 @pytest.mark.parametrize("bad", [0, 3])

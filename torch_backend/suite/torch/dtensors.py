@@ -9,7 +9,7 @@ by outputs (ColwiseParallel) G is block-diagonal with a block a rank, for one th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,31 @@ def tensor_axes(parameter: Any, fully_sharded: bool) -> int:
         return ndim
     # FSDP2's own axes come first: one that shards, or one that replicates and one that shards.
     return ndim - (2 if ndim > 1 and parameter.placements[0].is_replicate() else 1)
+
+
+def hidden_layout(parameter: Any) -> Any:
+    """What a parameter is laid out like that DistributedDataParallel(device_mesh=) made plain, or None.
+
+    It hides tensor parallelism from whoever holds the parameter: what is here is a block.
+    """
+    return getattr(parameter, "_st_info", None)
+
+
+def parameters_of(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's parameters by name, with those of `before` in whose places others are for a while.
+
+    `fully_shard` has whole ones there between a forward pass and the next backward pass, and
+    DistributedDataParallel(device_mesh=) DTensors that are none after a forward pass; neither are an
+    optimizer's, nor get gradients.
+    """
+    found = {name: _original(p, before.get(name)) for name, p in model.named_parameters()}
+    hidden = {name: p for name, p in before.items() if hidden_layout(p) is not None}
+    return found | hidden
+
+
+def _original(now: Any, before: Any) -> Any:
+    gathered = is_sharded(before) and getattr(now, "device_mesh", None) != before.device_mesh
+    return before if gathered else now
 
 
 def chunk(start: int, stop: int, parts: int, number: int) -> tuple[int, int]:
@@ -170,15 +195,12 @@ def split_dim(parameter: Any, axes: int) -> int | None:
     Raises:
         ValueError: split on several axes, or not evenly known.
     """
-    if not axes:
-        return None
-    mesh = parameter.device_mesh
-    dims = {
-        getattr(parameter.placements[axis], "dim", None) for axis in range(mesh.ndim - axes, mesh.ndim)
-    }
-    dims.discard(None)
+    placements = parameter.placements[-axes:] if axes else ()
+    hidden = hidden_layout(parameter)
+    placements = placements if hidden is None else hidden.placements
+    dims = {getattr(placement, "dim", None) for placement in placements} - {None}
     if len(dims) > 1:
-        raise ValueError(f"K-FAC knows weights split on one axis, got placements {parameter.placements}")
+        raise ValueError(f"K-FAC knows weights split on one axis, got placements {placements}")
     return dims.pop() if dims else None
 
 
@@ -196,7 +218,12 @@ def groups_of(parameters: Iterable[tuple[Any, int, bool]], asked: bool) -> tuple
         ValueError: covered parameters are sharded, or split, over other ranks than others, or split on
             several axes.
     """
-    meshes = [(p.device_mesh, axes, covered) for p, axes, covered in parameters if is_sharded(p)]
+    meshes = []
+    for p, axes, covered in parameters:
+        if is_sharded(p):
+            meshes.append((p.device_mesh, axes, covered))
+        elif hidden_layout(p) is not None:
+            meshes.append((hidden_layout(p).mesh, hidden_layout(p).mesh.ndim, covered))
     several = [mesh for mesh, axes, covered in meshes if covered and axes > 1]
     if several:
         raise ValueError(f"K-FAC knows one tensor-parallel axis, got mesh {several[0]}")
@@ -304,6 +331,16 @@ def require_not_flattened(parameters: Iterable[torch.Tensor]) -> None:
         raise ValueError(
             "parameters must keep their shapes, got those of FullyShardedDataParallel: use fully_shard "
             "(FSDP2)"
+        )
+
+
+def require_not_hidden(parameters: Iterable[torch.Tensor]) -> None:
+    """ValueError where DistributedDataParallel(device_mesh=) has made plain parameters of DTensors."""
+    hidden = sum(hidden_layout(x) is not None for x in parameters)
+    if hidden:
+        raise ValueError(
+            f"parameters must be whole or DTensors, got {hidden} that are blocks of tensor parallelism, "
+            "made plain by DistributedDataParallel(device_mesh=...): use fully_shard over that mesh"
         )
 
 

@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from suite.torch.attention import Attention
-from suite.torch.dtensors import require_not_flattened, sharded_modules, split_dim, tensor_axes
+from suite.torch.dtensors import (
+    hidden_layout,
+    require_not_flattened,
+    sharded_modules,
+    split_dim,
+    tensor_axes,
+)
 from suite.torch.kinds import (
     FUNCTIONS,
     HIDDEN,
@@ -228,7 +234,7 @@ class FoundLayers:
                 self._bias(name, module, bias, own_forward)
             return
         spec = self._spec(module, weight, bias)
-        if self.tensor_axes[id(weight)]:
+        if self.tensor_axes[id(weight)] or hidden_layout(weight) is not None:
             if own_forward:
                 self._say(module, f"a tensor-parallel {type(module).__name__} with a forward of its own")
             else:

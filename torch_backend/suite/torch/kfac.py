@@ -23,6 +23,7 @@ from suite.torch.agreement import Terms
 from suite.torch.autocast import without_autocast
 from suite.torch.checks import is_at_hand, plain, warn_user
 from suite.torch.collectives import SameGroup
+from suite.torch.dtensors import parameters_of
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.grad_scaling import (
@@ -349,7 +350,8 @@ class KFAC(torch.optim.Optimizer):
                 seed=(seed + RANK_STRIDE * ranks.rank) % 2**31,
                 loss_scale=functools.partial(scale_of, grad_scaler),
             )
-        named = list(model.named_parameters())
+        self._named = dict(model.named_parameters())
+        named = self._named.items()
         moved = {id(p) for _, p in named} if optimizer is None else _moved_by(optimizer)
         # By name, of the parameters that it was made for: what had a gradient, what the optimizer had.
         self._trained = {name: p for name, p in named if p.requires_grad}
@@ -635,9 +637,12 @@ class KFAC(torch.optim.Optimizer):
     def _parameters(self) -> list[torch.Tensor]:
         """What the base optimizer moves; without one, the model's parameters as they are now."""
         if self._base is None:
-            return list(self._engine.model.parameters())
+            return list({id(p): p for p in self._named_parameters().values()}.values())
         moved = [p for group in self._base.param_groups for p in group["params"]]
         return list({id(p): p for p in moved}.values())
+
+    def _named_parameters(self) -> dict[str, Any]:
+        return parameters_of(self._engine.model, self._named)
 
     def _moves(self) -> Callable[[nn.Parameter], bool]:
         """Whether a parameter's gradient is the optimizer's business, and cleared by it."""
@@ -658,7 +663,7 @@ class KFAC(torch.optim.Optimizer):
         # What this rank has: others need not copy theirs.
         state = self.state_dict(gather=not self._engine.factors.allocated)["kfac"]
         # Layers whose parameters were exchanged since, or taken away, stay behind.
-        now = dict(self._engine.model.named_parameters())
+        now = self._named_parameters()
         present = {id(p) for p in now.values()}
         layers = [x for x in self._engine.layers if any(id(p) not in present for p in x.parameters())]
         gone, without = {x.name for x in layers}, {id(p) for x in layers for p in x.parameters()}
@@ -711,7 +716,7 @@ class KFAC(torch.optim.Optimizer):
 
     def _beside_the_model(self) -> Iterator[Route]:
         """Of the optimizer's parameters that are none of the model's."""
-        own = {id(parameter) for parameter in self.model.parameters()}
+        own = {id(parameter) for parameter in self._named_parameters().values()}
         for number, group in enumerate([] if self._base is None else self._base.param_groups):
             names = group.get("param_names") or range(len(group["params"]))
             for name, parameter in zip(names, group["params"], strict=True):

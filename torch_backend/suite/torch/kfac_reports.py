@@ -15,7 +15,7 @@ from suite.core.routing import Route, Routing
 from suite.torch.capture import Captured
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Ranks
-from suite.torch.dtensors import local
+from suite.torch.dtensors import local, parameters_of
 from suite.torch.factors import LayerFactors
 from suite.torch.find_layers import FoundLayers
 from suite.torch.layer_routes import NOT_GIVEN
@@ -41,6 +41,7 @@ class Reports:
         self._name_of = found.name_of
         self._shapes = [layer.weight.parameter.shape for layer in self.layers]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._named = dict(model.named_parameters())
         self._known = {found.name_of(name): p for name, p in model.named_parameters()}
         self._has_seen = self._torn_reported = False
         self._has_compiled = False  # any layer
@@ -247,7 +248,8 @@ class Reports:
         frozen = {id(p) for p in self._frozen}
         self._frozen = [p for p in self._frozen if id(p) not in added]
         known = {id(p) for p in self._known.values()} - frozen
-        names = [n for n, p in self.model.named_parameters() if id(p) in added - known]
+        own = parameters_of(self.model, self._named).items()
+        names = [name for name, p in own if id(p) in added - known]
         if names:
             listed = ", ".join(repr(self._name_of(name)) for name in names)
             warn_user(
@@ -343,7 +345,7 @@ class Reports:
                 notes.setdefault(number, []).extend(why)
         route_of = {id(self._known[r.parameter]): r for r in self._routing if r.parameter in self._known}
         routes = []
-        for full, parameter in self.model.named_parameters():
+        for full, parameter in parameters_of(self.model, self._named).items():
             name = self._name_of(full)
             known = route_of.get(id(parameter))
             if known is None:

@@ -21,7 +21,14 @@ from suite.core.step_size import Clip
 from suite.torch.autocast import without_autocast
 from suite.torch.checks import check_number, plain, warn_of_a_skipped_step, warn_user
 from suite.torch.collectives import Ranks
-from suite.torch.dtensors import group_of_all, is_sharded, local, require_not_flattened, settled
+from suite.torch.dtensors import (
+    group_of_all,
+    is_sharded,
+    local,
+    require_not_flattened,
+    require_not_hidden,
+    settled,
+)
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES, all_finite
 from suite.torch.kron_engine import KronEngine, as_real
@@ -169,6 +176,7 @@ class Kron(torch.optim.Optimizer):
         if not isinstance(params, torch.Tensor):  # which is an error, said below
             params = [_listed(entry) for entry in params]
             require_not_flattened(_tensors(params))
+            require_not_hidden(_tensors(params))
             process_group = group_of_all(_tensors(params)) if process_group is None else process_group
         self._ranks = Ranks(process_group, allreduce_bucket_cap_mb)
         if hvp == "exact" and not self._ranks.alone:

@@ -89,10 +89,10 @@ def ranks_of(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float)
     covered = {id(p) for layer in found.layers for p in layer.parameters()}
     own = [(p, found.tensor_axes[id(p)], id(p) in covered) for p in model.parameters()]
     data, tensor = groups_of(own, asked=group is None)
+    if group is None:
+        data = _group_of_ddp(model, covered) or data
     if tensor is None:
-        if group is None:
-            group = _group_of_ddp(model, covered) or data
-        return Ranks(group, bucket_mb), Ranks(alone=True)
+        return Ranks(data if group is None else group, bucket_mb), Ranks(alone=True)
     others = Ranks(tensor)
     if group is not None:
         split_layers = [(p, axes) for p, axes, is_covered in own if is_covered and axes]
