@@ -11,7 +11,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 from suite.torch import KFAC, Kron
@@ -148,6 +154,45 @@ def test_a_bias_that_belongs_to_all_blocks_stays_one(crew):
     for found, routing, _, _ in results:
         assert "down.bias" in routing
         assert distance(found, results[0][0]) == 0
+
+
+def with_spread_rows(spread: bool) -> tuple[list[torch.Tensor], str]:
+    """A head that each rank has a copy of, and runs on a part of the rows."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, said = Net(), ""
+    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if spread:
+        plan["down"] = RowwiseParallel(output_layouts=Shard(0))
+        plan |= {name: SequenceParallel(sequence_dim=0) for name in ("norm", "head")}
+    parallelize_module(model, mesh["tp"], plan)
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+    def loss() -> torch.Tensor:
+        y: Any = model(x)
+        y = y.full_tensor() if hasattr(y, "full_tensor") else y
+        return y.square().mean()
+
+    if spread:
+        refused = KFAC(model)
+        with pytest.raises(RuntimeError, match=r"layer 'head' must see all rows .* skip_layers=") as e:
+            loss()
+        said = str(e.value)
+        refused.detach()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, sgd, damping=0.1, skip_layers=["norm", "head"])
+    for _ in range(4):
+        kfac.zero_grad()
+        loss().backward()
+        quietly(kfac.step)
+    whole: list[Any] = list(model.parameters())
+    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in whole], said
+
+
+def test_rows_that_are_spread_over_copies_of_a_layer_are_an_error_and_may_be_left_out(crew):
+    expected = crew.run(with_spread_rows, 2, False)[0][0]
+    for found, said in crew.run(with_spread_rows, 2, True):
+        assert distance(found, expected) < 1e-9
+        assert "Shard(dim=0)" in said
 
 
 def under_ddp(

@@ -31,7 +31,7 @@ from suite.torch.derivatives import (
     follow,
     is_awaited,
 )
-from suite.torch.dtensors import is_sharded, like, local
+from suite.torch.dtensors import is_cut, is_sharded, like, local
 from suite.torch.explained import Explained
 from suite.torch.first_step import FirstStep
 from suite.torch.hooks import (
@@ -332,6 +332,13 @@ class LayerCapture:
             # Passes of our own must still go through what fully_shard has to gather on all ranks.
             return Reached.apply(y, self.counts, 0) if self.clock.sampled and self.held_back else y
         if is_sharded(y):  # of a tensor-parallel layer: what is here is a block
+            if not self.layer.tensor_split and is_cut(y):
+                raise RuntimeError(
+                    f"layer {self.layer.name!r} must see all rows on each rank that has a copy of it, "
+                    f"got output of placements {tuple(y.placements)}, as SequenceParallel and "
+                    "distribute_module make it: leave the layer out by skip_layers=, or have its input "
+                    "on all ranks; for data-parallel training take fully_shard or DDP"
+                )
             probed = self._probed(site, local(x), local(y), args, kwargs, whole=False)
             return like(y, probed)
         return self._probed(site, x, y, args, kwargs)

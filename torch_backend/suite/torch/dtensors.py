@@ -37,6 +37,11 @@ def like(y: Any, part: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def is_cut(x: Any) -> bool:
+    """Whether ranks have parts of a DTensor, and neither copies of it nor terms of a sum."""
+    return any(placement.is_shard() for placement in x.placements)
+
+
 def sharded_modules(model: nn.Module) -> list[Any]:
     """The modules of a model that `fully_shard` was called on."""
     return [module for module in model.modules() if hasattr(module, "set_reshard_after_backward")]

@@ -23,7 +23,7 @@ from suite.torch.agreement import Terms
 from suite.torch.autocast import without_autocast
 from suite.torch.checks import is_at_hand, plain, warn_user
 from suite.torch.collectives import SameGroup
-from suite.torch.dtensors import parameters_of
+from suite.torch.dtensors import is_sharded, parameters_of, settled
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.grad_scaling import (
@@ -583,6 +583,9 @@ class KFAC(torch.optim.Optimizer):
             scale = self._sampler.scale
         taken = self._engine.capture.take_statistics(scale)
         parameters = self._parameters()
+        for p in parameters:  # tensor parallelism may leave sums over ranks to be done
+            if p.grad is not None and is_sharded(p.grad):
+                p.grad = settled(p.grad, p)
         due = self._spread_inverses or self._steps % inv_update_steps == 0
         doubted, reads = self._overdue.doubted, not self._is_graphed
         agreed = self._engine.agree(parameters, taken, moves, doubted, reads=reads)
