@@ -346,3 +346,31 @@ def test_whole_parameters_while_kfac_steps_are_not_the_ones_that_have_gradients(
         assert distance(found, expected) < 1e-9
         assert steps == (3, 1)
         assert routed
+
+
+def with_shards_of_each_layer(wrap: str) -> tuple[list[torch.Tensor], list[str], int]:
+    """Two layers read one tensor, which fully_shard hands to each as a tensor of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4).double(), nn.Tanh(), Net())
+    if wrap == "each":
+        for layer in (model[0], *model[2].children()):
+            fully_shard(layer)
+    if wrap != "none":
+        fully_shard(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, sgd, damping=0.03, compute_method="inverse")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    train(model, kfac, slice(rank, None, world), steps=4)
+    shared = [route.parameter for route in kfac.routing().routes if "shares A" in route.reason]
+    return quietly(parameters_of, model)[0], shared, sum(kfac.memory_usage().values())
+
+
+def test_layers_that_read_one_tensor_share_its_second_moment_however_they_are_sharded(crew):
+    ((expected, shared, size),) = crew.run(with_shards_of_each_layer, 1, "none")
+    assert shared == ["2.second.weight"]
+    for wrap in ("root", "each"):
+        for found, own, _ in crew.run(with_shards_of_each_layer, 2, wrap):
+            assert own == shared
+            assert distance(found, expected) < 1e-9
+        ((_, _, alone),) = crew.run(with_shards_of_each_layer, 1, wrap)
+        assert alone == size

@@ -717,7 +717,9 @@ class LayerCapture:
         assert self.input_of is not None
         if torch.compiler.is_compiling():
             return False
-        found = any(reference() is x for reference in self.input_of.seen)
+        seen = [y for reference in self.input_of.seen if (y := reference()) is not None]
+        token = self.clock.token
+        found = any(y is x for y in seen) or any(token(y) == token(x) for y in seen)
         self.left_out |= found
         return found
 

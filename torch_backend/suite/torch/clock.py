@@ -50,6 +50,9 @@ class CaptureClock:
         self.transformed_in_graph = False  # whether some did so in compiled graphs
         self.missed: set[str] = set()  # layers whose uses in derivatives are not understood
         self._passing: set[int] = set()  # the backward passes that came to a layer and are not over
+        self._wrapped: dict[
+            tuple[int, int, int], tuple[Any, int]
+        ] = {}  # with nodes, as ids are used again
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
         self.calls = 0
@@ -223,6 +226,13 @@ class CaptureClock:
 
     def token(self, x: torch.Tensor) -> int:
         """A number that is the same for the same tensor with the same content."""
+        source = _wrapped_by_fully_shard(x)
+        if source is not None:
+            key = id(source[0]), source[1], x._version
+            if key not in self._wrapped:
+                self._next += 1
+                self._wrapped[key] = source[0], self._next
+            return self._wrapped[key][1]
         known = self._tokens.get(id(x))
         if known is not None and known[0]() is x and known[1] == x._version:
             return known[2]
@@ -233,6 +243,19 @@ class CaptureClock:
     def forget(self) -> None:
         """Drop what `token` remembers."""
         self._tokens.clear()
+        self._wrapped.clear()
+
+
+def _wrapped_by_fully_shard(x: torch.Tensor) -> tuple[Any, int] | None:
+    """What made a tensor, (node, which of its results), that is handed to a module of fully_shard's own.
+
+    Each such module gets a tensor of its own, which is the same as others' if it was made alike.
+    """
+    node = x.grad_fn
+    if node is None or type(node).__name__ != "RegisterPostBackwardFunctionBackward":
+        return None
+    source: tuple[Any, int] = node.next_functions[x.output_nr]
+    return source
 
 
 class _Pass:
