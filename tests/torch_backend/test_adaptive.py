@@ -350,6 +350,22 @@ def test_an_operation_without_a_forward_derivative_is_an_error():
         optimizer_of(model).step(closure_of(model, x, y))
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_a_closure_with_gradients_by_parameters_is_an_error_that_says_what_works(held):
+    """Weights of a loss's terms by the norms of their gradients."""
+    model, x = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(9, 2)
+    own = list(model.parameters())
+
+    def closure():
+        residuals = model(x) - 1
+        parameters = own if held else list(model.parameters())
+        gradients = torch.autograd.grad(residuals.square().mean(), parameters, retain_graph=True)
+        return residuals.square().mean() / gradients[0].norm().detach(), residuals
+
+    with pytest.raises(RuntimeError, match=r"gradients by the parameters.* before step\(\)"):
+        optimizer_of(model).step(closure)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch.func's own
 @pytest.mark.filterwarnings("ignore:these layers ran inside of torch.func:RuntimeWarning")
 def test_a_closure_with_forward_mode_derivatives_is_an_error_that_says_what_works():

@@ -126,6 +126,14 @@ class _ByNumbers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# What torch.autograd.grad says of parameters that no graph leads to.
+_BY_PARAMETERS = (
+    "does not require grad and does not have a grad_fn",
+    "One of the differentiated Tensors appears to not have been used in the graph",
+    "One of the differentiated Tensors does not require grad",
+)
+
+
 def derivatives_along(
     closure: Callable[[], Sequence[torch.Tensor]],
     model: nn.Module,
@@ -162,12 +170,18 @@ def derivatives_along(
                 f"for one in it: {error}"
             ) from error
         except RuntimeError as error:
-            if "ested forward mode AD" not in str(error):
-                raise
-            raise RuntimeError(
-                "the closure must not take derivatives in forward mode itself (torch.func.hessian, jvp, "
-                "jacfwd do), which torch cannot nest: torch.autograd.grad can be differentiated"
-            ) from error
+            if "ested forward mode AD" in str(error):
+                raise RuntimeError(
+                    "the closure must not take derivatives in forward mode itself (torch.func.hessian, "
+                    "jvp, jacfwd do), which torch cannot nest: torch.autograd.grad can be differentiated"
+                ) from error
+            if any(text in str(error) for text in _BY_PARAMETERS):
+                raise RuntimeError(
+                    "the closure must not take gradients by the parameters, as weights of a loss's terms "
+                    "do that are made of these gradients' norms: make them before step(), as numbers that "
+                    "the closure takes"
+                ) from error
+            raise
         finally:
             for module, name, parameter in places:
                 module._parameters[name] = parameter
