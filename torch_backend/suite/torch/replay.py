@@ -177,9 +177,9 @@ def derivatives_along(
                 ) from error
             if any(text in str(error) for text in _BY_PARAMETERS):
                 raise RuntimeError(
-                    "the closure must not take gradients by the parameters, as weights of a loss's terms "
-                    "do that are made of these gradients' norms: make them before step(), as numbers that "
-                    "the closure takes"
+                    "the closure must not take gradients by the parameters, as weights of a loss's "
+                    "terms do that are made of these gradients' norms: make them before step(), as "
+                    "numbers that the closure takes"
                 ) from error
             raise
         finally:
