@@ -213,6 +213,40 @@ def test_a_leaf_used_twice_with_different_numbers_is_one_block():
     np.testing.assert_allclose(statistics["['w']"].main.A[0], rows.T @ rows, rtol=1e-12)
 
 
+@pytest.mark.parametrize("max_factor_size", [3, 100])
+@pytest.mark.parametrize("basis", ["none", "identity", "eigenvectors"])
+@pytest.mark.parametrize("of", ["tangents", "a use without the bias"])
+def test_uses_without_the_bias_have_the_coordinates_of_those_with_it(of, basis, max_factor_size):
+    """c belongs to the inputs of both: A and G of one block are sums over all of them."""
+    c, params = 0.25, {"w": normal(4, 3), "b": normal(3, seed=1)}
+    x, t = normal(5, 4, seed=2), normal(5, 4, seed=3)
+
+    def loss(p, x, t):
+        if of == "tangents":
+            y, tangent = jax.jvp(lambda x: x @ (c * p["w"]) + p["b"], (x,), (t,))
+        else:
+            y, tangent = x @ (c * p["w"]) + p["b"], t @ (c * p["w"])
+        return jnp.sum(jnp.sin(y) * jnp.cos(tangent))
+
+    U_A, U_G = (np.linalg.qr(normal(n, n, seed=4))[0] for n in (5, 3))
+    U_A = None if basis == "identity" else U_A
+    bases = {"['w']": (None if U_A is None else jnp.asarray(U_A)[None], jnp.asarray(U_G)[None])}
+    vag = value_and_grad(loss, max_factor_size=max_factor_size)
+    own = vag(params, x, t, bases=None if basis == "none" else bases)[2]["['w']"].main
+    verify(loss, params, x, t, rtol=1e-10)
+
+    y, tangent = np.asarray(c * x @ params["w"] + params["b"]), np.asarray(c * t @ params["w"])
+    g = np.concatenate([np.cos(y) * np.cos(tangent), -np.sin(y) * np.sin(tangent)])
+    rows = np.concatenate([np.c_[c * x, np.ones(5)], np.c_[c * t, np.zeros(5)]])
+    expected = np.diag(np.sum(rows**2, 0)) if max_factor_size == 3 else rows.T @ rows
+    A = np.diag(own.A[0]) if max_factor_size == 3 else own.A[0]
+    np.testing.assert_allclose(A, expected, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(own.G[0], g.T @ g, rtol=1e-12)
+    if basis != "none":
+        products = np.square(g @ U_G).T @ np.square(rows if U_A is None else rows @ U_A)
+        np.testing.assert_allclose(own.products[0], products, rtol=1e-10)
+
+
 STACKED = {"w": 0.5 * normal(3, 4, 4), "b": normal(3, 4, seed=1)}
 NUMBERS = jnp.asarray([0.3, -1.2, 0.8])
 

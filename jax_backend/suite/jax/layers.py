@@ -142,7 +142,9 @@ class Use(NamedTuple):
         """Its part of the product's input and of its output's gradient, and what both are scaled with.
 
         y = (c W) a + c' b is W and b on the coordinates (c a, c'), which the lengths are: of (a, 1).
-        Without a bias the gradient gets c, and A stays what other layers with this input share.
+        All uses of a layer with a bias are on these, for they add up: those without the bias on c a.
+        Without a bias the gradient gets c, and A stays what other layers with this input share; so it
+        does in uses as Wᵀ, whose sums are apart.
         """
         lengths, by_input, by_output, mask = None, None, None, None
         if self.chains or self.operands:
@@ -160,10 +162,11 @@ class Use(NamedTuple):
                 x = sum(part.sign * next(given).astype(gradient.dtype) for part in self.parts)
         if self.chains:
             c, bias_c = (factor.astype(gradient.dtype) for factor in factors)
-            if not self.biased:
+            if layer.bias is None or self.transposed:
                 gradient = gradient * c
             else:
-                lengths = jnp.append(jnp.full(layer.sizes[0] - 1, c), bias_c)
+                lengths = jnp.full(layer.sizes[0] - 1, c)
+                lengths = jnp.append(lengths, bias_c) if self.biased else lengths
         if self.x_window is not None:
             x = apply_steps(x, (self.x_window,))
         if self.y_window is not None:
@@ -176,7 +179,7 @@ class _Own(NamedTuple):
 
     x: Any
     gradient: jax.Array
-    lengths: jax.Array | None  # (d_in,)
+    lengths: jax.Array | None  # (d_in,), or without the bias's
     by_input: jax.Array | None  # (groups, d_in)
     by_output: jax.Array | None  # (groups, d_out)
     mask: jax.Array | None  # (groups, d_out, d_in)
@@ -322,9 +325,9 @@ def use_sums(
             assert inputs is not None
             a, g = (outputs, inputs) if use.transposed else (inputs, outputs)
             products = second_moment_in_basis(a, g, of_A, of_G, bias=use.biased)
-            products = _as_long(products, like.products.shape, 1)
             if lengths is not None and bases[0] is None:
                 products = products * (lengths**2)[None, None, :]
+            products = _as_long(products, like.products.shape, 1)
     if lengths is not None and A is not None:
         squares = lengths**2 if diagonal_A else lengths[:, None] * lengths[None, :]
         A = A * squares[None]
