@@ -1569,6 +1569,36 @@ def test_the_terms_of_energies_and_forces_and_of_a_gradient_penalty():
     assert float(value_and_grad(penalty)(p, x, y)[2].terms) == 9 + 4 + 4
 
 
+# A last layer whose bias, if it has one, is no column beside the weight.
+LAST_LAYERS = {
+    "no bias": lambda w, b, h: h @ w,
+    "times a number": lambda w, b, h: 0.5 * (h @ w) + b,
+    "weight times a number": lambda w, b, h: h @ (0.5 * w),
+}
+
+
+@pytest.mark.parametrize("last", LAST_LAYERS)
+@pytest.mark.parametrize("order", ["derivative first", "value first"])
+def test_terms_of_values_beside_derivatives_without_a_bias_in_any_order(last, order):
+    """u + u' of 9 points, and u of 4 on the boundary; a derivative has a product that nothing reads."""
+    p, x, y = points_and_mlp()
+
+    def u(p, x):
+        for w, b in p[:-1]:
+            x = jnp.tanh(x @ w + b)
+        return LAST_LAYERS[last](*p[-1], x)
+
+    def loss(p, x, y):
+        parts = {
+            "derivative first": lambda: jax.vmap(jax.grad(lambda x: u(p, x)[0]))(x)[:, 0],
+            "value first": lambda: u(p, x)[:, 0],
+        }
+        found = {name: parts[name]() for name in sorted(parts, key=order.__ne__)}
+        return jnp.mean(sum(found.values()) ** 2) + jnp.mean(u(p, y) ** 2)
+
+    assert value_and_grad(loss).plan(p, x, y).last[0].terms == 9 + 4
+
+
 def padded(rows):
     return np.pad(np.asarray(rows), ((0, 0), (0, 1)))
 

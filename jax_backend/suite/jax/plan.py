@@ -433,9 +433,9 @@ def _terms(
     counted = [s for s in sites if s.use.place in mine and not mine[s.use.place].transposed]
     if owner.get(very_last.use.place) is not layer:
         own = [s for s in products if s.leaf == very_last.leaf and s.view == very_last.view]
-    elif very_last.use.place in mine:  # of a tied autoencoder the decoder's, which has the transpose
-        turned = {place for place, use in mine.items() if use.transposed}
-        own = [s for s in own if (s.use.place in turned) == (very_last.use.place in turned)]
+    else:  # of a tied autoencoder the decoder's, which has the transpose; so has what reverse mode makes
+        turned = {s.view for s in sites if s.use.place in mine and mine[s.use.place].transposed}
+        own = [s for s in own if (s.view in turned) == (very_last.view in turned)]
     # Of a tied table the head's rows, not the lookups'.
     own = [s for s in own if not isinstance(s.use.product, Lookup)] or own
     own = list({uses.derivatives.made_of(s): s for s in own}.values()) if len(own) > 1 else own
