@@ -1477,6 +1477,25 @@ def test_what_is_computed_again_is_counted_once_and_what_differs_apart():
         assert value_and_grad(loss).plan(p, x).last[0].terms == count
 
 
+def test_what_differs_in_more_than_axes_of_length_1_differs():
+    p, x, z = {"w": normal(3, 4), "v": normal(4, 2, seed=1)}, normal(3, 3), normal(3, seed=2)
+
+    def terms(*inputs):
+        def loss(p, x, z):
+            return sum(jnp.mean((jnp.tanh(f(x, z) @ p["w"]) @ p["v"]) ** 2) for f in inputs)
+
+        return value_and_grad(loss).plan(p, x, z).last[0].terms
+
+    def of_each(x, z):
+        return jax.vmap(lambda x: x[None] + z[None])(x)[:, 0]
+
+    assert terms(lambda x, z: x + z, of_each) == 3
+    assert terms(lambda x, z: x + z, lambda x, z: x + z[:, None]) == 6
+    assert terms(lambda x, z: x @ x[None, 0].T + x, lambda x, z: x.T @ x[0][:, None] + x) == 6
+    assert terms(lambda x, z: jnp.cumsum(x, 0), lambda x, z: jnp.cumsum(x[None], 2)[0]) == 6
+    assert terms(lambda x, z: z[:, None] + 0 * x, lambda x, z: z + 0 * x) == 6
+
+
 def recurrent(p, x, start=0.0, reverse=False):
     """Of (time, examples, features)."""
 
@@ -1567,6 +1586,24 @@ def test_the_terms_of_energies_and_forces_and_of_a_gradient_penalty():
 
     assert float(value_and_grad(forces)(p, x)[2].terms) == 9
     assert float(value_and_grad(penalty)(p, x, y)[2].terms) == 9 + 4 + 4
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", LAPLACIANS)
+def test_terms_of_a_batch_of_values_and_of_derivatives_point_by_point(kind, activation):
+    """Each point is a batch of one where it is differentiated, and all are one where they are not."""
+    p, x, y = points_and_mlp()
+
+    def u(p, x):
+        for w, b in p[:-1]:
+            x = activation(x @ w + b)
+        return x @ p[-1][0] + p[-1][1]
+
+    def loss(p, x, y):
+        sums = jax.vmap(lambda x: LAPLACIANS[kind](lambda x: u(p, x[None])[0, 0], x))(x)
+        return jnp.mean((sums + u(p, x)[:, 0]) ** 2) + jnp.mean(u(p, y) ** 2)
+
+    assert value_and_grad(loss).plan(p, x, y).last[0].terms == 9 + 4
 
 
 # A last layer whose bias, if it has one, is no column beside the weight.

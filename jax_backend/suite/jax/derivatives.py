@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from suite.jax import jaxprs
+from suite.jax.alike import same_values
 from suite.jax.layers import Lookup
 from suite.jax.operations import (
     Add,
@@ -34,7 +35,7 @@ class Derivatives:
 
     @functools.cached_property
     def _first(self) -> list[int]:
-        return _alike(self.program)
+        return same_values(self.program)
 
     @functools.cached_property
     def _data(self) -> list[int]:
@@ -134,46 +135,6 @@ def _sources(program: jaxprs.Program, among: Iterable[int]) -> list[int]:
         for a, bits in into:
             found[a] = bits
     return found
-
-
-def _alike(program: jaxprs.Program) -> list[int]:
-    """For each value the first that is computed in the same way from the same values.
-
-    So a derivative's values are those of the function itself, which it computes again. What loops carry
-    is alike if they start alike and all that they make of it is; what a `cond` returns is like nothing.
-    """
-    apart: set[int] = set()
-    while True:
-        first = _alike_but(program, apart)
-        ends: dict[int, int] = {}  # by what is carried in, of those that seem alike, what goes on
-        found = {a for a, b in program.back if ends.setdefault(first[a], first[b]) != first[b]} - apart
-        if not found:
-            return first
-        apart |= found
-
-
-def _alike_but(program: jaxprs.Program, apart: set[int]) -> list[int]:
-    """`_alike`, where loops go on as they start, but for what is `apart` from all others."""
-    first = list(range(len(program.avals)))
-    known: dict[Any, tuple[int, ...]] = {}
-    for node in program.nodes:
-        op, value = node.operation, node.inputs[0] if node.inputs else None
-        if node.outputs[0] in apart or (isinstance(op, Moved) and node.name == "cond"):
-            continue
-        if value is not None and (isinstance(op, Returned) or op == Reindex(None)):
-            first[node.outputs[0]] = first[value]
-            continue
-        operands = tuple(
-            str(program.numbers.get((node.path, i))) if v is None else first[v]
-            for i, v in enumerate(node.inputs)
-        )
-        params = tuple(sorted((name, str(x)) for name, x in (node.params or {}).items()))
-        kinds = tuple(program.avals[out] for out in node.outputs)
-        loops = tuple(path if n is None else n for path, n in node.loops)
-        same = known.setdefault((node.name, op, operands, params, kinds, loops), node.outputs)
-        for out, one in zip(node.outputs, same, strict=True):
-            first[out] = one
-    return first
 
 
 def _linear_values(program: jaxprs.Program, data: Iterable[int]) -> tuple[set[int], set[int]]:
