@@ -240,6 +240,66 @@ def test_flat_parameters_are_refused(crew, use_orig_params):
         assert all("use fully_shard" in text for text in said)
 
 
+# ---- groups that are given ------------------------------------------------------------------------
+
+
+def hsdp_with(axis: str, kind: str) -> list[torch.Tensor] | str:
+    """Two replicas of halves, trained by the ranks of one axis of the mesh, or of both."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Net()
+    later = kind == "kron, sharded later"
+    group = dist.group.WORLD if axis == "both" else mesh[axis].get_group()
+    made = model.parameters()
+    if not later:
+        fully_shard(model, mesh=mesh)
+        made = model.parameters()
+    try:
+        if kind == "kfac":
+            optimizer: Any = kfac_of(model, model, process_group=group)
+        else:
+            share = "replicate" if kind == "kron, replicated" else "shard"
+            optimizer = Kron(made, lr=0.01, distributed=share, process_group=group)
+    except ValueError as error:
+        return str(error)
+    if later:
+        fully_shard(model, mesh=mesh)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+    said = said_by(train, model, optimizer, slice(dist.get_rank(), None, 4))
+    return said or quietly(parameters_of, model)[0]
+
+
+@pytest.mark.parametrize("kind", ["kfac", "kron", "kron, replicated", "kron, sharded later"])
+@pytest.mark.parametrize("axis", ["replicate", "shard", "both"])
+def test_a_group_has_all_ranks_of_the_shards(crew, kind, axis):
+    """Or it is refused. Kron may do without replicas, whose gradient is the same."""
+    fits = axis == "both" or (axis == "shard" and kind != "kfac")
+    alone = Net()
+    train(
+        alone, kfac_of(alone, alone) if kind == "kfac" else Kron(alone.parameters(), 0.01), slice(None)
+    )
+    for found in crew.run(hsdp_with, 4, axis, kind):
+        if fits:
+            assert distance(found, [p.detach() for p in alone.parameters()]) < 1e-9
+        else:
+            assert "process_group must have all ranks [" in found
+            assert "got one of ranks [" in found
+
+
+def stage_of_each() -> str:
+    """A rank's own stage, of a pipeline: plain parameters, and a group of one."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    model = Net(dist.get_rank())
+    alone = groups[dist.get_rank()]
+    kron = Kron(model.parameters(), lr=0.01, distributed="shard", process_group=alone)
+    return said_by(train, model, kron, slice(None)) or said_by(
+        train, model, kfac_of(model, model, process_group=alone), slice(None)
+    )
+
+
+def test_a_group_of_one_is_fine_for_plain_parameters(crew):
+    assert crew.run(stage_of_each, 2) == ["", ""]
+
+
 # ---- what is kept ---------------------------------------------------------------------------------
 
 

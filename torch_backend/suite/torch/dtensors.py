@@ -279,15 +279,45 @@ def require_same_blocks(parameters: Iterable[tuple[Any, int]], ranks: Iterable[i
             )
 
 
+def require_all_shards(parameters: Iterable[tuple[Any, Iterable[int]]], group: Any) -> None:
+    """ValueError unless a process group has all ranks of DTensors' meshes along some of their axes.
+
+    What others have of such a gradient would count as zeros.
+
+    Args:
+        parameters: with the axes of their meshes.
+    """
+    for parameter, axes in parameters:
+        needed = {*_ranks_along(parameter.device_mesh, axes)}
+        ranks = {*torch.distributed.get_process_group_ranks(group)}
+        if not needed <= ranks:
+            raise ValueError(
+                f"process_group must have all ranks {sorted(needed)} over which a parameter of shape "
+                f"{tuple(parameter.shape)} is sharded, got one of ranks {sorted(ranks)}: give that of "
+                "their whole mesh, or none"
+            )
+
+
+def shard_axes(parameter: Any) -> list[int]:
+    """The axes of a DTensor's mesh over which it is split, not copied."""
+    return [i for i, x in enumerate(parameter.placements) if getattr(x, "dim", None) is not None]
+
+
 def _data_ranks(mesh: Any, axes: int) -> tuple[int, ...]:
     """The ranks of a mesh with this rank's tensor-parallel block.
 
     Args:
         axes: how many of its last axes are of tensor parallelism.
     """
-    ranks = mesh.mesh
-    for axis in range(mesh.ndim - 1, mesh.ndim - 1 - axes, -1):
-        ranks = ranks.select(axis, mesh.get_local_rank(axis))
+    return _ranks_along(mesh, range(mesh.ndim - axes))
+
+
+def _ranks_along(mesh: Any, axes: Iterable[int]) -> tuple[int, ...]:
+    """The ranks of a mesh that are where this one is on all but these axes."""
+    ranks, kept = mesh.mesh, {*axes}
+    for axis in reversed(range(mesh.ndim)):
+        if axis not in kept:
+            ranks = ranks.select(axis, mesh.get_local_rank(axis))
     return tuple(ranks.flatten().tolist())
 
 

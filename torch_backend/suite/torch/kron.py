@@ -25,9 +25,11 @@ from suite.torch.dtensors import (
     group_of_all,
     is_sharded,
     local,
+    require_all_shards,
     require_not_flattened,
     require_not_hidden,
     settled,
+    shard_axes,
 )
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES, all_finite
@@ -257,7 +259,18 @@ class Kron(torch.optim.Optimizer):
         if self.hvp is not None and any(is_sharded(p) for p in group["params"]):
             self.param_groups.pop()
             raise ValueError(f"parameters must not be sharded with hvp={self.hvp!r}, got DTensors")
+        try:
+            self._require_all_shards(group["params"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
         self._add_engine(group)
+
+    def _require_all_shards(self, parameters: Iterable[torch.Tensor]) -> None:
+        """ValueError unless our ranks have all parts of each. Replicas have the same gradient."""
+        if self._ranks.group is not None:
+            sharded = [(p, shard_axes(p)) for p in parameters if is_sharded(p)]
+            require_all_shards(sharded, self._ranks.group)
 
     def _add_engine(self, group: dict[str, Any]) -> None:
         before = sum(len(g["params"]) for g in self.param_groups[: len(self._engines)])
@@ -291,6 +304,7 @@ class Kron(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: parameters were exchanged after it; a part of a parameter's state is gone.
+            ValueError: they are sharded over ranks that are not in the process group.
         """
         held = [[p for p in group["params"] if p.numel()] for group in self.param_groups]
         known = [engine.parameters for engine in self._engines]
@@ -302,6 +316,7 @@ class Kron(torch.optim.Optimizer):
                 "after the first step param_groups must hold the parameters that Kron has state of, got "
                 "others: use add_param_group for more, and a new Kron where some are exchanged or gone"
             )
+        self._require_all_shards(p for own in held for p in own)
         self.state.clear()
         self._begin()
 

@@ -16,7 +16,7 @@ from suite.core.placement import gradient_workers
 from suite.torch.agreement import check_terms
 from suite.torch.checks import check_dtype, check_number
 from suite.torch.collectives import Ranks
-from suite.torch.dtensors import groups_of, require_same_blocks
+from suite.torch.dtensors import groups_of, is_sharded, require_all_shards, require_same_blocks
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import Likelihood
 
@@ -87,7 +87,13 @@ def choice_of(name: str, value: Any, kind: type[enum.Enum]) -> Any:
 def ranks_of(model: nn.Module, found: FoundLayers, group: Any, bucket_mb: float) -> tuple[Ranks, Ranks]:
     """The ranks that have the same layers and other data, and those that have other blocks of layers."""
     covered = {id(p) for layer in found.layers for p in layer.parameters()}
-    own = [(p, found.tensor_axes[id(p)], id(p) in covered) for p in model.parameters()]
+    of_model = model.parameters()
+    own: list[tuple[Any, int, bool]] = [
+        (p, found.tensor_axes[id(p)], id(p) in covered) for p in of_model
+    ]
+    if group is not None:  # replicas, too, have other data
+        meshes = [(p, range(p.device_mesh.ndim - n)) for p, n, kept in own if kept and is_sharded(p)]
+        require_all_shards(meshes, group)
     data, tensor = groups_of(own, asked=group is None)
     if group is None:
         data = _group_of_ddp(model, covered) or data
