@@ -582,6 +582,32 @@ def test_a_resumed_run_is_the_uninterrupted_run(way, tmp_path):
     assert same(optimizer.metrics(), resumed.metrics())
 
 
+class Around(nn.Module):
+    """Names what it has as DistributedDataParallel does."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+@pytest.mark.parametrize("saved_inside", [True, False])
+def test_a_run_is_resumed_inside_of_a_wrapper_and_outside(saved_inside):
+    model, other, batches = network(), network(1), [data(seed=number) for number in range(6)]
+    first, second = (Around(model), other) if saved_inside else (model, Around(other))
+    optimizer, resumed = optimizer_of(first), optimizer_of(second)
+    for x, y in batches[:3]:
+        optimizer.step(closure_of(first, x, y))
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    for x, y in batches[3:]:
+        optimizer.step(closure_of(first, x, y))
+        resumed.step(closure_of(second, x, y))
+    assert np.array_equal(flat(model), flat(other))
+
+
 def test_a_state_that_does_not_fit_is_an_error():
     model, (x, y) = network(), data()
     optimizer = optimizer_of(model)

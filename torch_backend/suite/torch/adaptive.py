@@ -358,7 +358,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         return {"kfac": self.kfac.state_dict(), "adaptive": self._own_state(), **fallback}
 
     def _own_state(self) -> dict[str, Any]:
-        names = {id(p): name for name, p in self.kfac.model.named_parameters()}
+        names = {id(p): name for name, p in _named(self.kfac).items()}
         last: dict[str, Any] = {}
         if self._last is not None:
             kept = {names[id(p)]: {"before": x, "change": step} for p, x, step in self._last.moves}
@@ -376,7 +376,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         wanted = {"kfac", "adaptive"} | (set() if self.fallback is None else {"fallback"})
         if set(state_dict) != wanted:
             raise ValueError(f"state_dict must have keys {sorted(wanted)}, got {sorted(state_dict)}")
-        own, parameters = state_dict["adaptive"], dict(self.kfac.model.named_parameters())
+        own, parameters = state_dict["adaptive"], _named(self.kfac)
         missing = {"skipped_steps", "rejected_steps", "found"} - set(own)
         if missing:
             raise ValueError(f"state_dict['adaptive'] must have {sorted(missing)}, got {sorted(own)}")
@@ -419,8 +419,13 @@ def _rebuilt(
     kind: type[AdaptiveKFAC], kfac: KFAC, fallback: torch.optim.Optimizer | None, own: dict[str, Any]
 ) -> AdaptiveKFAC:
     made = kind(kfac, fallback)
-    made._load(own, dict(kfac.model.named_parameters()))
+    made._load(own, _named(kfac))
     return made
+
+
+def _named(kfac: KFAC) -> dict[str, torch.nn.Parameter]:
+    """The model's parameters by their names in checkpoints."""
+    return kfac._engine.reports.named_parameters()
 
 
 def _check_parameters(

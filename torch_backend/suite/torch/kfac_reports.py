@@ -42,7 +42,7 @@ class Reports:
         self._shapes = [layer.weight.parameter.shape for layer in self.layers]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._named = dict(model.named_parameters())
-        self._known = {found.name_of(name): p for name, p in model.named_parameters()}
+        self._known = self.named_parameters()
         self._has_seen = self._torn_reported = False
         self._has_compiled = False  # any layer
         self._said_periods = self._said_idle = False
@@ -59,6 +59,11 @@ class Reports:
                     "weight_sharing='reduce' takes the first axis for the examples, also in modules "
                     f"beside these, which have positions there (batch_first=False): {', '.join(names)}"
                 )
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The model's, by their names in reports and checkpoints: wrappers have no part in them."""
+        own = parameters_of(self.model, self._named)
+        return {self._name_of(name): p for name, p in own.items()}
 
     def require_parameters(self, taken: Taken) -> None:
         """RuntimeError if a layer ran whose weight is not the model's, or not as it was, any more."""
