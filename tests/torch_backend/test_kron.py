@@ -11,6 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from conftest import same
 from suite.core import kron as core_kron
@@ -294,7 +299,7 @@ def test_a_state_without_counts_of_parameters_has_those_of_its_group():
     optimizer = Kron([p])
     in_turn([optimizer], [p], lambda step: {0}, range(5))
     state = optimizer.state_dict()
-    assert "behind" not in state["param_groups"][0]
+    del state["param_groups"][0]["behind"]
     optimizer.param_groups[0]["behind"] = [(0, 0, 0, 1.0)]
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["behind"] == []
@@ -725,6 +730,27 @@ def test_schedules_stay_out_of_the_state_and_survive_loading_it():
     assert not any(callable(value) for group in saved["param_groups"] for value in group.values())
     kron.load_state_dict(saved)
     run(model, kron, range(1))
+    fixed = Kron(model.parameters(), preconditioner_lr=0.25)
+    fixed.load_state_dict(saved)
+    assert fixed.param_groups[0]["preconditioner_lr"] == 0.25
+
+
+def test_torch_s_flattened_state_is_resumed():
+    """Also where a parameter's counts lag behind its group's."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, other = network(), network()
+    kron, again = (Kron(m.parameters(), lr=0.01, block_size=4) for m in (model, other))
+    late = next(model.parameters())
+    late.requires_grad_(False)
+    run(model, kron, range(3))
+    late.requires_grad_(True)
+    run(model, kron, range(3, 5))
+    state = get_optimizer_state_dict(model, kron, options=options)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, again, state, options=options)
+    run(model, kron, range(5, 8))
+    run(other, again, range(5, 8))
+    assert same(model.state_dict(), other.state_dict())
 
 
 def test_bfloat16_parameters_keep_float32_factors_through_a_checkpoint():

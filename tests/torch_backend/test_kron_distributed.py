@@ -10,7 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -244,12 +248,17 @@ def save(settings: Settings, kron: dict[str, Any], how: str, path: str) -> None:
 
 
 def _state(run: nn.Module, model: nn.Module, optimizer: Kron, how: str) -> dict[str, Any]:
-    if how == "optimizer":
-        return {"model": model.state_dict(), "kron": get_optimizer_state_dict(run, optimizer)}
+    if how != "own":
+        saved = get_optimizer_state_dict(run, optimizer, options=_options(how))
+        return {"model": model.state_dict(), "kron": saved}
     # By number: the keys of a nested dict must be strings.
     state = optimizer.state_dict(gather=False)
     state["state"] = {str(i): record for i, record in state["state"].items()}
     return {"model": model.state_dict(), "kron": state}
+
+
+def _options(how: str) -> StateDictOptions:
+    return StateDictOptions(flatten_optimizer_state_dict=how == "flattened")
 
 
 def load_and_go_on(
@@ -259,8 +268,8 @@ def load_and_go_on(
     state = _state(run, model, optimizer, how)
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
-    if how == "optimizer":
-        set_optimizer_state_dict(run, optimizer, state["kron"])
+    if how != "own":
+        set_optimizer_state_dict(run, optimizer, state["kron"], options=_options(how))
     else:
         records = {int(i): record for i, record in state["kron"]["state"].items()}
         optimizer.load_state_dict({**state["kron"], "state": records})
@@ -268,8 +277,16 @@ def load_and_go_on(
     return parameters_of(model), optimizer.param_groups[0]["steps"]
 
 
-@pytest.mark.parametrize("how", ["own", "optimizer"])
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("wrap", "how"),
+    [
+        ("ddp", "own"),
+        ("ddp", "optimizer"),
+        ("fsdp", "own"),
+        ("fsdp", "optimizer"),
+        ("fsdp", "flattened"),
+    ],
+)
 def test_saved_on_four_ranks_and_continued_on_any(crew, tmp_path, wrap, how):
     settings, kron = Settings(wrap, steps=8), {"distributed": "shard"}
     expected = alone(settings, kron)
@@ -278,6 +295,13 @@ def test_saved_on_four_ranks_and_continued_on_any(crew, tmp_path, wrap, how):
         for parameters, steps in crew.run(load_and_go_on, world, settings, kron, how, str(tmp_path)):
             assert steps == 8
             assert distance(parameters, expected) < 1e-9
+
+
+def test_a_flattened_state_of_blocks_that_ranks_share_out_is_an_error(crew, tmp_path):
+    settings, kron = Settings(steps=8), {"distributed": "shard"}
+    crew.run(save, 2, settings, kron, "flattened", str(tmp_path))
+    for said in crew.run(load_and_go_on, 2, settings, kron, "flattened", str(tmp_path), fails=True):
+        assert "does not find blocks that ranks share out: load, and save, without that option" in said
 
 
 @pytest.mark.parametrize("packed", [True, False])

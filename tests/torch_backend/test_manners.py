@@ -16,7 +16,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -1321,6 +1325,15 @@ def test_a_checkpoint_that_lacks_something_is_an_error_before_anything_changes(c
     with pytest.raises(ValueError, match=message):
         kfac.load_state_dict(saved)
     assert same(before, kfac.state_dict())
+
+
+def test_a_state_that_torch_flattened_is_an_error_that_names_the_option():
+    model = seeded(lambda: nn.Linear(5, 3))
+    kfac, options = KFAC(model, sgd(model)), StateDictOptions(flatten_optimizer_state_dict=True)
+    step(kfac, model(randn(4, 5)).square().mean())
+    saved = get_optimizer_state_dict(model, kfac, options=options)
+    with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True, which loses it: load, and"):
+        set_optimizer_state_dict(model, kfac, saved, options=options)
 
 
 def two_layers() -> nn.Module:

@@ -112,6 +112,11 @@ def misfit(
         said = f"state_dict must have a 'kfac' entry, got keys {sorted(state_dict)}"
         if is_kfac_pytorchs(state_dict):
             said += ": kfac-pytorch's factors are those of factor_scaling='kfac_pytorch' alone"
+        elif "param_groups" in state_dict:
+            said += (
+                ", as of the optimizer alone, or of flatten_optimizer_state_dict=True, which loses it: "
+                "load, and save, without that option"
+            )
         return said
     if kfac.get("version") != VERSION:
         return f"state_dict version must be {VERSION}, got {kfac.get('version')!r}"

@@ -39,6 +39,7 @@ from suite.torch.kron_settings import (
     BEGINNING,
     COUNTS,
     FIXED,
+    SCHEDULES,
     STRUCTURE,
     Schedule,
     Whiten,
@@ -623,7 +624,7 @@ class Kron(torch.optim.Optimizer):
         return usage
 
     def state_dict(self, *, gather: bool = True) -> dict[str, Any]:
-        """As any torch optimizer's, of plain values: schedules, being functions, are left out.
+        """As any torch optimizer's, of plain values: schedules that are functions are None.
 
         As with torch's own, its tensors are the live ones, which later steps change: save or copy it.
         With `packed_factors` the factors are unpacked for it; those in `state` are not.
@@ -640,9 +641,10 @@ class Kron(torch.optim.Optimizer):
         saved = super().state_dict()
         saved["param_groups"] = [
             {
-                key: plain(value)
+                key: None if callable(value) else plain(value)
                 for key, value in group.items()
-                if not callable(value) and (key != "behind" or value)  # as those of before
+                # All of ours: torch looks for each when it puts together what it has flattened.
+                if key in SCHEDULES or not callable(value)
             }
             for group in saved["param_groups"]
         ]
@@ -708,7 +710,9 @@ class Kron(torch.optim.Optimizer):
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             kept = ("params", "param_names", *FIXED)
             values = {"behind": [], **saved_group}  # which older ones do not have
-            group.update({k: copy.deepcopy(v) for k, v in values.items() if k not in kept})
+            taken = {k: v for k, v in values.items() if k not in kept}
+            own = [k for k in SCHEDULES if taken.get(k) is None]  # functions are not saved
+            group.update({k: copy.deepcopy(v) for k, v in taken.items() if k not in own})
         for engine, group in zip(self._engines, self.param_groups, strict=True):
             engine.rule = rule_of(group)  # the geometry may be another now
             engine.after_load()

@@ -125,4 +125,10 @@ def require_fit(index: int, engine: KronEngine, number: int, record: dict[str, A
         if missing or wrong:
             raise ValueError(f"state of parameter {index} lacks {missing}, has a wrong shape in {wrong}")
     elif expected != found and (engine.rows(number) or found != {"skipped_steps": ()}):
-        raise ValueError(f"state of parameter {index} must have {expected}, got {found}")
+        said = f"state of parameter {index} must have {expected}, got {found}"
+        if engine.exchange.shard and expected.keys() - found.keys():
+            said += (
+                ". flatten_optimizer_state_dict=True does not find blocks that ranks share out: load, "
+                "and save, without that option"
+            )
+        raise ValueError(said)
