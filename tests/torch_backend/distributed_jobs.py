@@ -199,6 +199,30 @@ def train(settings: Settings) -> dict[str, Any]:
     return {"parameters": parameters_of(model), **report(kfac), "losses": losses}
 
 
+def measure(settings: Settings) -> tuple[dict[str, Any], dict[str, float], bool]:
+    """Metrics that one rank asks for after the other; the ratios that it sees; whether any was sent."""
+    _, rank = world_and_rank()
+    model = network(settings.dtype)
+    run = wrapped(model, settings)
+    kfac = KFAC(run, damping=0.03, **settings.kfac)
+    (batch,) = batches(settings.dtype, 1, settings.batch)
+    backward(run, *share_of(batch, settings), settings)
+    kfac.step()
+    before = dict(kfac._engine.ranks.collectives)
+    found = kfac.metrics()["layers"] if rank == 1 or not dist.is_initialized() else {}
+    if dist.is_initialized():
+        dist.barrier()
+    found = found or kfac.metrics()["layers"]
+    weights = {name: getattr(model, name).weight for name in found if name.isdigit()}
+    ratios = {name: norm_of(w.grad) / norm_of(w.detach()) for name, w in weights.items()}
+    return found, ratios, before != kfac._engine.ranks.collectives
+
+
+def norm_of(x: Any) -> float:
+    """Of the whole, which all ranks are asked for."""
+    return float((x.full_tensor() if hasattr(x, "full_tensor") else x).norm())
+
+
 def train_adaptively(settings: Settings) -> dict[str, Any]:
     """The same with AdaptiveKFAC."""
     model = network(settings.dtype, settings.middle)

@@ -24,6 +24,7 @@ from torch_backend.distributed_jobs import (
     distance,
     gradient_storage,
     group_timeouts,
+    measure,
     mishap,
     network,
     order_of_events,
@@ -136,6 +137,24 @@ def test_so_it_does_where_learning_rate_and_damping_are_found(crew, world, strat
         assert result["counts"] == found[0]["counts"]
     with pytest.raises(AssertionError, match="parameters must be whole, got DTensors"):
         crew.run(train_adaptively, world, Settings("fsdp", kfac=kfac))
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_metrics_are_of_what_a_rank_has_and_send_nothing(crew, wrap):
+    """A factor's condition is known to the rank that averages it, the norm of shards to none."""
+    kfac = {"gradient_worker_fraction": "MEM_OPT"}
+    alone, ratios, _ = measure(Settings("none"))
+    assert ratios.keys() == alone.keys()
+    results = crew.run(measure, 3, Settings(wrap, kfac=kfac))
+    for name, expected in alone.items():
+        for key in ("condition_A", "condition_G"):
+            (value,) = [found[name][key] for found, *_ in results if key in found[name]]
+            assert 1 / value == pytest.approx(1 / expected[key], rel=1e-6, abs=1e-12)
+        for found, seen, sent in results:
+            assert not sent
+            assert seen[name] == pytest.approx(ratios[name], rel=1e-9)
+            assert ("update_to_weight" in found[name]) is (wrap == "ddp")
+            assert found[name].get("update_to_weight", seen[name]) == pytest.approx(seen[name], rel=1e-9)
 
 
 VARIANTS: dict[str, tuple[int, Settings]] = {

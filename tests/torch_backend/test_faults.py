@@ -154,6 +154,19 @@ def test_metrics_are_plain_numbers():
     assert metrics["layers"]["2"]["update_to_weight"] == pytest.approx(float(ratio), rel=1e-5)
 
 
+def test_a_layer_of_some_rows_of_a_weight_is_measured_by_those():
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(4, 2, batch_first=True)
+    kfac = KFAC(model)
+    x = torch.randn(3, 5, 4)
+    model(x, x, x)[0].square().mean().backward()
+    kfac.step()
+    rows = zip(model.in_proj_weight.grad.chunk(3), model.in_proj_weight.detach().chunk(3), strict=True)
+    for name, (update, weight) in zip("qkv", rows, strict=True):
+        found = kfac.metrics()["layers"][f"in_proj.{name}"]["update_to_weight"]
+        assert found == pytest.approx(float(update.norm() / weight.norm()), rel=1e-5)
+
+
 @pytest.mark.parametrize("method", ["eigen", "inverse", "newton_schulz", "ekfac"])
 def test_a_thousand_steps_without_gradients_change_nothing(method):
     model = network()

@@ -750,6 +750,11 @@ class KFAC(torch.optim.Optimizer):
         (about the largest over the smallest eigenvalue; 1e38 if singular), 'failures_A', 'failures_G',
         'ready', and 'update_to_weight', the norm of what is in the gradient now (after `step`: the
         direction) over the weight's.
+
+        Nothing travels: one rank may ask alone. Of several ranks each has 'condition_' and 'failures_'
+        of the factors that it keeps averages of (each factor is on one rank), and no
+        'update_to_weight' of weights that `fully_shard` has spread over ranks; of a tensor-parallel
+        layer it is that of the rank's block.
         """
         engine = self._engine.metrics(self.hyperparameter("damping"), self._steps)
         return {"steps": self._steps, "skipped_steps": self.skipped_steps, **engine}

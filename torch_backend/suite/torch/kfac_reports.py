@@ -380,10 +380,11 @@ class Reports:
         layers: dict[str, dict[str, Any]] = {}
         for i, layer in enumerate(self.layers):
             record = factors.report(i) if factors.allocated else {}
-            gradient = layer.weight.local_grad()
-            if gradient is not None:
-                norm = float(linalg.norm(local(layer.weight.parameter.detach())))
-                record["update_to_weight"] = float(linalg.norm(gradient)) / max(norm, 1e-30)
+            parameter, piece = layer.weight.parameter, layer.weight
+            if parameter.grad is not None and piece.is_here():  # metrics send nothing
+                both = (piece.rows_of(local(x)) for x in (parameter.grad, parameter.detach()))
+                update, weight = (float(linalg.norm(x)) for x in both)
+                record["update_to_weight"] = update / max(weight, 1e-30)
             layers[layer.name] = record
         return layers
 

@@ -43,9 +43,16 @@ class Piece:
     def grad(self) -> torch.Tensor | None:
         """The gradient of these rows, in its own storage."""
         gradient = self.parameter.grad
-        if gradient is None or self.stop is None:
-            return gradient
-        return gradient[self.start : self.stop]
+        return None if gradient is None else self.rows_of(gradient)
+
+    def rows_of(self, like_parameter: torch.Tensor) -> torch.Tensor:
+        """These rows of a tensor that has all."""
+        return like_parameter if self.stop is None else like_parameter[self.start : self.stop]
+
+    def is_here(self) -> bool:
+        """Whether no other rank has a part of it."""
+        shape = block_shape(self.parameter, self.tensor_axes)
+        return tuple(local(self.parameter).shape) == shape
 
     def local_grad(self) -> torch.Tensor | None:
         """What this rank has of the gradient: of a sharded parameter its part of all rows."""
