@@ -11,11 +11,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional as F
@@ -123,6 +124,40 @@ def tensor_parallel(
         whole: Any = quietly(p.full_tensor)[0] if hasattr(p, "full_tensor") else p
         found.append(whole.detach().clone())
     return found, str(kfac.routing()), said, (kfac.steps, kfac.skipped_steps)
+
+
+def loss_parallel_sampled(fisher: str, picks: bool) -> list[torch.Tensor] | str:
+    """A head whose logits stay split, as DTensors, up to the loss."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = Net()
+    split = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh, {**split, "head": ColwiseParallel(use_local_output=False)})
+    settings = {"output_of": lambda output: output.full_tensor()} if picks else {}
+    kfac = sampled(model, fisher, **settings)
+    try:
+        with loss_parallel():
+            train(model, kfac, (1, 0))
+    except TypeError as error:
+        return str(error)
+    found = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [p.detach().clone() for p in found]
+
+
+def sampled(model: nn.Module, fisher: str, **settings: Any) -> KFAC:
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kind = {"fisher": fisher, "likelihood": "categorical", "skip_layers": ["head"]}
+    return KFAC(model, sgd, damping=0.03, **kind, **settings)
+
+
+@pytest.mark.parametrize("fisher", ["mc", "type-2"])
+def test_a_sampled_fisher_wants_outputs_whole_and_says_so(crew, fisher):
+    parts = InParts()
+    train(parts, sampled(parts, fisher), (1, 0))
+    for found in crew.run(loss_parallel_sampled, 2, fisher, True):
+        assert distance(found, [p.detach() for p in parts.whole()]) < 1e-9
+    for said in crew.run(loss_parallel_sampled, 2, fisher, False):
+        assert "got a DTensor" in said
+        assert "give output_of=lambda output: output.full_tensor()" in said
 
 
 SETTINGS = {

@@ -16,7 +16,7 @@ from torch import nn
 
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian, check_outputs, with_signs
 from suite.core.noise import unit_noise
-from suite.torch.dtensors import kept_whole, sharded_modules
+from suite.torch.dtensors import is_sharded, kept_whole, sharded_modules
 from suite.torch.hooks import Hook, in_backward
 from suite.torch.model_capture import ModelCapture
 
@@ -69,6 +69,11 @@ class FisherSampler:
             raise TypeError(
                 f"the model's output must be a tensor for fisher={self.fisher!r}, got {kind}: "
                 "give output_of=, a function that picks the tensor the likelihood is about"
+            )
+        if is_sharded(f):
+            raise TypeError(
+                f"the model's output must be whole on each rank for fisher={self.fisher!r}, got a "
+                f"DTensor of shape {tuple(f.shape)}: give output_of=lambda output: output.full_tensor()"
             )
         if f.ndim == 1:
             kinds = (torch.Tensor, dict, tuple, list)  # other objects may have tensors of any kind
