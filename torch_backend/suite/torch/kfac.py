@@ -155,7 +155,8 @@ class KFAC(torch.optim.Optimizer):
         symmetry_aware: send triangles of symmetric factors and inverses only.
         process_group: of the ranks that train together on different data; default: that of the
             DistributedDataParallel that has all covered layers, or of the mesh that they are sharded
-            over, else all, if torch.distributed is initialized when the KFAC is made.
+            over, else all, if torch.distributed is initialized when the KFAC is made. One that is given
+            must have all ranks of that mesh.
         grad_worker_fraction: kfac-pytorch's name for `gradient_worker_fraction`.
         update_factors_in_hook, compute_factor_in_hook, accumulation_steps: of kfac-pytorch, without
             effect: factors are always averaged in `step()` from everything since the last one, however

@@ -116,7 +116,8 @@ class Kron(torch.optim.Optimizer):
             not shard by shard); all ranks call `step`, and with 'shard' `state_dict`, together. 'shard'
             is not for `hvp`, which over several ranks is 'finite_difference'.
         process_group: those ranks; default: that of the mesh over which parameters are sharded, if one
-            has all others' ranks, else all, if torch.distributed is initialized by now.
+            has all others' ranks, else all, if torch.distributed is initialized by now. A given one
+            must have all ranks over which a parameter is split.
         allreduce_bucket_cap_mb: what is sent travels in buckets of at most so many megabytes.
 
     Raises:
