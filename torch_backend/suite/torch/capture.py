@@ -40,6 +40,7 @@ from suite.torch.hooks import (
     in_backward,
     is_batched,
     is_transformed,
+    is_within_functions,
     on_transformed,
     when_reached,
     without_modes,
@@ -86,7 +87,7 @@ def is_training(clock: CaptureClock, site: Site) -> bool:
         return False
     is_compiling = torch.compiler.is_compiling()
     # Under torch.func's transforms tensors are wrapped, and hooks cannot tell what is summed.
-    if torch._C._are_functorch_transforms_active():
+    if is_within_functions():
         if is_compiling:  # where what arrives at its outputs cannot be told
             clock.transformed_in_graph = True
         return False

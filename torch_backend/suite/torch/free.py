@@ -29,6 +29,7 @@ from suite.torch.hooks import (
     in_backward,
     in_traced_graph,
     is_batched,
+    is_within_functions,
     on_transformed,
     over,
     packs_with,
@@ -188,7 +189,7 @@ class FreeParameters(Mode):
         function, kwargs = traceable(function, args), kwargs or {}
         if self.is_elsewhere():
             return function(*args, **kwargs)
-        if torch._C._are_functorch_transforms_active():
+        if is_within_functions():
             return self._transformed(function, args, kwargs)
         if self.is_traced or function not in SUMS or "out" in kwargs:
             return self._called(function, args, kwargs)

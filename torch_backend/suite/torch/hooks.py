@@ -434,6 +434,16 @@ def is_exporting() -> bool:
     return asked is not None and bool(asked())
 
 
+def is_within_functions() -> bool:
+    """Whether one of torch.func's transforms is running."""
+    active: bool = torch._C._are_functorch_transforms_active()
+    return active
+
+
+# To torch.compile it is what it is while that traces, as it sees to itself that transforms are the same.
+is_within_functions._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def on_transformed(y: Any, call: Callable[[], None]) -> None:
     """Call when a gradient arrives at a layer's output that is of a transform.
 
