@@ -172,7 +172,7 @@ def take_steps(steps: Sequence[GroupStep]) -> None:
             step = pool[alike[0]][0]
             some = iter(_fitted(step.engine.rule, [w for i in alike for w in work[i]], step.settings))
             for i in alike:
-                fitted[i] = [next(some) for _ in work[i]]
+                fitted[i] = [next(some) for _ in work[i]] or None
         for (step, number), own, new in zip(pool, work, fitted, strict=True):
             step.finish(number, own, new)
     for step in steps:
