@@ -434,3 +434,21 @@ def test_layers_that_read_one_tensor_share_its_second_moment_however_they_are_sh
             assert distance(found, expected) < 1e-9
         ((_, _, alone),) = crew.run(with_shards_of_each_layer, 1, wrap)
         assert alone == size
+
+
+def with_another_head() -> tuple[int, bool, bool]:
+    """A layer that is exchanged after fully_shard and K-FAC."""
+    model = fully_shard(Net())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, damping=0.1)
+    model.head = nn.Linear(5, 3).double()  # type: ignore[assignment]
+    sgd.add_param_group({"params": list(model.head.parameters())})
+    model(torch.ones(6, 4).double()).square().mean().backward()
+    model.head.bias.grad[0] = float("nan")  # type: ignore[index]
+    quietly(kfac.step)
+    gone = all(p.grad is None for p in model.head.parameters())
+    return kfac.skipped_steps, gone, "not the model's when K-FAC was attached" in str(kfac.routing())
+
+
+def test_a_layer_that_is_exchanged_is_no_whole_parameter_of_fully_shard(crew):
+    assert crew.run(with_another_head, 2) == [(1, True, True)] * 2

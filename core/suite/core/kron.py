@@ -168,7 +168,7 @@ class Kron:
         preconditioner_lr: Scalar,
         vectors: Sequence[Array] | None = None,
         *,
-        cached: bool = True,
+        with_P: bool = True,
     ) -> list[KronState]:
         """`update` and `refresh` of several stacks: factors of one size, of whatever axis, in one go.
 
@@ -176,13 +176,13 @@ class Kron:
             states, gradients, noises: one for each stack, as `update` takes them.
             preconditioner_lr: of all of them.
             vectors: one for each stack; None: the gradients are not H v.
-            cached: whether to compute P, too; else `preconditioners` are out of date.
+            with_P: whether to compute P, too; else `preconditioners` are out of date.
 
         Raises:
             ValueError: not as many of one as of the others.
         """
         updated = self._update_all(states, gradients, noises, preconditioner_lr, vectors)
-        return self._refresh_all(updated, cached)
+        return self._refresh_all(updated, with_P)
 
     def _update_all(
         self,
@@ -262,7 +262,7 @@ class Kron:
         """Balance the factors (a gauge: Q's product stays) and cache the P_i."""
         return self._refresh_all([state])[0]
 
-    def _refresh_all(self, states: Sequence[KronState], cached: bool = True) -> list[KronState]:
+    def _refresh_all(self, states: Sequence[KronState], with_P: bool = True) -> list[KronState]:
         flattened = [[flat(q, s.lipschitz[0].ndim) for q in s.factors] for s in states]
         found_sizes = iter(together(_sizes, [(stacked(q),) for factors in flattened for q in factors]))
         sizes = [[_largest_of_each(next(found_sizes)[0], q.shape[0]) for q in own] for own in flattened]
@@ -272,31 +272,31 @@ class Kron:
             for own, of_own in zip(flattened, gains, strict=True)
             for q, gain in zip(own, of_own, strict=True)
         ]
-        refreshed = iter(together(functools.partial(self._balanced, cached), pairs))
+        refreshed = iter(together(functools.partial(self._balanced, with_P), pairs))
         found = []
         for state in states:
-            arrays = [next(refreshed) for _ in state.factors]  # each factor, and its P if cached
+            arrays = [next(refreshed) for _ in state.factors]  # each factor, and its P if asked for
             shaped = [
                 tuple(array_namespace(x).reshape(x, old.shape) for x in own)
                 for own, old in zip(arrays, state.factors, strict=True)
             ]
             factors = tuple(own[0] for own in shaped)
-            preconditioners = tuple(own[1] for own in shaped) if cached else state.preconditioners
+            preconditioners = tuple(own[1] for own in shaped) if with_P else state.preconditioners
             found.append(KronState(factors, state.lipschitz, preconditioners))
         return found
 
-    def _balanced(self, cached: bool, q: Array, gain: Array) -> tuple[Array, ...]:
+    def _balanced(self, with_P: bool, q: Array, gain: Array) -> tuple[Array, ...]:
         """Factors (k, n, n) or (k, n) times their `gain` (k,), and what is cached of them."""
         xp = array_namespace(q)
         q = xp.astype(kronecker.scaled((lift(q),), gain)[0], q.dtype)
-        return (q, self._square(q, q.ndim == 2)) if cached else (q,)
+        return (q, self._square(q, q.ndim == 2)) if with_P else (q,)
 
     def square(self, state: KronState) -> KronState:
         """Cache P_i = Q_iᵀ Q_i of the factors as they are; where those are P's, symmetrized."""
         return self.square_all([state])[0]
 
     def square_all(self, states: Sequence[KronState]) -> list[KronState]:
-        """`square` of several stacks, computed together as `fit` does it: to the same last bit."""
+        """`square` of several stacks, computed together."""
         own_blocks = [(stacked(flat(q, s.lipschitz[0].ndim)),) for s in states for q in s.factors]
         squares = iter(together(lambda q: (self._square(q, q.ndim == 2),), own_blocks))
         found = []
@@ -335,17 +335,17 @@ class Kron:
         return state._replace(factors=wide, preconditioners=tuple(map(lift, state.preconditioners)))
 
     def rounded(
-        self, state: KronState, noises: tuple[Array, ...], dtype: Any, *, cached: bool = True
+        self, state: KronState, noises: tuple[Array, ...], dtype: Any, *, with_P: bool = True
     ) -> KronState:
         """The state with factors rounded to `dtype` by chance, one noise like each.
 
-        With their P; unless `cached` it is out of date.
+        With their P; unless `with_P` it is out of date.
         """
         factors = tuple(
             stochastic_round(q, noise, dtype) for q, noise in zip(state.factors, noises, strict=True)
         )
         state = state._replace(factors=factors)
-        return self.square(state) if cached else state
+        return self.square(state) if with_P else state
 
     def precondition(self, state: KronState, gradient: Array) -> Array:
         """P g, with the preconditioners as `refresh` left them; dtype and shape of `gradient`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from suite.jax import jaxprs
 from suite.jax.operations import (
     Add,
@@ -17,6 +19,14 @@ from suite.jax.operations import (
     Select,
 )
 from suite.jax.views import Shape
+
+_ENTRY_BY_ENTRY = {
+    "abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
+    "cos", "cosh", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
+    "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "ne",
+    "nextafter", "not", "and", "or", "xor", "pow", "rem", "round", "rsqrt", "sign", "sin", "sinh",
+    "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
+}  # fmt: skip
 
 
 def same_values(program: jaxprs.Program) -> list[int]:
@@ -44,7 +54,7 @@ def _same_but(program: jaxprs.Program, apart: set[int]) -> list[int]:
         value = node.inputs[0] if node.inputs else None
         if node.outputs[0] in apart or (isinstance(node.operation, Moved) and node.name == "cond"):
             continue
-        if value is not None and _is_handed_on(program, node):
+        if value is not None and _is_handed_on(program, node, value):
             first[node.outputs[0]] = first[value]
             continue
         operands = tuple(
@@ -60,11 +70,15 @@ def _same_but(program: jaxprs.Program, apart: set[int]) -> list[int]:
     return first
 
 
-def _is_handed_on(program: jaxprs.Program, node: jaxprs.Node) -> bool:
+def _is_handed_on(program: jaxprs.Program, node: jaxprs.Node, value: int) -> bool:
     """Whether the output is the input, but for axes of length 1."""
     op, out = node.operation, program.avals[node.outputs[0]].shape
-    if isinstance(op, Returned) or op == Reindex(None):
+    if isinstance(op, Returned):
         return True
+    if op == Reindex(None):  # also casts: to whole numbers they lose the rest
+        before, after = (program.avals[v].dtype for v in (value, node.outputs[0]))
+        both = jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.inexact)
+        return both or before == after
     return _is_step(op, "reshape") and _longer_than_1(_shapes(program, node)[0]) == _longer_than_1(out)
 
 
@@ -100,9 +114,7 @@ def _is_entry_by_entry(node: jaxprs.Node, shapes: tuple[Shape, ...], out: Shape)
         return shape == () or alike
 
     known = isinstance(node.operation, Add | Multiply | Divide | Negate | Select)
-    simple = node.operation is None and len(shapes) <= 2 and len(node.outputs) == 1
-    along_one = {"axis", "axes", "dimension", "dimensions"} & set(node.params or {})  # as cumsum
-    return (known or simple) and not along_one and all(map(fits, shapes))
+    return (known or node.name in _ENTRY_BY_ENTRY) and all(map(fits, shapes))
 
 
 def _shapes(program: jaxprs.Program, node: jaxprs.Node) -> tuple[Shape, ...]:

@@ -50,9 +50,7 @@ class CaptureClock:
         self.transformed_in_graph = False  # whether some did so in compiled graphs
         self.missed: set[str] = set()  # layers whose uses in derivatives are not understood
         self._passing: set[int] = set()  # the backward passes that came to a layer and are not over
-        self._wrapped: dict[
-            tuple[int, int, int], tuple[Any, int]
-        ] = {}  # with nodes, as ids are used again
+        self._wrapped: dict[tuple[int, int, int], tuple[weakref.ref[torch.Tensor], int]] = {}
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
         self.calls = 0
@@ -229,10 +227,12 @@ class CaptureClock:
         source = _wrapped_by_fully_shard(x)
         if source is not None:
             key = id(source[0]), source[1], x._version
-            if key not in self._wrapped:
+            reference, token = self._wrapped.get(key, (None, 0))
+            if reference is None or reference() is None:  # a node lives while what it led to does
                 self._next += 1
-                self._wrapped[key] = source[0], self._next
-            return self._wrapped[key][1]
+                reference, token = weakref.ref(x), self._next
+                self._wrapped[key] = reference, token
+            return token
         known = self._tokens.get(id(x))
         if known is not None and known[0]() is x and known[1] == x._version:
             return known[2]

@@ -86,21 +86,41 @@ def hidden_layout(parameter: Any) -> Any:
     return getattr(parameter, "_st_info", None)
 
 
-def parameters_of(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+Named = Mapping[str, tuple[Any, Any]]  # the module that has a parameter, and this
+
+
+def named_with_owners(model: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """A model's parameters by name, for `parameters_of`."""
+    return {name: (_owner(model, name), p) for name, p in model.named_parameters()}
+
+
+def parameters_of(model: nn.Module, before: Named) -> dict[str, Any]:
     """A model's parameters by name, with those of `before` in whose places others are for a while.
 
     `fully_shard` has whole ones there between a forward pass and the next backward pass, and
     DistributedDataParallel(device_mesh=) DTensors that are none after a forward pass; neither are an
-    optimizer's, nor get gradients.
+    optimizer's, nor get gradients. Another module's in the place of one that is gone are its own.
     """
-    found = {name: _original(p, before.get(name)) for name, p in model.named_parameters()}
-    hidden = {name: p for name, p in before.items() if hidden_layout(p) is not None}
-    return found | hidden
+    found = {name: _original(model, name, p, before) for name, p in model.named_parameters()}
+    for name, (owner, p) in before.items():
+        if name not in found and hidden_layout(p) is not None and _owner(model, name) is owner:
+            found[name] = p
+    return found
 
 
-def _original(now: Any, before: Any) -> Any:
-    gathered = is_sharded(before) and getattr(now, "device_mesh", None) != before.device_mesh
-    return before if gathered else now
+def _original(model: nn.Module, name: str, now: Any, before: Named) -> Any:
+    owner, p = before.get(name, (None, None))
+    if p is None or p is now or not (is_sharded(p) or hidden_layout(p) is not None):
+        return now
+    gathered = is_sharded(p) and getattr(now, "device_mesh", None) != p.device_mesh
+    return p if (gathered or not is_sharded(p)) and _owner(model, name) is owner else now
+
+
+def _owner(model: nn.Module, name: str) -> Any:
+    module: Any = model
+    for part in name.split(".")[:-1]:
+        module = getattr(module, part, None)
+    return module
 
 
 def chunk(start: int, stop: int, parts: int, number: int) -> tuple[int, int]:

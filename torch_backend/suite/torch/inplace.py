@@ -73,7 +73,7 @@ def all_finite(
     """(): whether all numbers in tensors that are not empty are finite; the host does not wait.
 
     Args:
-        power: at least 1; which of tensors must be finite, too, in at least single precision.
+        power: at least 1; of tensors' numbers this power must be finite, in at least single precision.
         moments: Σ x xᵀ or Σ x²: the largest of their numbers is not finite if another is not.
         scale: (), which moments are to stay finite when multiplied with.
         kept_dtype: in which they are to do so, where it is not theirs.

@@ -23,7 +23,7 @@ from suite.torch.agreement import Terms
 from suite.torch.autocast import without_autocast
 from suite.torch.checks import is_at_hand, plain, warn_user
 from suite.torch.collectives import SameGroup
-from suite.torch.dtensors import is_sharded, parameters_of, settled
+from suite.torch.dtensors import is_sharded, named_with_owners, parameters_of, settled
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.grad_scaling import (
@@ -351,8 +351,8 @@ class KFAC(torch.optim.Optimizer):
                 seed=(seed + RANK_STRIDE * ranks.rank) % 2**31,
                 loss_scale=functools.partial(scale_of, grad_scaler),
             )
-        self._named = dict(model.named_parameters())
-        named = self._named.items()
+        self._named = named_with_owners(model)
+        named = [(name, p) for name, (_, p) in self._named.items()]
         moved = {id(p) for _, p in named} if optimizer is None else _moved_by(optimizer)
         # By name, of the parameters that it was made for: what had a gradient, what the optimizer had.
         self._trained = {name: p for name, p in named if p.requires_grad}

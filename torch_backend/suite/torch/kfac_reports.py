@@ -15,7 +15,7 @@ from suite.core.routing import Route, Routing
 from suite.torch.capture import Captured
 from suite.torch.checks import warn_user
 from suite.torch.collectives import Ranks
-from suite.torch.dtensors import local, parameters_of
+from suite.torch.dtensors import local, named_with_owners, parameters_of
 from suite.torch.factors import LayerFactors
 from suite.torch.find_layers import FoundLayers
 from suite.torch.layer_routes import NOT_GIVEN
@@ -41,7 +41,7 @@ class Reports:
         self._name_of = found.name_of
         self._shapes = [layer.weight.parameter.shape for layer in self.layers]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
-        self._named = dict(model.named_parameters())
+        self._named = named_with_owners(model)
         self._known = self.named_parameters()
         self._has_seen = self._torn_reported = False
         self._has_compiled = False  # any layer

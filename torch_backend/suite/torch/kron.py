@@ -63,11 +63,11 @@ class Kron(torch.optim.Optimizer):
         >>> optimizer.step()
         >>> optimizer.zero_grad()
 
-    A step with a gradient that is not finite changes nothing and is counted in `skipped_steps`. On an
-    accelerator the host does not wait for that decision; elsewhere, and over several ranks, there is a
-    warning. (The update schedule's clock is the host's: where it knows, a skipped step leaves that
-    alone, too, elsewhere it ticks.) Every argument but `params`, `hvp` and those about ranks can differ
-    between parameter groups.
+    A step with a gradient that is not finite, or above 4e25 in single precision, changes nothing and is
+    counted in `skipped_steps`. On an accelerator the host does not wait for that decision; elsewhere,
+    and over several ranks, there is a warning. (The update schedule's clock is the host's: where it
+    knows, a skipped step leaves that alone, too, elsewhere it ticks.) Every argument but `params`, `hvp`
+    and those about ranks can differ between parameter groups.
 
     Args:
         params: parameters, named parameters, or groups of them. Of complex ones real and imaginary parts
@@ -180,7 +180,6 @@ class Kron(torch.optim.Optimizer):
         if not isinstance(params, torch.Tensor):  # which is an error, said below
             params = [_listed(entry) for entry in params]
             require_not_flattened(_tensors(params))
-            require_not_hidden(_tensors(params))
             process_group = group_of_all(_tensors(params)) if process_group is None else process_group
         self._ranks = Ranks(process_group, allreduce_bucket_cap_mb)
         if hvp == "exact" and not self._ranks.alone:
@@ -262,6 +261,7 @@ class Kron(torch.optim.Optimizer):
             self.param_groups.pop()
             raise ValueError(f"parameters must not be sharded with hvp={self.hvp!r}, got DTensors")
         try:
+            require_not_hidden(group["params"])
             self._require_all_shards(group["params"])
         except ValueError:
             self.param_groups.pop()
@@ -562,8 +562,6 @@ class Kron(torch.optim.Optimizer):
         pairs: Pairs | None,
     ) -> GroupStep:
         gradients = [None if g is None else as_real(g) for g in found]
-        if group["maximize"]:
-            gradients = [None if g is None else -g for g in gradients]
         lr, decay = group["lr"], group["weight_decay"]
         # A number that changes would be compiled anew each time.
         as_number = (
@@ -587,7 +585,7 @@ class Kron(torch.optim.Optimizer):
                     torch._foreach_mul_(own, rate)
             torch._foreach_add_(parameters, updates)
 
-        return GroupStep(engine, gradients, finite, settings, move, pairs)
+        return GroupStep(engine, gradients, finite, settings, move, pairs, group["maximize"])
 
     @property
     def skipped_steps(self) -> int:

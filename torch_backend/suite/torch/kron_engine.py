@@ -279,26 +279,22 @@ class KronEngine:
     @torch.compiler.disable  # it happens once, and torch 2.6 could not compile it
     def after_load(self) -> None:
         """Recompute what follows from loaded state: P = QᵀQ of every factor, as a step does."""
-        for number in range(len(self.rounds)):
-            self.keep_squares(number, self.squared(number))
+        for pieces in self.rounds:
+            self.refreshed(pieces)
 
-    def squared(self, number: int) -> list[tuple[torch.Tensor, ...]]:
-        """P = QᵀQ of each piece of a round, of its factors where they are kept.
+    def refreshed(self, pieces: Sequence[Piece]) -> list[tuple[torch.Tensor, ...]]:
+        """P = QᵀQ of each of a round's pieces, of its factors where they are kept; they keep it.
 
-        So it does not depend, to the last bit, on what else was in the step that they are from.
+        So it does not depend, to the last bit, on what the factors were fitted together with.
         """
-        kept = [self.pack(piece).kron for piece in self.rounds[number]]
-        full = self.storage.full_factor
+        kept, full = [self.pack(piece).kron for piece in pieces], self.storage.full_factor
         whole = [state._replace(factors=tuple(map(full, state.factors))) for state in kept]
-        return [state.preconditioners for state in self.rule.square_all(whole)]
-
-    def keep_squares(self, number: int, squared: list[tuple[torch.Tensor, ...]]) -> None:
-        """Keep what `squared` found, as far as it is."""
-        for piece, P in zip(self.rounds[number], squared, strict=True):
-            kept = self.pack(piece).kron
-            if kept.preconditioners:
-                news = self.storage.keep_preconditioners(kept.factors, P)
-                torch._foreach_copy_(kept.preconditioners, news)
+        found = [state.preconditioners for state in self.rule.square_all(whole)]
+        for own, P in zip(kept, found, strict=True):
+            if own.preconditioners:
+                news = self.storage.keep_preconditioners(own.factors, P)
+                torch._foreach_copy_(own.preconditioners, news)
+        return found
 
 
 def used_up(found: list[torch.Tensor]) -> torch.Tensor | None:

@@ -1,7 +1,8 @@
 """Steps of PSGD Kron: momentum, whitening and clipping, round by round and of several groups at once.
 
 Fitting small factors costs calls rather than arithmetic. So they are fitted together, whichever param
-groups they are of, where these fit alike, as those do that differ in learning rate or weight decay.
+groups they are of, where these fit alike, as those do that differ in learning rate or weight decay. (Not
+where GraphedStep records: there each group reads numbers of its own.)
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ class Pairs(NamedTuple):
 class _Work(NamedTuple):
     """What a step does with one piece."""
 
-    place: int  # among the round's pieces
     piece: Piece
     pack: Pack  # its part of the bucket
     keep: torch.Tensor | None  # whether blocks may change; None: all do
@@ -65,6 +65,7 @@ class GroupStep:
     Args:
         move: called with (parameter, what is here of its direction) each.
         pairs: what the factors are fitted to; None: to the gradients.
+        maximize: whether gradients are to be taken with the other sign.
     """
 
     def __init__(
@@ -75,17 +76,29 @@ class GroupStep:
         settings: StepSettings,
         move: Callable[[list[tuple[int, torch.Tensor]]], None],
         pairs: Pairs | None = None,
+        maximize: bool = False,
     ) -> None:
         self.engine, self.settings = engine, settings
-        self._finite, self._move = finite, move
+        self._gradients, self._finite, self._move = gradients, finite, move
+        self._maximize = maximize
         self._present = [gradient is not None for gradient in gradients]
+        self._pairs = pairs
+        self._stacks: list[Any] = []
+        self._of_pairs: tuple[list[Any], ...] = ()
+        self._found: list[list[torch.Tensor]] = [[] for _ in engine.shares]
+
+    def begin(self) -> None:
+        """Collect gradients and cut them into blocks: copies, which last until the last round."""
+        engine = self.engine
+        gradients = self._gradients
+        if self._maximize:
+            gradients = [None if g is None else -g for g in gradients]
         gradients = engine.exchange.whole(gradients)
-        if settings.normalize_grads:
+        if self.settings.normalize_grads:
             gradients = [None if g is None else normalized(g, g.ndim) for g in gradients]
         self._stacks = engine.split(gradients)
         self._filled = [stack is not None for stack in self._stacks]
-        self._of_pairs = None if pairs is None else tuple(map(engine.split, pairs))
-        self._found: list[list[torch.Tensor]] = [[] for _ in engine.shares]
+        self._of_pairs = () if self._pairs is None else tuple(map(engine.split, self._pairs))
 
     def fits_like(self, other: GroupStep) -> bool:
         """Whether factors of both can be fitted in one call."""
@@ -93,34 +106,36 @@ class GroupStep:
         return (
             self.engine.rule == other.engine.rule
             and own.stochastic_rounding == others.stochastic_rounding
-            and (self._of_pairs is None) == (other._of_pairs is None)
+            and (self._pairs is None) == (other._pairs is None)
             and _is_one_number(own.step, others.step)
             and _is_one_number(own.preconditioner_lr, others.preconditioner_lr)
         )
 
     def prepare(self, number: int) -> list[_Work]:
         """Take the gradients of a round into the momentum of its pieces, as far as there are some."""
-        pieces = enumerate(self.engine.rounds[number])
+        if number == 0:
+            self.begin()
         return [
-            self._prepared(place, piece)
-            for place, piece in pieces
+            self._prepared(piece)
+            for piece in self.engine.rounds[number]
             if any([self._filled[i] for i, _ in piece.parts])  # noqa: C419
         ]
 
-    def _prepared(self, place: int, piece: Piece) -> _Work:
+    def _prepared(self, piece: Piece) -> _Work:
         engine, settings = self.engine, self.settings
         pack = engine.pack(piece)
         keep = which_may_change(piece, self._filled, self._finite, pack.momentum.device)
         gradient = gathered(piece, self._stacks, pack.momentum)
         signal, weight = _absorb(pack, gradient, keep, settings)
         evidence, vector = (gradient if settings.whiten == "gradient" else signal), None
-        if self._of_pairs is not None:
+        if self._of_pairs:
             vector, evidence = (gathered(piece, parts, pack.momentum) for parts in self._of_pairs)
         state = engine.storage.full(engine.rule, pack.kron, factors=settings.update)
-        if settings.update and not settings.update_first and engine.rule.fits_P:
-            # A diagonal P may be the factor itself, which is overwritten before it is used.
-            state = state._replace(preconditioners=tuple(p.clone() for p in state.preconditioners))
-        return _Work(place, piece, pack, keep, signal, weight, evidence, vector, state)
+        if settings.update and not settings.update_first:  # new ones are written before these are used
+            own = (state.lipschitz, state.preconditioners)
+            L, P = (tuple(x.clone() for x in some) for some in own)
+            state = state._replace(lipschitz=L, preconditioners=P)
+        return _Work(piece, pack, keep, signal, weight, evidence, vector, state)
 
     def finish(self, number: int, work: list[_Work], fitted: list[core_kron.KronState] | None) -> None:
         """Precondition a round and keep its new factors, if there are some."""
@@ -130,25 +145,21 @@ class GroupStep:
             for w, new in zip(work, fitted, strict=True):
                 kept = tuple(map(engine.storage.keep_factor, new.factors))
                 _write(w.pack.kron.factors, kept, w.keep)
-            squared = engine.squared(number)
-            news = [
-                new._replace(preconditioners=squared[w.place])
-                for w, new in zip(work, fitted, strict=True)
-            ]
+                _write(w.pack.kron.lipschitz, new.lipschitz, w.keep)
+            squares = engine.refreshed([w.piece for w in work])
+            news = [new._replace(preconditioners=P) for new, P in zip(fitted, squares, strict=True)]
         for w, new in zip(work, news, strict=True):
             used = w.state if new is None else new
             if new is not None and not settings.update_first:
                 used = engine.rule.before_update(w.state, new)
             direction = _precondition(engine.rule, used, w.signal, w.weight, settings)
-            if new is not None:
-                _write(w.pack.kron.lipschitz, new.lipschitz, w.keep)
             if w.keep is not None and not _stays_finite(w.keep, settings):
                 direction = torch.where(_of_blocks(w.keep, w.signal), direction, 0.0)
             for (i, _), part in zip(w.piece.parts, spread(w.piece, direction), strict=True):
                 if self._filled[i]:
                     self._found[i].append(part)
-        if fitted is not None:
-            engine.keep_squares(number, squared)
+        if number == len(engine.rounds) - 1:
+            self._stacks, self._of_pairs = [], ()
         if engine.complete is not None:  # memory of their directions is free for the next round
             done = [i for i in engine.complete[number] if self._present[i]]
             self._move([(i, engine.merged(i, self._found)) for i in done])
@@ -163,6 +174,9 @@ class GroupStep:
 
 def take_steps(steps: Sequence[GroupStep]) -> None:
     """Each of several steps, of different engines."""
+    for step in steps:
+        if not step.engine.rounds:  # a rank without blocks takes part in the exchange
+            step.begin()
     rounds = [(step, number) for step in steps for number in range(len(step.engine.rounds))]
     for together in joined([step.engine.extents[number] for step, number in rounds]):
         pool = [rounds[i] for i in together]
@@ -234,7 +248,7 @@ def _fitted(
     evidence, vectors = [w.evidence for w in work], [w.vector for w in work if w.vector is not None]
     wide = [rule.lifted(old) for old in olds] if rounds else olds
     rate = settings.preconditioner_lr
-    found = rule.fit(wide, evidence, units, rate, vectors or None, cached=False)
+    found = rule.fit(wide, evidence, units, rate, vectors or None, with_P=False)
     if not rounds:
         return found
     rounded = []
@@ -242,7 +256,7 @@ def _fitted(
         noises = tuple(
             _noise(w.pack, noise.FACTOR + axis, q.shape, settings) for axis, q in enumerate(new.factors)
         )
-        rounded.append(rule.rounded(new, noises, w.state.factors[0].dtype, cached=False))
+        rounded.append(rule.rounded(new, noises, w.state.factors[0].dtype, with_P=False))
     return rounded
 
 
