@@ -265,6 +265,7 @@ def test_a_compiled_step_is_the_eager_step_and_compiles_no_more_after_warm_up(st
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks graphs at named tuples")
 def test_a_compiled_step_of_many_groups_is_one_graph_for_all_of_them():
     torch._dynamo.reset()
     results = []

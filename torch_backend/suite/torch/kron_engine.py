@@ -288,7 +288,7 @@ class KronEngine:
         So it does not depend, to the last bit, on what the factors were fitted together with.
         """
         kept, full = [self.pack(piece).kron for piece in pieces], self.storage.full_factor
-        whole = [state._replace(factors=tuple(map(full, state.factors))) for state in kept]
+        whole = [core_kron.KronState(tuple(map(full, q)), L, P) for q, L, P in kept]
         found = [state.preconditioners for state in self.rule.square_all(whole)]
         for own, P in zip(kept, found, strict=True):
             if own.preconditioners:

@@ -134,7 +134,7 @@ class GroupStep:
         if settings.update and not settings.update_first:  # new ones are written before these are used
             own = (state.lipschitz, state.preconditioners)
             L, P = (tuple(x.clone() for x in some) for some in own)
-            state = state._replace(lipschitz=L, preconditioners=P)
+            state = core_kron.KronState(state.factors, L, P)
         return _Work(piece, pack, keep, signal, weight, evidence, vector, state)
 
     def finish(self, number: int, work: list[_Work], fitted: list[core_kron.KronState] | None) -> None:
@@ -147,7 +147,8 @@ class GroupStep:
                 _write(w.pack.kron.factors, kept, w.keep)
                 _write(w.pack.kron.lipschitz, new.lipschitz, w.keep)
             squares = engine.refreshed([w.piece for w in work])
-            news = [new._replace(preconditioners=P) for new, P in zip(fitted, squares, strict=True)]
+            pairs = zip(fitted, squares, strict=True)  # torch 2.6 does not trace `_replace`
+            news = [core_kron.KronState(new.factors, new.lipschitz, P) for new, P in pairs]
         for w, new in zip(work, news, strict=True):
             used = w.state if new is None else new
             if new is not None and not settings.update_first:
