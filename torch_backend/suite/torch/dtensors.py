@@ -218,7 +218,7 @@ def split_dim(parameter: Any, axes: int) -> int | None:
     """The axis on which tensor parallelism splits a parameter; None where ranks have copies.
 
     Raises:
-        ValueError: split on several axes, or not evenly known.
+        ValueError: split on several axes.
     """
     placements = parameter.placements[-axes:] if axes else ()
     hidden = hidden_layout(parameter)
@@ -399,9 +399,9 @@ def require_not_hidden(parameters: Iterable[torch.Tensor]) -> None:
         )
 
 
-def settled(gradient: Any, parameter: Any) -> torch.Tensor:
-    """A gradient laid out as its parameter; what ranks have yet to add up is added up."""
-    if is_sharded(gradient) and tuple(gradient.placements) != tuple(parameter.placements):
-        gradient = gradient.redistribute(placements=parameter.placements)
-    found: torch.Tensor = gradient
-    return found
+def settle(parameters: Iterable[Any]) -> None:
+    """Lay gradients out as their parameters; tensor parallelism may leave sums over ranks to be done."""
+    for p in parameters:
+        g = p.grad
+        if g is not None and is_sharded(g) and tuple(g.placements) != tuple(p.placements):
+            p.grad = g.redistribute(placements=p.placements)

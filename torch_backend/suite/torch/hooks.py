@@ -462,13 +462,12 @@ def on_transformed(y: Any, call: Callable[[], None]) -> None:
 
 def is_transformed(y: Any) -> bool:
     """Whether a layer's output is of a transform, see `on_transformed`."""
-    under_functions = torch._C._are_functorch_transforms_active()
-    return under_functions or (isinstance(y, torch.Tensor) and forward_ad._current_level >= 0)
+    return is_within_functions() or (isinstance(y, torch.Tensor) and forward_ad._current_level >= 0)
 
 
 def is_batched(x: torch.Tensor) -> bool:
     """Whether it is under a vmap, torch.func's or that of `is_grads_batched`, which has no name."""
-    if torch._C._are_functorch_transforms_active():
+    if is_within_functions():
         return True
     try:
         x.untyped_storage()

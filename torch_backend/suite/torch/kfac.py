@@ -23,7 +23,7 @@ from suite.torch.agreement import Terms
 from suite.torch.autocast import without_autocast
 from suite.torch.checks import is_at_hand, plain, warn_user
 from suite.torch.collectives import SameGroup
-from suite.torch.dtensors import is_sharded, named_with_owners, parameters_of, settled
+from suite.torch.dtensors import settle
 from suite.torch.find_layers import FoundLayers
 from suite.torch.fisher import FisherSampler, Likelihood
 from suite.torch.grad_scaling import (
@@ -351,8 +351,7 @@ class KFAC(torch.optim.Optimizer):
                 seed=(seed + RANK_STRIDE * ranks.rank) % 2**31,
                 loss_scale=functools.partial(scale_of, grad_scaler),
             )
-        self._named = named_with_owners(model)
-        named = [(name, p) for name, (_, p) in self._named.items()]
+        named = list(model.named_parameters())
         moved = {id(p) for _, p in named} if optimizer is None else _moved_by(optimizer)
         # By name, of the parameters that it was made for: what had a gradient, what the optimizer had.
         self._trained = {name: p for name, p in named if p.requires_grad}
@@ -584,9 +583,7 @@ class KFAC(torch.optim.Optimizer):
             scale = self._sampler.scale
         taken = self._engine.capture.take_statistics(scale)
         parameters = self._parameters()
-        for p in parameters:  # tensor parallelism may leave sums over ranks to be done
-            if p.grad is not None and is_sharded(p.grad):
-                p.grad = settled(p.grad, p)
+        settle(parameters)
         due = self._spread_inverses or self._steps % inv_update_steps == 0
         doubted, reads = self._overdue.doubted, not self._is_graphed
         agreed = self._engine.agree(parameters, taken, moves, doubted, reads=reads)
@@ -646,7 +643,7 @@ class KFAC(torch.optim.Optimizer):
         return list({id(p): p for p in moved}.values())
 
     def _named_parameters(self) -> dict[str, Any]:
-        return parameters_of(self._engine.model, self._named)
+        return self._engine.reports.parameters()
 
     def _moves(self) -> Callable[[nn.Parameter], bool]:
         """Whether a parameter's gradient is the optimizer's business, and cleared by it."""

@@ -62,8 +62,11 @@ class Reports:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The model's, by their names in reports and checkpoints: wrappers have no part in them."""
-        own = parameters_of(self.model, self._named)
-        return {self._name_of(name): p for name, p in own.items()}
+        return {self._name_of(name): p for name, p in self.parameters().items()}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's by their names in it, and not what stands in for them for a while."""
+        return parameters_of(self.model, self._named)
 
     def require_parameters(self, taken: Taken) -> None:
         """RuntimeError if a layer ran whose weight is not the model's, or not as it was, any more."""
@@ -253,8 +256,7 @@ class Reports:
         frozen = {id(p) for p in self._frozen}
         self._frozen = [p for p in self._frozen if id(p) not in added]
         known = {id(p) for p in self._known.values()} - frozen
-        own = parameters_of(self.model, self._named).items()
-        names = [name for name, p in own if id(p) in added - known]
+        names = [name for name, p in self.parameters().items() if id(p) in added - known]
         if names:
             listed = ", ".join(repr(self._name_of(name)) for name in names)
             warn_user(
@@ -350,7 +352,7 @@ class Reports:
                 notes.setdefault(number, []).extend(why)
         route_of = {id(self._known[r.parameter]): r for r in self._routing if r.parameter in self._known}
         routes = []
-        for full, parameter in parameters_of(self.model, self._named).items():
+        for full, parameter in self.parameters().items():
             name = self._name_of(full)
             known = route_of.get(id(parameter))
             if known is None:

@@ -28,7 +28,7 @@ from suite.torch.dtensors import (
     require_all_shards,
     require_not_flattened,
     require_not_hidden,
-    settled,
+    settle,
     shard_axes,
 )
 from suite.torch.hessian import exact, finite_difference
@@ -414,9 +414,7 @@ class Kron(torch.optim.Optimizer):
                 engine.require(rule)
         loss, pairs = self._evaluate(closure, [settings for _, settings, _ in plans])
         parameters = [p for engine in self._engines for p in engine.parameters]
-        for p in parameters:  # tensor parallelism may leave sums over ranks to be done
-            if p.grad is not None and is_sharded(p.grad):
-                p.grad = settled(p.grad, p)
+        settle(parameters)
         gradients = [p.grad for p in parameters if p.grad is not None]
         if any(g.is_sparse for g in gradients):
             raise ValueError("Kron needs dense gradients: build the embedding with sparse=False")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from suite.torch.derivatives import Noted, is_recorded
-from suite.torch.hooks import in_backward
+from suite.torch.hooks import in_backward, is_within_functions
 
 if TYPE_CHECKING:
     from suite.torch.clock import CaptureClock
@@ -110,7 +110,7 @@ class Ending:
 
     def sees(self, output: torch.Tensor, positions: int) -> None:
         """A call that no graph was compiled of."""
-        if not self.clock.sampled and not torch._C._are_functorch_transforms_active():
+        if not self.clock.sampled and not is_within_functions():
             self.watch(output, positions, None if in_backward() else self.clock.ends(self))
 
     def watch(self, output: torch.Tensor, positions: int, run: Run | None) -> None:
