@@ -57,9 +57,10 @@ def _same_but(program: jaxprs.Program, apart: set[int]) -> list[int]:
         if value is not None and _is_handed_on(program, node, value):
             first[node.outputs[0]] = first[value]
             continue
+        numbers = [program.number(node, i) for i in range(len(node.inputs))]
         operands = tuple(
-            str(program.numbers.get((node.path, i))) if v is None else first[v]
-            for i, v in enumerate(node.inputs)
+            str(number) if v is None or number is not None else first[v]
+            for v, number in zip(node.inputs, numbers, strict=True)
         )
         avals = [program.avals[out] for out in node.outputs]
         kinds = tuple((_longer_than_1(aval.shape), aval.dtype) for aval in avals)

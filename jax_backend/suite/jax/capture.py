@@ -40,6 +40,7 @@ from suite.jax.layers import (
 )
 from suite.jax.plan import Plan, Require, Statistics, make_plan
 from suite.jax.probes import Probe, evaluate
+from suite.jax.repeats import without_repeats
 from suite.jax.uses import Uses
 from suite.jax.varying import cond, vary_like, varying_alike, varying_axes
 from suite.jax.views import write_matrices
@@ -379,7 +380,7 @@ class value_and_grad:
             aux_arrays, static[:] = _apart(aux)
             return result, *outputs, *aux_arrays
 
-        jaxpr = jax.make_jaxpr(flat)(leaves, arrays)
+        jaxpr = without_repeats(jax.make_jaxpr(flat)(leaves, arrays), [*leaves, *arrays])
         if self._fisher is not None:
             shape = jaxpr.out_avals[1].shape
             check_outputs(self._fisher.likelihood, shape, _shapes_of_data(jaxpr, arrays))

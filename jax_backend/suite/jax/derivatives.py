@@ -146,7 +146,7 @@ def _linear_values(program: jaxprs.Program, data: Iterable[int]) -> tuple[set[in
         data: what is no constant.
     """
     made_of_data = jaxprs.dependent_values(program, data)
-    constant = {v for v in range(len(program.avals)) if v not in made_of_data}
+    constant = {v for v in range(len(program.avals)) if v not in made_of_data} | zero_values(program)
     others: set[int] = set()  # what loops carry that starts as such, and does not go on so
     while True:
         found = _linear_but(program, constant, others)
@@ -165,7 +165,7 @@ def _linear_but(program: jaxprs.Program, constant: set[int], others: set[int]) -
         own = [v in found for v in inputs]
         fine = [a or v is None or v in constant for a, v in zip(own, inputs, strict=True)]
         if node.name in ("mul", "dot_general", "conv_general_dilated"):
-            one = node.name == "mul" and 1.0 in (program.numbers.get((node.path, i)) for i in (0, 1))
+            one = node.name == "mul" and 1.0 in (program.number(node, i) for i in (0, 1))
             # Derivatives of higher order are products of several.
             return any(own) or one or (any(fine) and None not in inputs)
         if node.name == "div":
@@ -193,7 +193,7 @@ def zero_values(program: jaxprs.Program) -> set[int]:
 
     def is_zero(node: jaxprs.Node, i: int) -> bool:
         value = node.inputs[i]
-        return value in found if value is not None else program.numbers.get((node.path, i)) == 0
+        return value in found if value is not None else program.number(node, i) == 0
 
     for node in program.nodes:
         op, zeros = node.operation, [is_zero(node, i) for i in range(len(node.inputs))]

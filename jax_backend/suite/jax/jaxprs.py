@@ -70,6 +70,10 @@ class Program:
     # For each operand of an equation, the equation beside it that makes it; -1: known from the start.
     makers: dict[Path, tuple[int, ...]] = field(default_factory=dict)
 
+    def number(self, node: Node, operand: int) -> Any:
+        """The number that an operand is as the program is written; None: it is none."""
+        return self.numbers.get((node.path, operand))
+
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "core_closed_call", "xla_call"}
 REMAT = {"remat", "remat2", "checkpoint"}
@@ -145,6 +149,9 @@ class _Flattener:
                 -1 if isinstance(v, jex.Literal) else makers.get(v, -1) for v in eqn.invars
             )
             makers.update(dict.fromkeys(eqn.outvars, number))
+            if eqn.primitive.name == "convert_element_type" and numbers[0] is not None:
+                (out,) = eqn.outvars
+                given[out] = np.asarray(numbers[0], out.aval.dtype).item()
             env.update(zip(eqn.outvars, self.equation(eqn, values, path, loops, custom), strict=True))
         return [read(v) for v in jaxpr.outvars]
 

@@ -210,9 +210,9 @@ class MadeWeights:
             return False
         op, chosen = node.operation, isinstance(node.operation, operations.Select)
         if isinstance(op, operations.Reindex) and node.inputs[0] is None:
-            return self.program.numbers.get((node.path, 0)) in (0, 1)
+            return self.program.number(node, 0) in (0, 1)
         if isinstance(op, operations.Add) and op.signs == (1, -1) and node.inputs[0] is None:
-            return self.program.numbers.get((node.path, 0)) == 1 and self._is_mask(node.inputs[1])
+            return self.program.number(node, 0) == 1 and self._is_mask(node.inputs[1])
         kept = operations.Reindex, operations.Multiply, operations.LoopSlice
         if chosen or isinstance(op, kept):
             return all(map(self._is_mask, node.inputs[chosen:]))
