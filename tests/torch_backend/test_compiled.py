@@ -294,12 +294,22 @@ class ByEinsum(nn.Module):
         return self.layer(torch.einsum("bsd,de->bse", x, self.mixing))
 
 
+class ByEinsumOfBothSides(ByEinsum):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = nn.Parameter(torch.randn(2, 4, 2))
+
+    def forward(self, x):
+        return self.layer(torch.einsum("bsid,iod->bso", x.unflatten(-1, (2, 2)), self.mixing))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_einsum_of_a_parameter_counts_once(backend):
+@pytest.mark.parametrize("make", [ByEinsum, ByEinsumOfBothSides])
+def test_einsum_of_a_parameter_counts_once(make, backend):
     torch._dynamo.reset()
-    x, model = torch.randn(6, 3, 4), ByEinsum()
+    x, model = torch.randn(6, 3, 4), make()
     kfac = KFAC(model)
-    torch.compile(model, backend=backend)(x).sum().backward()
+    torch.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
     mixing, layer = kfac._engine.capture.by_layer
     rows = x.flatten(0, 1)
     torch.testing.assert_close(mixing.A.grad[0], rows.T @ rows)

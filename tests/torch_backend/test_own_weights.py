@@ -356,6 +356,48 @@ def test_weights_of_einsums_with_axes_for_heads_are_matrices(kind, settings):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
+class Chebyshev(nn.Module):
+    """A Kolmogorov-Arnold layer in Chebyshev polynomials, with weights (in, out, degree)."""
+
+    def __init__(self, d_in, d_out, degree):
+        super().__init__()
+        self.coefficients = nn.Parameter(0.3 * numbers(d_in, d_out, degree + 1))
+        self.register_buffer("degrees", torch.arange(degree + 1))
+
+    def polynomials(self, x):
+        return torch.cos(torch.acos(0.99 * torch.tanh(x))[..., None] * self.degrees)
+
+    def forward(self, x):
+        return torch.einsum("bid,iod->bo", self.polynomials(x), self.coefficients)
+
+
+class ByLinear(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.of = [layer]  # no module of it
+        d_in, d_out, degrees = layer.coefficients.shape
+        self.linear = nn.Linear(d_in * degrees, d_out, bias=False).double()
+        with torch.no_grad():
+            self.linear.weight.copy_(layer.coefficients.permute(1, 0, 2).flatten(1))
+
+    def forward(self, x):
+        return self.linear(self.of[0].polynomials(x).flatten(1))
+
+
+@pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
+def test_weights_of_einsums_with_outputs_between_inputs_are_matrices(method):
+    x = numbers(24, 3)
+    layers = nn.Sequential(Chebyshev(3, 4, 2), Chebyshev(4, 2, 3)).double()
+    as_linear = nn.Sequential(*map(ByLinear, layers))
+    kfacs = [
+        trained(model, x, compute_method=method, inv_update_steps=2) for model in (layers, as_linear)
+    ]
+    assert {factors for _, factors in routes(kfacs[0]).values()} == {"9x9, 4x4", "16x16, 2x2"}
+    for layer, like in zip(layers, as_linear, strict=True):
+        own = layer.coefficients.permute(1, 0, 2).flatten(1)
+        torch.testing.assert_close(own, like.linear.weight, rtol=1e-9, atol=1e-11)
+
+
 class Others(nn.Module):
     """A weight in other einsums than products of rows with it."""
 

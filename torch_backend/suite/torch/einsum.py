@@ -20,6 +20,21 @@ class Labels(NamedTuple):
     out: str
 
 
+class Halves(NamedTuple):
+    """How a weight lies as a matrix."""
+
+    turned: bool  # whether inputs come first
+    leading: int  # on how many axes what comes first is
+    order: tuple[int, ...] = ()  # its axes as (out, in), where inputs are on both sides of outputs
+
+
+class Rows(NamedTuple):
+    """How a product with a weight is one of rows with a matrix."""
+
+    halves: Halves
+    axes: Axes
+
+
 class Sides(NamedTuple):
     """A weight's labels by what they are."""
 
@@ -75,16 +90,16 @@ def sides_of(labels: Labels) -> Sides | None:
     return sides if sides.out and sides.into else None
 
 
-def halves_of(labels: Labels) -> tuple[bool, int] | None:
-    """Of a matrix whether inputs come first, and on how many axes; None: as it lies it is none."""
+def halves_of(labels: Labels) -> Halves | None:
+    """How a matrix lies; None: it is none, or a stack."""
     sides = sides_of(labels)
     if sides is None or sides.groups:
         return None
     if labels.own == sides.into + sides.out:
-        return True, len(sides.into)
-    if labels.own == sides.out + sides.into:
-        return False, len(sides.out)
-    return None
+        return Halves(True, len(sides.into))
+    turned = sides.out + sides.into
+    order = tuple(map(labels.own.index, turned)) if labels.own != turned else ()
+    return Halves(False, len(sides.out), order)
 
 
 def labels_of_call(equation: Any, place: int, weight: torch.Tensor, x: Any) -> Labels | None:
@@ -120,8 +135,8 @@ def operands_of(args: Any) -> tuple[Any, Sequence[Any]]:
     return args[0], operands
 
 
-def axes_of(equation: Any, place: int, weight: torch.Tensor, x: Any) -> tuple[bool, Axes] | None:
-    """How a product with a matrix is one of rows: whether its inputs come first, and the axes.
+def rows_of_call(equation: Any, place: int, weight: torch.Tensor, x: Any) -> Rows | None:
+    """How a product with a matrix is one of rows.
 
     Args: as of `labels_of_call`.
     """
@@ -136,4 +151,4 @@ def axes_of(equation: Any, place: int, weight: torch.Tensor, x: Any) -> tuple[bo
         tuple([of.index(label) for label in [*rows, *features]])
         for of, features in ((other, sides.into), (out, sides.out))
     )
-    return halves[0], Axes(x_axes, y_axes, (len(sides.into), len(sides.out)))
+    return Rows(halves, Axes(x_axes, y_axes, (len(sides.into), len(sides.out))))

@@ -542,7 +542,7 @@ class FoundLayers:
         layout: Layout = turned if found.turned else "matrix"
         own_name = name if name and found.name == "weight" else _join(name, found.name)
         own_bias = None if bias is None else Piece(bias)
-        self._add(own_name, Piece(weight), own_bias, layout, site, found.leading)
+        self._add(own_name, Piece(weight), own_bias, layout, site, found.leading, found.order)
         if found.stacked and self.layers[-1].weight.parameter is weight:
             self.stacks.setdefault(module, []).append(self.layers[-1])
 
@@ -577,18 +577,20 @@ class FoundLayers:
         layout: Layout,
         site: Site,
         leading: int = 1,
+        order: tuple[int, ...] = (),
     ) -> None:
         """A new block, or another use of the weight of one.
 
         Args:
             leading: how many of the weight's axes are its first side.
+            order: see `Layer.order`.
         """
         place = self._by_weight.get((id(weight.parameter), weight.start))
         if place is not None:
-            self._tie(place, name, bias, layout, site)
+            self._tie(place, name, bias, layout, site, order)
             return
         spec = site.spec
-        shape = weight.shape
+        shape = tuple(weight.shape[axis] for axis in order) or weight.shape
         count, first = math.prod(shape), math.prod(shape[:leading])
         blocks, sizes = 1, (count, 1)
         if spec.kind == "stack":
@@ -613,17 +615,25 @@ class FoundLayers:
             sizes[1] > limit,
         )
         site = replace(site, spec=spec._replace(diagonal=diagonal))
-        layer = Layer(name, weight, bias, layout, blocks, sizes, diagonal, (site,))
+        layer = Layer(name, weight, bias, layout, blocks, sizes, diagonal, (site,), order=order)
         self._by_weight[id(weight.parameter), weight.start] = len(self.layers)
         self.layers.append(layer)
 
-    def _tie(self, place: int, name: str, bias: Piece | None, layout: Layout, site: Site) -> None:
+    def _tie(
+        self,
+        place: int,
+        name: str,
+        bias: Piece | None,
+        layout: Layout,
+        site: Site,
+        order: tuple[int, ...],
+    ) -> None:
         """A weight in a second place: one block, whose statistics add up."""
         layer = self.layers[place]
         neither = (False, False)
         spec = site.spec._replace(diagonal=neither, bias=False)
         known = layer.spec._replace(diagonal=neither, bias=False)
-        alike = layout == layer.layout and spec == known
+        alike = (layout, order, spec) == (layer.layout, layer.order, known)
         if not alike and {layout, layer.layout} != {"matrix", "table"}:
             self._reasons[id(layer.weight.parameter)] = "its weight is used by layers of different kinds"
             return

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from suite.core.statistics import elementwise_second_moment_sum
 from suite.torch.copies import Copies
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
-from suite.torch.einsum import axes_of, operands_of
+from suite.torch.einsum import operands_of, rows_of_call
 from suite.torch.gates import Member, Origin, Products
 from suite.torch.hooks import (
     Mode,
@@ -613,9 +613,11 @@ def _probed(
     elif ends is not None and len(shape) == 3 and args[0].ndim == 2:
         kind, other = "grouped", args[0]
     elif function is torch.einsum:
-        found = axes_of(args[0], place - 1, watched.tensor, args[3 - place]) if len(args) == 3 else None
-        if found is not None:
-            kind, other, axes = ("right" if found[0] else "linear"), args[3 - place], found[1]
+        given = args[0], place - 1, watched.tensor, args[3 - place]
+        found = rows_of_call(*given) if len(args) == 3 else None
+        if found is not None and not found.halves.order:
+            kind = "right" if found.halves.turned else "linear"
+            other, axes = args[3 - place], found.axes
     if not kind or (output.dtype.is_complex and kind not in ("sum", "product")):
         return None
     if watched.widened and kind not in ("sum", "product"):

@@ -34,7 +34,7 @@ from suite.torch.calls import (
     summed,
 )
 from suite.torch.capture import LayerCapture, is_training
-from suite.torch.einsum import axes_of, operands_of
+from suite.torch.einsum import Rows, operands_of, rows_of_call
 from suite.torch.hooks import (
     Enter,
     Hook,
@@ -242,14 +242,16 @@ class FunctionCapture(ModeAround):
         is_matrix = kind == "dense" and len(weight.shape) == 2
         return self.own[place] and (is_matrix or kind == "convolution")
 
-    def fits(self, place: int, shape: torch.Size, turned: bool, axes: Axes) -> bool:
+    def fits(self, place: int, shape: torch.Size, rows: Rows) -> bool:
         """Whether a weight's axes are those of a layer's inputs and outputs."""
         capture, index = self.uses[place]
-        first = math.prod(shape[: axes.features[0 if turned else 1]])
+        turned, leading, order = rows.halves
+        first = math.prod([shape[axis] for axis in (order or range(len(shape)))[:leading]])
         rest = math.prod(shape) // max(first, 1)
         d_in, d_out = capture.layer.sizes
         d_in -= capture.layer.sites[index].spec.bias
-        return (d_in, d_out) == ((first, rest) if turned else (rest, first))
+        fits = (d_in, d_out) == ((first, rest) if turned else (rest, first))
+        return fits and capture.layer.order == order
 
     def is_inside(self, place: int) -> bool:
         """Whether a module runs, the layer's own or one in between, that sees what it does itself."""
@@ -583,14 +585,14 @@ class _Watching(Mode):
             return output
         place = weights.index(True)
         weight, x = operands[place], operands[1 - place]
-        found = axes_of(equation, place, weight, x)
+        found = rows_of_call(equation, place, weight, x)
         if found is None:
             return output
-        turned, axes = found
+        turned, axes = found.halves.turned, found.axes
         places = [
             p
             for p in self._places(weight, "transpose" if turned else "weight")
-            if self.around.fits(p, weight.shape, turned, axes)
+            if self.around.fits(p, weight.shape, found)
         ]
         if not places and weight.ndim == 2:
             opposite = self._opposite(weight, turned)
@@ -601,7 +603,7 @@ class _Watching(Mode):
         for p in places:
             if self.around.awaits_bias(p, given):
                 self.products.append(_Product(output, p, x, axes))
-        if not places and axes.are_last():
+        if not places and axes.are_last() and not found.halves.order:
             function: Any = torch.matmul if turned else F.linear
             return self._meet_made(function, given | {"weight": weight}, output)
         if not places:

@@ -94,6 +94,9 @@ class Layer:
     diagonal: tuple[bool, bool]
     sites: tuple[Site, ...]
     tensor_split: str = ""  # how tensor parallelism cuts it into blocks, '' if it does not
+    order: tuple[
+        int, ...
+    ] = ()  # the weight's axes in the matrix's, which lies otherwise; (): as they are
 
     @property
     def spec(self) -> LayerSpec:
@@ -122,7 +125,8 @@ class Layer:
         """The shape of a weight whose rows are the matrix's, but for a bias; None: they are not."""
         shape = self.weight.shape
         width = self.sizes[0] - (self.bias is not None)
-        plain = self.layout == "matrix" and self.blocks == 1 and math.prod(shape[1:]) == width
+        plain = self.layout == "matrix" and not self.order and self.blocks == 1
+        plain = plain and math.prod(shape[1:]) == width
         return shape if plain else None
 
     def parameters(self) -> list[nn.Parameter]:
@@ -147,7 +151,9 @@ class Layer:
             return weight.reshape(self.blocks, self.sizes[0], self.sizes[1]).mT
         if self.layout == "turned":
             return weight.mT.reshape(self.blocks, self.sizes[1], self.sizes[0])
-        matrix = weight.reshape(self.blocks, self.sizes[1], -1)
+        matrix = (weight.permute(self.order) if self.order else weight).reshape(
+            self.blocks, self.sizes[1], -1
+        )
         if bias is not None:
             column = bias.reshape(self.blocks, self.sizes[1], 1)
             matrix = torch.cat([matrix, column.to(matrix.dtype)], dim=-1)
@@ -165,6 +171,9 @@ class Layer:
         elif self.layout in ("table", "transposed"):
             columns = [matrix.mT.reshape(shape), matrix[..., 0]]
         else:
+            if self.order:
+                turned = matrix.reshape([shape[axis] for axis in self.order])
+                return [turned.permute([self.order.index(axis) for axis in range(len(shape))])]
             if self.bias is None and math.prod(shape) == matrix.numel():
                 return [matrix.reshape(shape)]
             width = math.prod(shape) // (self.blocks * self.sizes[1])

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from suite.torch.calls import ARGUMENTS, CONVOLVE, NORMS
-from suite.torch.einsum import halves_of, labels_of, sides_of, with_letters
+from suite.torch.einsum import Halves, halves_of, labels_of, sides_of, with_letters
 from suite.torch.sources import definition, live_nodes, parameters_of, tree_of
 
 # By function: how many axes of positions its weight has, its arguments, and whether the weight lies
@@ -58,6 +58,7 @@ class OwnWeight(NamedTuple):
     joined: bool = False  # which all get the same inputs, and are one of more outputs
     ndim: int = 2  # how many axes it has to have
     leading: int = 1  # how many of those are the first side of a matrix
+    order: tuple[int, ...] = ()  # see `einsum.Halves`
 
 
 class OwnNorm(NamedTuple):
@@ -88,7 +89,7 @@ class _Product(NamedTuple):
     bias: _Weight | None = None
     groups: float | None = 1  # None: not known
     joined: bool = False  # whether all matrices of a stack get the same inputs
-    matrix: tuple[int, int] | None = None  # of an einsum's: `OwnWeight.ndim` and `leading`
+    matrix: tuple[int, Halves] | None = None  # of an einsum's: `OwnWeight.ndim`, and how it lies
 
     def of_lists(self, lists: Container[str]) -> _Product:
         """With the names of these lists for those of their parameters."""
@@ -191,7 +192,7 @@ def _agreed(
     lists: Container[str],
 ) -> Iterator[OwnWeight]:
     """The layer that products with one parameter are calls of, if they are those of one."""
-    uses: set[tuple[int, int, bool, bool, int, int]] = set()
+    uses: set[tuple[int, int, bool, bool, int, int, tuple[int, ...]]] = set()
     stacked = parameter.ndim == 3 and all(p.axes == 0 and p.matrix is None for p in products)
     for function, axes, turned, weight, _, groups, joined, matrix in products:
         if not isinstance(groups, int) or groups < 1 or (axes and weight.turned):
@@ -199,7 +200,8 @@ def _agreed(
         if matrix is not None:
             if weight.scaled or weight.indexed or (weight.turned and matrix[0] > 2):
                 return
-            uses.add((axes, groups, weight.turned != turned, joined, *matrix))
+            ndim, (_, leading, order) = matrix
+            uses.add((axes, groups, weight.turned != turned, joined, ndim, leading, order))
             continue
         if weight.along is not None and (axes or weight.along != (weight.turned == turned)):
             return  # what is normalized is no row
@@ -208,16 +210,17 @@ def _agreed(
             return
         if not stacked and (weight.indexed or function in _OF_STACKS_ALONE):
             return
-        uses.add((axes, groups, weight.turned != turned, joined, 2 + axes + stacked, 1))
+        uses.add((axes, groups, weight.turned != turned, joined, 2 + axes + stacked, 1, ()))
     # A matrix may be used as its transpose, too. Then it lies (out, in).
     one_matrix = parameter.ndim == 2 and not any(p.axes or p.weight.scaled for p in products)
-    for axes, groups, turned, joined, ndim, leading in sorted(uses)[: len(uses) == 1 or one_matrix]:
+    agreed = sorted(uses)[: len(uses) == 1 or one_matrix]
+    for axes, groups, turned, joined, ndim, leading, order in agreed:
         alike = [p for p in products if (p.weight.turned != p.turned) == turned]
         biases = {_name_of_bias(product, lists) for product in alike}
         bias = biases.pop() if len(biases) == 1 else ""
         bias = "" if bias in refused or stacked else bias
         name = products[0].weight.name
-        yield OwnWeight(name, bias, axes, groups, turned, stacked, joined, ndim, leading)
+        yield OwnWeight(name, bias, axes, groups, turned, stacked, joined, ndim, leading, order)
 
 
 def _name_of_bias(product: _Product, lists: Container[str]) -> str:
@@ -504,8 +507,7 @@ class _Reader:
             return
         own, halves = labels.own, halves_of(labels)
         if halves is not None:
-            turned, leading = halves
-            yield _Product(torch.einsum, 0, turned, weight, matrix=(len(own), leading))
+            yield _Product(torch.einsum, 0, halves.turned, weight, matrix=(len(own), halves))
         elif len(own) == 3 and len(sides.into) == 1 and own[0] == (sides.groups or sides.out[0]):
             joined = not sides.groups
             yield _Product(torch.einsum, 0, own[1] == sides.into, weight, joined=joined)
