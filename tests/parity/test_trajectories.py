@@ -184,9 +184,12 @@ def test_kfac_of_weights_that_are_changed_by_their_norms(kind, compute_method):
 
 
 @pytest.mark.parametrize("compute_method", ["eigen", "inverse", "ekfac"])
-@pytest.mark.parametrize("values", [True, False], ids=["values and derivatives", "derivatives"])
+@pytest.mark.parametrize("values", ["shared", "again", ""], ids=lambda kind: kind or "none")
 def test_kfac_of_derivatives(values, compute_method):
-    """First and second derivatives by the inputs beside a term without any; 30 steps, they are rough."""
+    """Second derivatives by the inputs beside a term without any; 30 steps, they are rough.
+
+    Beside their values, which JAX shares with derivatives or computes again; or without.
+    """
     rng = np.random.default_rng(6)
     sizes, settings = ((5, 3), (4, 5), (1, 4)), {**KFAC_SETTINGS, "compute_method": compute_method}
     weights = [(rng.normal(size=s) / np.sqrt(s[1]), rng.normal(size=s[0])) for s in sizes]
@@ -224,6 +227,8 @@ def test_kfac_of_derivatives(values, compute_method):
             return pull(along)[0], y
 
         _, pull, y = jax.vjp(slopes, x, has_aux=True)
+        if values == "again":
+            y = network(weights, x)
         second = jnp.sum(pull(direction)[0] * direction, 1)
         loss = jnp.mean((second - 0.3) ** 2) + jnp.mean(network(weights, boundary) ** 2)
         return loss + jnp.mean(y**2) if values else loss
