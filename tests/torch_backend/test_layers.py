@@ -258,13 +258,26 @@ def test_a_weight_that_attention_or_a_recurrent_layer_computes_is_plain(make, pl
     assert changed == gradients.keys() - plain
 
 
-def test_a_pruned_layer_is_plain_and_says_why():
+def test_of_a_pruned_layer_the_bias_is_plain_if_it_is_pruned_and_says_why():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for name in ("weight", "bias"):
+        prune.random_unstructured(model[0], name, 0.5)
+    kfac = KFAC(model)
+    model(torch.randn(5, 3)).square().mean().backward()
+    kfac.step()
+    routing = kfac.routing()
+    assert routing["0.weight_orig"].treatment == "kfac"
+    assert routing["0.bias_orig"].treatment == "plain"
+    assert "is computed" in routing["0.bias_orig"].reason
+
+
+def test_a_layer_that_is_both_pruned_and_normed_is_plain():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     prune.random_unstructured(model[0], "weight", 0.5)
-    for name in ("0.weight_orig", "0.bias"):
-        route = KFAC(model).routing()[name]
-        assert route.treatment == "plain"
-        assert "is computed" in route.reason
+    layer = nn.utils.spectral_norm(nn.Linear(3, 3))
+    for hook in layer._forward_pre_hooks.values():
+        model[0].register_forward_pre_hook(hook)
+    assert KFAC(model).routing()["0.weight_orig"].treatment == "plain"
 
 
 def test_a_layer_without_outputs_is_no_obstacle():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 from conftest import assert_close
 from suite.core import patches
@@ -450,7 +450,14 @@ def old_weight_norm(module):
     return module
 
 
+def old_spectral_norm(module, **settings):
+    module = nn.utils.spectral_norm(module, **settings)
+    module.weight = module.weight.detach()  # as for the old weight_norm
+    return module
+
+
 NORMED = {
+    "old spectral_norm": (old_spectral_norm, "weight_orig", None),
     "old weight_norm": (old_weight_norm, "weight_v", "weight_g"),
     "weight_norm": (
         parametrizations.weight_norm,
@@ -504,7 +511,7 @@ class Times(nn.Module):
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "old spectral_norm"])
 def test_a_normed_transposed_convolution_is_the_plain_one_of_inputs_that_are_scaled(kind, groups):
     """As in vocoders, whose weight_norm has a magnitude for each input channel."""
     torch.manual_seed(0)
@@ -514,9 +521,13 @@ def test_a_normed_transposed_convolution_is_the_plain_one_of_inputs_that_are_sca
         with torch.no_grad():
             magnitudes = layer.parametrizations.weight.original0
             magnitudes *= torch.linspace(0.5, 2.0, 4)[:, None, None]
-    else:
+    elif kind == "spectral_norm":
         normed = parametrizations.spectral_norm(layer, n_power_iterations=200)
         raw = normed.parametrizations.weight.original
+    else:
+        layer = old_spectral_norm(layer, n_power_iterations=200)
+        layer(numbers(3, 4, 5))
+        layer.weight, raw = layer.weight.detach(), layer.weight_orig
     model, x = Net(layer, 6, False).double(), numbers(3, 4, 5)
     scale = (layer.weight.flatten(1).norm(dim=1) / raw.flatten(1).norm(dim=1)).detach()
     plain = nn.ConvTranspose1d(4, 6, 3, stride=2, groups=groups).double()
@@ -526,7 +537,7 @@ def test_a_normed_transposed_convolution_is_the_plain_one_of_inputs_that_are_sca
     torch.testing.assert_close(reference(x), model(x))
     kfac = stepped(model, x)
     (A, G), (inputs, outputs) = held(kfac)["layer"], held(stepped(reference, x))["layer.1"]
-    if kind == "spectral_norm":  # whose scale is the gradient's
+    if kind != "weight_norm":  # whose scale is the gradient's
         inputs, outputs = inputs / scale[0] ** 2, outputs * scale[0] ** 2
     assert_close(A, inputs)
     assert_close(G, outputs)
@@ -572,6 +583,31 @@ def test_a_normed_weight_has_scaled_gradients_and_its_magnitude_a_diagonal(name,
         A, G = factors["layer.magnitude"]
         assert_close(per_row.sum(1).flatten(), reference.layer.get_parameter(magnitude).grad.flatten())
         assert_close(A * G[:, 0], terms * per_row.square().sum(1).reshape(1, -1))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Linear(4, 3), (5, 4)),
+        (lambda: nn.Conv2d(2, 3, 3, bias=False), (2, 2, 4, 5)),
+        (lambda: nn.ConvTranspose1d(4, 3, 2), (2, 4, 5)),
+    ],
+)
+def test_a_pruned_layer_has_the_factors_of_one_whose_weight_has_the_zeros(make, shape):
+    layer, x = double(make), numbers(*shape)
+    prune.random_unstructured(layer, "weight", 0.3)
+    plain = double(make)
+    with torch.no_grad():
+        plain.weight.copy_(layer.weight_orig * layer.weight_mask)
+        if plain.bias is not None:
+            plain.bias.copy_(layer.bias)
+    layer.weight = layer.weight.detach()
+    last = isinstance(layer, nn.Linear)
+    model, reference = (Net(one, 3, last).double() for one in (layer, plain))
+    reference.head.load_state_dict(model.head.state_dict())
+    factors = (held(stepped(one, x))["layer"] for one in (model, reference))
+    for own, other in zip(*factors, strict=True):
+        assert_close(own, other[..., : own.shape[-1], : own.shape[-1]])  # without the bias's column
 
 
 def test_a_magnitude_of_zero_has_its_curvature_all_the_same():

@@ -169,7 +169,11 @@ class FoundLayers:
                     claimed.add(module.out_proj)
             elif isinstance(module, RECURRENT):
                 self._recurrent(name, module)
-            elif nn.utils.parametrize.is_parametrized(module) or hasattr(module, "weight_v"):
+            elif (
+                nn.utils.parametrize.is_parametrized(module)
+                or hasattr(module, "weight_v")
+                or parametrization(module)[0] is not None
+            ):
                 self._parametrized(name, module, own)
                 claimed |= (
                     set(module.parametrizations.modules())
@@ -403,14 +407,14 @@ class FoundLayers:
             self._add(_join(name, product.weight_name), Piece(weight), piece, "matrix", site)
 
     def _parametrized(self, name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
-        """weight_norm and spectral_norm of a known layer: see `Site.scaling`."""
+        """weight_norm, spectral_norm and pruning of a known layer: see `Site.scaling`."""
         direction, magnitude, scaling = parametrization(module)
         layout: Layout = "matrix"
         if isinstance(module, TRANSPOSED):
             layout = "transposed"
             if scaling == "weight_norm":
                 scaling, magnitude = "weight_norm of inputs", None
-            elif scaling != "spectral_norm":
+            elif scaling not in ("spectral_norm", "pruned"):
                 direction = None
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)) or direction is None:
             self._say(module, _COMPUTED, recurse=True)
@@ -427,6 +431,8 @@ class FoundLayers:
             self._add(_join(name, "magnitude"), Piece(magnitude), None, "vector", site)
         if bias is not None and not why_not(bias):
             self._bias(name, module, bias)  # the scaling is not its
+        if "bias_orig" in own:
+            self._reasons.setdefault(id(own["bias_orig"]), _COMPUTED)
 
     def _linear_by_another_name(
         self, name: str, module: nn.Module, own: dict[str, nn.Parameter]

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
 from suite.torch.recurrent import WRITTEN_OUT
@@ -73,6 +75,9 @@ def parametrization(
     """(what has the weight's shape, the magnitudes, how they scale) of a known parametrization."""
     if hasattr(module, "weight_v") and hasattr(module, "weight_g"):  # nn.utils.weight_norm
         return _normed(module.weight_v, module.weight_g)
+    hooked = _scaling_by_hooks(module)
+    if hooked:
+        return module.weight_orig, None, hooked  # type: ignore[return-value]
     parametrizations: Any = getattr(module, "parametrizations", None)
     if parametrizations is None or set(parametrizations) != {"weight"}:
         return None, None, ""
@@ -83,6 +88,24 @@ def parametrization(
     if kind == "_SpectralNorm":
         return stack.original, None, "spectral_norm"
     return None, None, ""
+
+
+def spectral_norm_of(module: nn.Module) -> SpectralNorm | None:
+    """The hook of torch.nn.utils' older spectral_norm that makes a module's weight, if there is one."""
+    hooks = module._forward_pre_hooks.values()
+    return next((h for h in hooks if isinstance(h, SpectralNorm) and h.name == "weight"), None)
+
+
+def _scaling_by_hooks(module: nn.Module) -> str:
+    """How a known hook that makes the weight of `weight_orig` scales it; '': there is none."""
+    masks = [
+        hook
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, BasePruningMethod) and hook._tensor_name == "weight"
+    ]
+    if spectral_norm_of(module) is not None:
+        return "" if masks else "spectral_norm"
+    return "pruned" if masks else ""
 
 
 def _normed(direction: Any, magnitude: Any) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:

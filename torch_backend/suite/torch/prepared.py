@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from suite.core import linalg
+from suite.torch.kinds import spectral_norm_of
 from suite.torch.layers import Site
 from suite.torch.rows import bag_second_moments
 
@@ -33,9 +34,10 @@ def prepared(
             if isinstance(module, nn.Linear):
                 return nn.functional.linear(x, unit), None
             return module._conv_forward(x, unit, None), None
+    if site.scaling == "pruned":  # entries that a mask leaves out move to no effect
+        return x, None
     if site.scaling == "spectral_norm":
-        stack = module.parametrizations.weight
-        return x, 1 / _spectral_norm(stack[0], stack.original)
+        return x, 1 / _spectral_norm(module)
     magnitude, direction = _weight_norm(module)
     if site.scaling == "weight_norm of inputs":  # torch's dim=0 of a transposed convolution
         scale = magnitude.reshape(-1) / linalg.row_norms(direction)
@@ -54,10 +56,15 @@ def _weight_norm(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return stack.original0, stack.original1
 
 
-def _spectral_norm(parametrization: Any, weight: torch.Tensor) -> torch.Tensor:
-    """σ as torch's parametrization has it; asking the module would run another power iteration."""
-    matrix = weight.movedim(parametrization.dim, 0).flatten(1)
-    sigma: torch.Tensor = linalg.bilinear(parametrization._u, matrix, parametrization._v)
+def _spectral_norm(module: Any) -> torch.Tensor:
+    """σ as torch's old or new spectral_norm had it; asking would run another power iteration."""
+    hook = spectral_norm_of(module)
+    if hook is not None:
+        weight, dim, u, v = module.weight_orig, hook.dim, module.weight_u, module.weight_v
+    else:
+        stack = module.parametrizations.weight
+        weight, dim, u, v = stack.original, stack[0].dim, stack[0]._u, stack[0]._v
+    sigma: torch.Tensor = linalg.bilinear(u, weight.movedim(dim, 0).flatten(1), v)
     return sigma
 
 
