@@ -97,6 +97,13 @@ def test_epoch_scheduler_resumes_from_its_state():
     assert second.hyperparameter("damping") == 0.25
     with pytest.raises(ValueError, match=r"state_dict must have start values of \['damping'\], got"):
         KFACParamScheduler(second, 0.5, [1]).load_state_dict(scheduler.state_dict())
+    with pytest.raises(ValueError, match=r"state_dict must have \['epoch', 'start'\], got keys \[\]"):
+        resumed.load_state_dict({})
+    with pytest.raises(ValueError, match="damping must be >= 0, got -1"):
+        resumed.load_state_dict(
+            {"epoch": 0, "start": {**scheduler.state_dict()["start"], "damping": -1}}
+        )
+    assert resumed.state_dict() == scheduler.state_dict()
 
 
 def test_epoch_scheduler_made_before_the_checkpoint_is_loaded_resumes_with_start_epoch():
@@ -133,6 +140,26 @@ def test_epoch_scheduler_refuses_bad_values(options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         KFACParamScheduler(kfac, **options)
     assert values(kfac, "factor_update_steps", "inv_update_steps") == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda kfac: KFACParamScheduler(3), "kfac must be a KFAC, got int"),
+        (lambda kfac: LambdaParamScheduler(None), "preconditioner must be a KFAC, got NoneType"),
+        (lambda kfac: KFACParamScheduler(kfac, 0.5, 20), "damping_schedule must be a list of epochs"),
+        (lambda kfac: KFACParamScheduler(kfac, 0.5, "20"), "damping_schedule must be a list of epochs"),
+        (
+            lambda kfac: LambdaParamScheduler(kfac, damping_lambda=lambda steps: "a").step(),
+            "what damping_lambda returns must be a number",
+        ),
+    ],
+)
+def test_schedulers_refuse_what_is_of_another_type(make, message):
+    kfac = preconditioner()
+    with pytest.raises(TypeError, match=f"^{message}"):
+        make(kfac)
+    assert values(kfac, "damping") == [0.001]
 
 
 @pytest.mark.parametrize(

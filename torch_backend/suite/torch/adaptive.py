@@ -15,7 +15,7 @@ from suite.core.damping import levenberg_marquardt
 from suite.core.linalg import inner_product
 from suite.core.routing import Routing
 from suite.core.step_size import quadratic_step
-from suite.torch.checks import check_number, warn_user
+from suite.torch.checks import check_number, check_state_dict, warn_user
 from suite.torch.dtensors import is_sharded
 from suite.torch.kfac import KFAC
 from suite.torch.replay import Buffers, Draws, derivatives_along, value_with, without_reducers
@@ -373,6 +373,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         Raises:
             ValueError: entries or layers that do not fit, by name; nothing has changed then.
         """
+        check_state_dict(state_dict)
         wanted = {"kfac", "adaptive"} | (set() if self.fallback is None else {"fallback"})
         if set(state_dict) != wanted:
             raise ValueError(f"state_dict must have keys {sorted(wanted)}, got {sorted(state_dict)}")
@@ -380,10 +381,14 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         missing = {"skipped_steps", "rejected_steps", "found"} - set(own)
         if missing:
             raise ValueError(f"state_dict['adaptive'] must have {sorted(missing)}, got {sorted(own)}")
+        if "last_step" in own and "predicted" not in own:
+            raise ValueError(f"state_dict['adaptive'] must have 'predicted', got {sorted(own)}")
         unlike = [
             name
             for name, kept in own.get("last_step", {}).items()
-            if name not in parameters or any(x.shape != parameters[name].shape for x in kept.values())
+            if name not in parameters
+            or kept.keys() != {"before", "change"}
+            or any(getattr(x, "shape", None) != parameters[name].shape for x in kept.values())
         ]
         if unlike:
             raise ValueError(f"last_step must be of this model's parameters, got others: {unlike}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,19 @@ def require_known(name: str, value: Any) -> None:
 
 def plain(value: Any) -> Any:
     """A setting as `torch.load(weights_only=True)` reads it: Python's number for NumPy's."""
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim):
         return value.item()
     if type(value) in (tuple, list):
         return type(value)(map(plain, value))
     return value
+
+
+def check_state_dict(state_dict: Any, *keys: str) -> None:
+    """Raise unless it is a mapping that has these keys: TypeError, ValueError."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+    if not set(keys) <= set(state_dict):
+        raise ValueError(f"state_dict must have {list(keys)}, got keys {sorted(map(str, state_dict))}")
 
 
 def check_clip(value: Any) -> None:

@@ -434,11 +434,9 @@ class FactorStore:
             expected = self._expected(i)
             for key, tensor in layers[name].items():
                 shape = expected[key][0] if key in expected else None
-                if tuple(tensor.shape) != shape:
-                    return (
-                        f"state of layer {name!r} must have shape {shape} for {key}, "
-                        f"got {tuple(tensor.shape)}"
-                    )
+                found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else tensor
+                if found != shape or shape is None:
+                    return f"state of layer {name!r} must have shape {shape} for {key}, got {found!r}"
         return None
 
     def _restore(self, layers: Mapping[str, Mapping[str, torch.Tensor]]) -> None:

@@ -21,7 +21,7 @@ from suite.core.routing import Route, Routing
 from suite.torch import attached, kfac_records
 from suite.torch.agreement import Terms
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import is_at_hand, plain, warn_user
+from suite.torch.checks import check_state_dict, is_at_hand, plain, warn_user
 from suite.torch.collectives import SameGroup
 from suite.torch.dtensors import settle
 from suite.torch.find_layers import FoundLayers
@@ -112,7 +112,7 @@ class KFAC(torch.optim.Optimizer):
             with averaged inputs and summed gradients (Eschenhagen et al. 2023, arXiv:2311.00636); or a
             dict from class names, such as {'Conv2d': 'reduce'}.
         max_rows: statistics of linear and convolution layers from a random subset of at most so many
-            rows of each call, scaled to be unbiased; None: all rows.
+            rows of each call, scaled to be unbiased; None: all rows. Not of layers of 'reduce'.
         max_examples: statistics of convolutions, and of batch, group and instance norms, from a random
             subset of at most so many examples of each call, scaled to be unbiased; None: all. Costs
             less than as many rows from all examples; of convolutions it is taken instead of `max_rows`.
@@ -824,10 +824,11 @@ class KFAC(torch.optim.Optimizer):
             ValueError: layers that do not fit, by name; nothing has changed then, on any rank. A
                 checkpoint of kfac-pytorch fits with `factor_scaling='kfac_pytorch'`.
         """
+        check_state_dict(state_dict)
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        groups = [dict(group) for group in state_dict.get("param_groups", [])]
+        groups = [dict(group) for group in state_dict.get("param_groups") or []]
         if groups:
             of_group = [group.pop("kfac", None) for group in groups]
             record = {} if of_group[0] is None else {"kfac": of_group[0]}

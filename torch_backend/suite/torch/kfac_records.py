@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from suite.core.checks import check_integer
 from suite.torch.settings import check_hyperparameter
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ def misfit(
     if unknown:
         return f"hyperparameters of the state_dict must be among {known}, got {unknown}"
     try:
+        for name in ("steps", "skipped_steps", "draws"):
+            check_integer(f"{name} of the state_dict", kfac[name], at_least=0)
         for name, value in kfac["hyperparameters"].items():
             check_hyperparameter(name, value)
     except (TypeError, ValueError) as error:

@@ -19,7 +19,13 @@ from suite.core.routing import Route, Routing
 from suite.core.schedules import precond_lr_schedule, precond_update_prob_schedule
 from suite.core.step_size import Clip
 from suite.torch.autocast import without_autocast
-from suite.torch.checks import check_number, plain, warn_of_a_skipped_step, warn_user
+from suite.torch.checks import (
+    check_number,
+    check_state_dict,
+    plain,
+    warn_of_a_skipped_step,
+    warn_user,
+)
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import (
     group_of_all,
@@ -666,11 +672,12 @@ class Kron(torch.optim.Optimizer):
         """Take over a `state_dict()`; state and settings keep their own dtypes and block structure.
 
         Raises:
-            ValueError: state that does not fit a parameter, or a setting of a group whose own state was
-                deleted is not valid; nothing has changed then.
+            ValueError, TypeError: no such state_dict, state that does not fit a parameter, a bad
+                setting; nothing has changed then.
             RuntimeError: groups hold other parameters than the state, or `state` a part of it.
         """
         self._require_parameters()
+        check_state_dict(state_dict, "state", "param_groups")
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
@@ -685,14 +692,19 @@ class Kron(torch.optim.Optimizer):
                 require_fit(index, *places[id(parameter)], record)
             elif any(map(is_ours, record)):
                 raise ValueError(f"state of parameter {index} must be empty, got {sorted(record)}")
+        taken = []
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            if saved_group["seed"] != group["seed"]:
-                raise ValueError(f"seed must be {saved_group['seed']}, as saved, got {group['seed']}")
-        for engine, group, saved_group in zip(
-            self._engines, self.param_groups, state_dict["param_groups"], strict=True
-        ):
-            loaded = {**group, **saved_group}
-            engine.storage.require(rule_of(loaded), loaded["stochastic_rounding"])
+            if saved_group.get("seed") != group["seed"]:
+                seeds = saved_group.get("seed"), group["seed"]
+                raise ValueError(f"seed must be {seeds[0]}, as saved, got {seeds[1]}")
+            values = {"behind": [], **saved_group}  # which older ones do not have
+            functions = [k for k in SCHEDULES if values.get(k) is None]  # which are not saved
+            kept = {"params", "param_names", *FIXED, *functions}
+            taken.append({k: copy.deepcopy(v) for k, v in values.items() if k not in kept})
+            check_group({**group, **taken[-1]})
+        for engine, group, loaded in zip(self._engines, self.param_groups, taken, strict=True):
+            settings = {**group, **loaded}
+            engine.storage.require(rule_of(settings), settings["stochastic_rounding"])
         for index, parameter in zip(saved, own, strict=True):
             if id(parameter) in places:
                 engine, i = places[id(parameter)]
@@ -704,12 +716,8 @@ class Kron(torch.optim.Optimizer):
             others = of_others(state_dict["state"].get(index, {}))
             if others:
                 self.state[parameter] |= copy.deepcopy(others)
-        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            kept = ("params", "param_names", *FIXED)
-            values = {"behind": [], **saved_group}  # which older ones do not have
-            taken = {k: v for k, v in values.items() if k not in kept}
-            own = [k for k in SCHEDULES if taken.get(k) is None]  # functions are not saved
-            group.update({k: copy.deepcopy(v) for k, v in taken.items() if k not in own})
+        for group, loaded in zip(self.param_groups, taken, strict=True):
+            group.update(loaded)
         for engine, group in zip(self._engines, self.param_groups, strict=True):
             engine.rule = rule_of(group)  # the geometry may be another now
             engine.after_load()

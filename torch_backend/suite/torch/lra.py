@@ -21,6 +21,7 @@ from suite.torch.autocast import without_autocast
 from suite.torch.checks import (
     check_clip,
     check_number,
+    check_state_dict,
     is_at_hand,
     plain,
     require_known,
@@ -287,17 +288,19 @@ class _WholeVector(torch.optim.Optimizer):
         """Take over a `state_dict()`; the state keeps its own dtypes, whatever the parameters'.
 
         Raises:
-            ValueError: state of other shapes, or of another `seed`; nothing has changed then.
+            ValueError, TypeError: no such state_dict, state of other shapes, another `seed`, a bad
+                setting; nothing has changed then.
             RuntimeError: the group holds other parameters than the state.
         """
         self._require_parameters()
+        check_state_dict(state_dict, "state", "param_groups")
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         own = self.state[self._parameters[0]]
         saved: dict[str, torch.Tensor] = next(iter(state_dict["state"].values()), {})
         expected = {name: tuple(x.shape) for name, x in own.items()}
-        found = {name: tuple(x.shape) for name, x in saved.items()}
+        found = {name: tuple(getattr(x, "shape", [None])) for name, x in saved.items()}
         if expected != found:
             raise ValueError(f"state must have {expected}, got {found}")
         (group,) = state_dict["param_groups"]
@@ -305,11 +308,13 @@ class _WholeVector(torch.optim.Optimizer):
         seeds = group.get("seed", own_seed), own_seed
         if seeds[0] != seeds[1]:
             raise ValueError(f"seed must be {seeds[0]}, as saved, got {seeds[1]}")
-        for name, tensor in own.items():
-            tensor.copy_(saved[name])
         # How products with the Hessian are made is the training loop's, as in Kron.
         others = ("params", "param_names", "hvp")
         kept = {k: copy.deepcopy(v) for k, v in group.items() if k not in others}
+        _check(kept)
+        self._rule_of({**self.param_groups[0], **kept})
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
         self.param_groups[0].update(kept)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

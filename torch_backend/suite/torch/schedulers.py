@@ -9,14 +9,13 @@ arXiv:2107.01739).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence, Set
+from typing import Any
 
-from suite.core.checks import check_integer, check_number
+from suite.core.checks import check_integer
+from suite.torch.checks import check_number, check_state_dict
+from suite.torch.kfac import KFAC
 from suite.torch.settings import check_hyperparameter
-
-if TYPE_CHECKING:
-    from suite.torch.kfac import KFAC
 
 
 class KFACParamScheduler:
@@ -55,12 +54,15 @@ class KFACParamScheduler:
         update_freq_schedule: Sequence[int] | None = None,
         start_epoch: int = 0,
     ) -> None:
+        _require_kfac("kfac", kfac)
         check_number("damping_alpha", damping_alpha, above=0)
         check_number("update_freq_alpha", update_freq_alpha, above=0)
         for name, schedule in (
             ("damping_schedule", damping_schedule),
             ("update_freq_schedule", update_freq_schedule),
         ):
+            if not isinstance(schedule, Sequence | Set | None) or isinstance(schedule, str):
+                raise TypeError(f"{name} must be a list of epochs or None, got {schedule!r}")
             for epoch in schedule or ():
                 check_integer(f"every epoch of {name}", epoch, at_least=0)
         check_integer("start_epoch", start_epoch, at_least=0)
@@ -97,12 +99,16 @@ class KFACParamScheduler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where a scheduler with the same schedules was, and set what it had set."""
-        if set(state_dict["start"]) != set(self._plans):
+        check_state_dict(state_dict, "epoch", "start")
+        epoch, start = state_dict["epoch"], dict(state_dict["start"])
+        if set(start) != set(self._plans):
             raise ValueError(
-                f"state_dict must have start values of {sorted(self._plans)}, "
-                f"got {sorted(state_dict['start'])}"
+                f"state_dict must have start values of {sorted(self._plans)}, got {sorted(start)}"
             )
-        self.epoch, self._start = state_dict["epoch"], dict(state_dict["start"])
+        check_integer("epoch of the state_dict", epoch, at_least=0)
+        for name, value in start.items():
+            check_hyperparameter(name, value)
+        self.epoch, self._start = epoch, start
         self._apply()
 
 
@@ -149,6 +155,7 @@ class LambdaParamScheduler:
         for name, function in given.items():
             if function is not None and not callable(function):
                 raise TypeError(f"{name}_lambda must be a function of the step count, got {function!r}")
+        _require_kfac("preconditioner", preconditioner)
         self.preconditioner = preconditioner
         self._functions = {name: f for name, f in given.items() if f is not None}
         for name in self._functions:
@@ -163,12 +170,19 @@ class LambdaParamScheduler:
         steps = self.preconditioner.steps if step is None else step
         values = {}
         for name, function in self._functions.items():
-            value = _number(self.preconditioner, name) * function(steps)
+            factor = function(steps)
+            check_number(f"what {name}_lambda returns", factor)
+            value = _number(self.preconditioner, name) * factor
             values[name] = int(value) if name.endswith("_steps") else value
         for name, value in values.items():
             check_hyperparameter(name, value)  # all of them before any is set
         for name, value in values.items():
             self.preconditioner.set_hyperparameter(name, value)
+
+
+def _require_kfac(name: str, given: Any) -> None:
+    if not isinstance(given, KFAC):
+        raise TypeError(f"{name} must be a KFAC, got {type(given).__name__}")
 
 
 def _number(kfac: KFAC, name: str) -> float:
