@@ -390,6 +390,8 @@ def test_chains():
         ({"kl_clip": 0.0}, ValueError, "kl_clip must be > 0"),
         ({"factor_update_steps": 0}, ValueError, "factor_update_steps must be >= 1"),
         ({"inv_update_steps": 2.5}, TypeError, "inv_update_steps must be an integer"),
+        ({"inv_update_steps": np.bool_(True)}, TypeError, "inv_update_steps must be an integer"),
+        ({"inv_update_steps": np.array(-1)}, ValueError, "inv_update_steps must be >= 1"),
         ({"compute_method": "cholesky"}, ValueError, "compute_method must be one of"),
         ({"loss_reduction": "none"}, ValueError, "loss_reduction must be one of"),
         ({"momentum": 1.0}, ValueError, "momentum"),
@@ -405,6 +407,7 @@ def test_chains():
         ),
         ({"factor_dtype": "int32"}, TypeError, "factor_dtype must be a floating dtype"),
         ({"inv_dtype": 4}, TypeError, "inv_dtype must be a floating dtype"),
+        ({"inv_dtype": np.float32(1)}, TypeError, "inv_dtype must be a floating dtype"),
         ({"fallback": "adam"}, TypeError, "fallback must be an optax transformation"),
         ({"mesh": 8}, TypeError, "mesh must be a jax.sharding.Mesh"),
         ({"mesh": MESH, "axis_name": "model"}, ValueError, "axis_name must be an axis of mesh"),
@@ -429,6 +432,12 @@ def test_bad_settings_are_errors(settings, error, message):
 def test_what_does_not_fit_the_plan_is_an_error():
     with pytest.raises(TypeError, match="plan must come from"):
         scale_by_kfac({"w": 1})
+    with pytest.raises(TypeError, match="plan must come from"):
+        eigenbases(scale_by_kfac(PLAN).init(PARAMS), {"w": 1})
+    with pytest.raises(ValueError, match=r"^lr must be >= 0, got -1"):
+        scale_by_kfac(PLAN, lr=-1)
+    with pytest.raises(TypeError, match="plain must be a sequence of names, got 5"):
+        value_and_grad(lambda params: 0.0, plain=5)
     tx = scale_by_kfac(PLAN)
     with pytest.raises(ValueError, match="structure and shapes"):
         tx.init({"w": jnp.ones((4, 6))})

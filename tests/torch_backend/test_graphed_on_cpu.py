@@ -62,6 +62,9 @@ def test_a_preconditioner_alone_and_other_optimizers_are_refused():
     with pytest.raises(ValueError, match=r"must have a fused one inside.*got NoneType"):
         GraphedStep(KFAC(network()), lambda x: x.sum())
     kron: Any = Kron(network().parameters(), lr=0.1)
+    no_function: Any = 3
+    with pytest.raises(TypeError, match=r"loss_of must be a function of the batch, got 3"):
+        GraphedStep(kron, no_function)
     with pytest.raises(TypeError, match=r"model must be what loss_of runs, got None"):
         GraphedStep(kron, lambda x: x.sum())
     other: Any = torch.optim.SGD(network().parameters(), lr=0.1)

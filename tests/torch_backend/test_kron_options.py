@@ -227,6 +227,7 @@ def test_resume_in_half_precision_is_the_uninterrupted_run(stochastic_rounding):
         ({"clip": (1.0, 2.0, 3.0)}, ValueError, "clip must be a number or"),
         ({"update_first": 1}, TypeError, "update_first must be True or False"),
         ({"max_skew": 0.0}, ValueError, "max_skew must be > 0"),
+        ({"max_skew": torch.tensor(-1.0)}, TypeError, "max_skew must be a number, got a tensor"),
         ({"hvp": "guess"}, ValueError, "hvp must be one of"),
         ({"normalize_grads": None}, TypeError, "normalize_grads must be True or False"),
     ],

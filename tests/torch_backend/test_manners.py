@@ -1487,6 +1487,8 @@ def test_a_copy_of_an_attached_model_can_be_rid_of_its_hooks():
     torch.testing.assert_close(torch.jit.script(copied)(x), model(x))
     model(x).square().mean().backward()
     kfac.step()  # the original's are still there
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
+        detach(3)
 
 
 class Quantized(nn.Linear):

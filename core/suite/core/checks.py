@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -20,9 +20,9 @@ def check_number(
 ) -> None:
     """Raise unless `value` is a finite number within the bounds.
 
-    0-d arrays pass: their value may not be known yet (traced) or not be on this host.
+    0-d arrays pass, but for NumPy's: their value may not be known yet (traced) or not be on this host.
     """
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim):
         value = value.item()
     elif getattr(value, "shape", None) == ():
         return
@@ -35,7 +35,8 @@ def check_number(
         (below, "<", lambda bound: value < bound),
     ]
     given = [(bound, sign, holds) for bound, sign, holds in rules if bound is not None]
-    if not math.isfinite(value) or not all(holds(bound) for bound, _, holds in given):
+    finite = abs(value) <= sys.float_info.max  # also of integers that are no floats
+    if not finite or not all(holds(bound) for bound, _, holds in given):
         rule = " and ".join(f"{sign} {bound}" for bound, sign, _ in given) or "finite"
         raise ValueError(f"{name} must be {rule}, got {value!r}")
 
@@ -52,7 +53,7 @@ def check_integer(name: str, value: Any, *, at_least: int) -> None:
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raise unless `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str | None) or value not in choices:  # arrays compare by element
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name} must be one of {listed}, got {value!r}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -109,7 +109,7 @@ class value_and_grad:
         check_choice("rows", rows, ("expand", "reduce"))
         check_integer("max_factor_size", max_factor_size, at_least=1)
         check_choice("require", require, (None, "most", "all"))
-        if isinstance(plain, str):
+        if isinstance(plain, str) or not isinstance(plain, Sequence | Set):
             raise TypeError(f"plain must be a sequence of names, got {plain!r}")
         if terms is not None and not callable(terms):
             _check_terms(terms, above=0)

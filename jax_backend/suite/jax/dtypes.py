@@ -21,6 +21,8 @@ def check_dtype(name: str, value: Any) -> None:
     if value is None:
         return
     try:
+        if isinstance(value, np.ndarray | np.generic | jax.Array):  # which have a dtype, and are none
+            raise TypeError
         is_floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except (TypeError, ValueError):
         is_floating = False

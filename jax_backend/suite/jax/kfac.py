@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -278,7 +279,7 @@ def kfac(
     All others are `scale_by_kfac`'s, whose `lr` is the learning rate.
     """
     if not callable(learning_rate):
-        _check("lr", learning_rate)
+        check_number("learning_rate", learning_rate, at_least=0)
     check_number("momentum", momentum, at_least=0, below=1)
     check_number("weight_decay", weight_decay, at_least=0)
     preconditioner = scale_by_kfac(
@@ -408,11 +409,13 @@ def _at(value: Schedule, count: jax.Array) -> Any:
 
 def _check(name: str, value: Any) -> None:
     if name in ("factor_update_steps", "inv_update_steps"):
-        if getattr(value, "shape", None) != ():
+        if isinstance(value, np.ndarray) and not value.ndim:
+            value = value.item()
+        if isinstance(value, np.generic) or getattr(value, "shape", None) != ():
             check_integer(name, value, at_least=1)
     elif name == "factor_decay":
         check_number(name, value, at_least=0, below=1)
     elif name == "kl_clip" and value is not None:
         check_number(name, value, above=0)
     elif name in ("damping", "lr"):
-        check_number("learning_rate" if name == "lr" else name, value, at_least=0)
+        check_number(name, value, at_least=0)

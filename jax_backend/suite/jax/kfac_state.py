@@ -49,6 +49,8 @@ def eigenbases(state: Any, plan: Plan) -> AllBases:
         state: any optax state that holds one of `scale_by_kfac`, for all parameters of the plan.
         plan: the plan that one was made with.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must come from value_and_grad(...).plan(...), got {type(plan).__name__}")
     found = [s for s in jax.tree.leaves(state, is_leaf=_is_state) if _is_state(s)]
     if len(found) != 1:
         raise ValueError(f"state must hold one state of scale_by_kfac, got {len(found)}")

@@ -386,6 +386,7 @@ def get_opt_state_partition_specs(params: Any, scale_by_kron_only: bool = False,
         params: arrays, `jax.ShapeDtypeStruct`s or boxes of these; nothing is computed.
         kwargs: what `kron` or `scale_by_kron` is called with.
     """
+    check_flag("scale_by_kron_only", scale_by_kron_only)
     specs = kwargs.pop("params_partition_specs", None)
     layout = layout_of(specs, kwargs.pop("preconditioner_partition_spec", None))
     factory: Callable[..., Any] = kron

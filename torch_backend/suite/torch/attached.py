@@ -54,6 +54,8 @@ def detach(model: nn.Module) -> None:
         ...     suite.torch.detach(self)
         ...     return KFAC(self, torch.optim.SGD(self.parameters(), lr=0.1))
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     modules = set(model.modules())
     for kfac, capture in list(_CAPTURES.items()):
         if any(site.module in modules for layer in capture.layers for site in layer.sites):

@@ -108,6 +108,13 @@ class Ranks:
         self, group: dist.ProcessGroup | None = None, bucket_mb: float = 25.0, *, alone: bool = False
     ) -> None:
         started = dist.is_available() and dist.is_initialized() and not alone
+        if dist.is_available() and not isinstance(
+            group, dist.ProcessGroup | int | None
+        ):  # -100: no member
+            raise TypeError(
+                "process_group must be a torch.distributed.ProcessGroup, as mesh['dp'].get_group() is, "
+                f"got {type(group).__name__}"
+            )
         self.group = group
         self.world = dist.get_world_size(group) if started else 1
         self.rank = dist.get_rank(group) if started else 0

@@ -120,6 +120,12 @@ class FoundLayers:
             for layer in self.layers
             if self._reasons.get(id(layer.weight.parameter)) is None or layer.weight.stop is not None
         ]
+        rows = [s.spec for layer in self.layers for s in layer.sites if s.spec.max_rows]
+        if rows and all(spec.reduce for spec in rows):
+            raise ValueError(
+                "max_rows must be None where weight_sharing is 'reduce' for all layers that have it, "
+                f"got {max_rows}"
+            )
         found = model, self.layers, self._reasons, self.name_of
         self.routing = routes(*found, moved, max_factor_size)
         # As if the optimizer moved every parameter.

@@ -82,6 +82,8 @@ class GraphedStep:
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if not callable(loss_of):
+            raise TypeError(f"loss_of must be a function of the batch, got {loss_of!r}")
         self.optimizer, self.loss_of = optimizer, loss_of
         self._part: Recordable
         if isinstance(optimizer, KFAC):

@@ -183,8 +183,8 @@ def _check_setting(name: str, value: Any) -> None:
         check_number(name, value, above=0, below=1)
     elif name == "whiten":
         check_choice(name, value, get_args(Whiten))
-    elif name in _RULE:
-        require_known(name, value)  # the rule has the bounds
+    elif name in _RULE or name == "max_skew":
+        require_known(name, value)  # the rule, and the structure, have the bounds
     elif name == "clip":
         check_clip(value)
     elif name in _FLAGS or (name == "cache_preconditioner" and value is not None):

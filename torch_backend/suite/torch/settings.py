@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from suite.core.checks import check_choice, check_integer
 from suite.core.likelihoods import Bernoulli, Categorical, Gaussian
 from suite.core.placement import gradient_workers
 from suite.torch.agreement import check_terms
-from suite.torch.checks import check_dtype, check_number
+from suite.torch.checks import check_dtype, check_number, require_known
 from suite.torch.collectives import Ranks
 from suite.torch.dtensors import groups_of, is_sharded, require_all_shards, require_same_blocks
 from suite.torch.find_layers import FoundLayers
@@ -150,6 +150,7 @@ def workers_of(fraction: Any, alias: Any, world: int) -> int:
     if isinstance(value, (DistributedStrategy, str)):
         name = choice_of("gradient_worker_fraction", value, DistributedStrategy)
         value = {"comm_opt": 1.0, "hybrid_opt": 0.5, "mem_opt": 0.0}[name]
+    require_known("gradient_worker_fraction", value)
     return gradient_workers(world, value)
 
 
@@ -200,7 +201,7 @@ def check_settings(given: Mapping[str, Any]) -> None:
     skipped, terms, scaler = given["skip_layers"], given["terms"], given["grad_scaler"]
     if isinstance(skipped, str):
         raise TypeError(f"skip_layers must be a list of patterns, got the string {skipped!r}")
-    if skipped is not None and not isinstance(skipped, Iterable):
+    if skipped is not None and not isinstance(skipped, Sequence | Set):
         raise TypeError(f"skip_layers must be a list of patterns, got {skipped!r}")
     if given["output_of"] is not None and not callable(given["output_of"]):
         raise TypeError(f"output_of must be a function or None, got {given['output_of']!r}")
