@@ -209,8 +209,10 @@ def test_a_class_name_in_skip_layers_takes_a_container_only_whole():
 
     assert skipped("Conv2d") == {"0.conv"}
     assert skipped("Conv2dBlock") == skipped("^0$") == {"0.conv", "0.fc"}
-    with pytest.warns(RuntimeWarning, match=r"patterns of skip_layers match no module: \['conv3'\]"):
+    said = r"patterns of skip_layers match no module: \['conv3'\]"
+    with pytest.warns(RuntimeWarning, match=said) as caught:
         assert skipped("conv3", "fc") == {"0.fc"}
+    assert caught[0].filename == __file__
 
 
 def test_its_checkpoints_are_refused_by_name():

@@ -32,6 +32,9 @@ OF_KRON = {
     "grad_clip_max_amps": "clip",
     "params_sharding": "params_partition_specs",
     "preconditioner_sharding": "preconditioner_partition_spec",
+    "lr": "learning_rate",
+    "learning_rate": "lr",
+    "lr_params": "lr",
 }
 # Of kfac-pytorch before 0.4, what it is made after, and kfac-jax.
 OF_KFAC = {
@@ -52,6 +55,7 @@ OF_KFAC = {
     "learning_rate_schedule": "learning_rate",
     "momentum_schedule": "momentum",
     "damping_schedule": "damping",
+    "lr": "learning_rate",
 }
 
 

@@ -75,7 +75,7 @@ def warn_user(message: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.split(".")[0] not in ("torch", "contextlib") and not name.startswith("suite.torch"):
+        if name.split(".")[0] not in ("torch", "contextlib") and not name.startswith("suite."):
             break
         frame, level = frame.f_back, level + 1
     warnings.warn(message, RuntimeWarning, stacklevel=level)
