@@ -465,7 +465,8 @@ def verify(
     But for what its gradient has through a norm, deviation or mean of the weight that changes it.
 
     Args:
-        loss_fn, params, args, kwargs: as for `value_and_grad`; arrays, not shapes.
+        loss_fn, has_aux, plain: as for `value_and_grad`.
+        params, args, kwargs: what the loss is called with; arrays, not shapes.
         rtol: allowed error, in units of a leaf's largest gradient; but no less than √ε of the largest
             of all leaves, as some gradients are 0 up to rounding (a bias of keys before a softmax).
             None: 1e-3, or 16 ε of the coarsest type that its layer computes in, if that is more.

@@ -36,7 +36,7 @@ class Fisher:
             (attention before outputs (n, t, C), batch norms), products of two terms' columns come in
             with two random signs, as noise. The call's `key` decides on the signs, if it is given one
             and the loss has none, else the outputs do, to the last bit: other signs on other devices.
-        samples: how many times to sample: as many backward passes.
+        samples: how many times to sample: as many backward passes. Not with `exact`.
     """
 
     outputs: Callable[[Any], Any] = _all_of
@@ -84,7 +84,7 @@ def _own(key: jax.Array, outputs: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Categorical(Fisher):
-    """Softmax cross-entropy; outputs are logits."""
+    """Softmax cross-entropy; outputs are logits. `outputs`, `exact`, `samples`: see `Fisher`."""
 
     @property
     def likelihood(self) -> likelihoods.Categorical:
@@ -93,7 +93,10 @@ class Categorical(Fisher):
 
 @dataclass(frozen=True)
 class Bernoulli(Fisher):
-    """Sigmoid cross-entropy, summed over the last axis; outputs are logits."""
+    """Sigmoid cross-entropy, summed over the last axis; outputs are logits.
+
+    `outputs`, `exact`, `samples`: see `Fisher`.
+    """
 
     @property
     def likelihood(self) -> likelihoods.Bernoulli:
@@ -102,7 +105,10 @@ class Bernoulli(Fisher):
 
 @dataclass(frozen=True)
 class Gaussian(Fisher):
-    """Squared error |outputs - y|² / (2 variance), summed over the last axis."""
+    """Squared error |outputs - y|² / (2 variance), summed over the last axis; variance > 0.
+
+    `outputs`, `exact`, `samples`: see `Fisher`.
+    """
 
     variance: float = 1.0
 

@@ -14,12 +14,16 @@ from suite.core.checks import check_choice
 def hessian_vector_product(
     loss_fn: Callable[[Any], jax.Array], params: Any, vector: Any, *, method: str = "exact"
 ) -> Any:
-    """H v of `loss_fn` at `params`, for v like the parameters.
+    """H v of `loss_fn` at `params`, like these: `hvp=` of an update of Kron Newton, beside `vector=`.
 
     Args:
-        loss_fn: the loss as a function of the parameters alone.
+        loss_fn: the loss, (), as a function of the parameters alone.
+        params, vector: pytrees of the same structure, shapes and dtypes; v.
         method: 'exact', by forward over reverse differentiation; or 'finite_difference', of two
             gradients, at the parameters and √eps v away, where the former does not exist.
+
+    Raises:
+        ValueError: another `method`.
     """
     check_choice("method", method, ("exact", "finite_difference"))
     gradient = jax.grad(loss_fn)

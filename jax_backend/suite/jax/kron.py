@@ -91,8 +91,8 @@ def scale_by_kron(
 ) -> optax.GradientTransformationExtraArgs:
     """Momentum, whitened by a Kronecker-factored preconditioner fitted on the fly, for chains.
 
-    A step with a gradient that is not finite changes no momentum and no factor, returns zeros and is
-    counted in the state's `skipped_steps`.
+    A step with a gradient that is not finite, or in single precision above about 4e25 (an entry, or a
+    row's sum), changes no momentum and no factor, returns zeros and is counted in `skipped_steps`.
 
     `update` takes two more arguments, either of which makes it Kron Newton, P fitted to |H|⁻¹:
     `value_fn`, the loss as a function of the parameters, which is differentiated twice when the factors
@@ -296,7 +296,7 @@ def kron(
         >>> state = tx.init(params)
         >>> updates, state = tx.update(grads, state, params)
 
-    A step that is not finite changes nothing but the counts; `state.skipped_steps` says how many.
+    A step that `scale_by_kron` skips changes nothing but `state.skipped_steps`.
 
     Args:
         learning_rate: a number, 0-d array or function of the step count.
@@ -384,7 +384,11 @@ def get_opt_state_partition_specs(params: Any, scale_by_kron_only: bool = False,
 
     Args:
         params: arrays, `jax.ShapeDtypeStruct`s or boxes of these; nothing is computed.
+        scale_by_kron_only: of `scale_by_kron`'s state, in place of `kron`'s.
         kwargs: what `kron` or `scale_by_kron` is called with.
+
+    Raises:
+        ValueError, TypeError: as those do.
     """
     check_flag("scale_by_kron_only", scale_by_kron_only)
     specs = kwargs.pop("params_partition_specs", None)

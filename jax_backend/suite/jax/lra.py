@@ -66,7 +66,7 @@ def scale_by_lra(
     """Momentum, whitened by a diagonal plus low-rank preconditioner of all parameters as one vector.
 
     `update(..., value_fn=loss)` or `update(..., vector=v, hvp=Hv)` makes it LRA Newton, see
-    `scale_by_kron`. A step that is not finite changes nothing and is counted.
+    `scale_by_kron`, which also says what steps are skipped.
 
     Args:
         rank: of the correction of the diagonal, >= 0; 0 is the diagonal case.
@@ -121,7 +121,7 @@ def scale_by_dense(
     """Momentum times one dense preconditioner of all parameters as one vector: for small problems.
 
     `update(..., value_fn=loss)` or `update(..., vector=v, hvp=Hv)` fits |H|⁻¹ (dense Newton); without,
-    gradients are whitened. A step that is not finite changes nothing and is counted.
+    gradients are whitened. Steps are skipped where `scale_by_kron` skips them.
 
     Args:
         geometry, preconditioner_init_scale, betaL, damping: see `suite.core.dense.Dense`.

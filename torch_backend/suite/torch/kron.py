@@ -69,7 +69,7 @@ class Kron(torch.optim.Optimizer):
         >>> optimizer.step()
         >>> optimizer.zero_grad()
 
-    A step with a gradient that is not finite, or above 4e25 in single precision, changes nothing and is
+    A step with a gradient not finite, or above about 4e25 in single precision, changes nothing and is
     counted in `skipped_steps`. On an accelerator the host does not wait for that decision; elsewhere,
     and over several ranks, there is a warning. (The update schedule's clock is the host's: where it
     knows, a skipped step leaves that alone, too, elsewhere it ticks.) Every argument but `params`, `hvp`
@@ -593,7 +593,7 @@ class Kron(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped: a gradient was not finite, or above 4e25 in single precision.
+        """Steps skipped: a gradient was not finite, or above about 4e25 in single precision.
 
         Reading it waits for the device.
         """

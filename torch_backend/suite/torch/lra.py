@@ -104,7 +104,7 @@ class _WholeVector(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped: a gradient was not finite, or above 4e25 in single precision.
+        """Steps skipped: a gradient was not finite, or above about 4e25 in single precision.
 
         Reading it waits for the device.
         """
