@@ -471,7 +471,7 @@ def test_updates_without_statistics_are_an_error_or_counted():
     state = tx.init(PARAMS)
     with pytest.raises(TypeError, match="needs statistics=, the third result"):
         tx.update(grads, state, PARAMS)
-    with pytest.raises(TypeError, match=r"must be what suite\.jax\.value_and_grad returns"):
+    with pytest.raises(TypeError, match=r"must be what suite\.jax\.value_and_grad returns, got dict"):
         tx.update(grads, state, PARAMS, statistics={"a": 1})
     update = updates_of(tx)
     missed = []

@@ -476,6 +476,8 @@ def test_a_pair_for_all_parameters_is_that_of_those_that_are_not_masked(scale):
         np.testing.assert_array_equal(found["b"], expected["b"])
     with pytest.raises(ValueError, match="vector and hvp must have the shapes"):
         alone.update(own, alone.init(own), own, vector=vector, hvp=product)
+    with pytest.raises(ValueError, match="updates must have"):
+        alone.update(tree, alone.init(own), tree)
 
 
 def test_the_loss_of_pairs_is_computed_in_the_users_precision():

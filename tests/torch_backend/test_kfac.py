@@ -759,6 +759,18 @@ def test_bad_settings_are_errors_and_leave_the_model_alone(settings, error, mess
     assert all(not module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize(("scale", "error"), [(0.0, ValueError), ("x", TypeError)])
+def test_a_scale_that_is_none_is_an_error_and_changes_nothing(scale, error):
+    model = network()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), grad_scaler=lambda: scale)
+    backward(model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match="what grad_scaler returns must be"):
+        kfac.step()
+    assert same(model.state_dict(), before)
+    assert kfac.steps == 0
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("kind", ["number", "function", "tensor"])
 def test_labels_that_are_ignored_are_no_terms(kind, parts):

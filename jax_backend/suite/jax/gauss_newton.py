@@ -67,7 +67,7 @@ def total(left: Arrays, right: Arrays) -> jax.Array:
 def _flat(returned: Any) -> list[jax.Array]:
     """[loss, *outputs]."""
     if not (isinstance(returned, (tuple, list)) and len(returned) == 2):
-        raise TypeError(f"value_fn must return (loss, outputs), got {type(returned).__name__}")
+        raise TypeError(f"value_fn must return (loss, outputs), got {returned!r}")
     loss, outputs = returned
     listed = jax.tree.leaves(outputs)
     if getattr(loss, "shape", None) != ():

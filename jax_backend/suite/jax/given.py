@@ -53,10 +53,6 @@ def are_evidence(given: Statistics, *, has_to_have_terms: bool) -> jax.Array:
 
 def require_fit(plan: Plan, given: Statistics, products: bool) -> None:
     """Raise unless statistics are of this plan."""
-    if not isinstance(given, Statistics):
-        raise TypeError(
-            f"statistics must be what suite.jax.value_and_grad returns, got {type(given).__name__}"
-        )
     if given.sampled != plan.sampled:
         whose = ["the loss's gradients", "a Fisher"]
         raise ValueError(

@@ -179,6 +179,9 @@ def scale_by_kfac(
                 "K-FAC's update(...) needs statistics=, the third result of suite.jax.value_and_grad, "
                 "or None in a step that updates no factors"
             )
+        if not isinstance(statistics, Statistics | None):
+            kind = type(statistics).__name__
+            raise TypeError(f"statistics must be what suite.jax.value_and_grad returns, got {kind}")
         at = {name: _at(value, state.steps) for name, value in settings.items()}
         moved: tuple[Any, ScaleByKFACState] = compiled(updates, state, statistics, at)
         return moved

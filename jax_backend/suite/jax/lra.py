@@ -222,6 +222,10 @@ def _scale(
         plain = unbox(updates)
         if not any(leaf.size for leaf in jax.tree.leaves(plain)):
             return updates, state
+        numbers = sum(leaf.size for leaf in jax.tree.leaves(plain))
+        known = state.momentum.size
+        if numbers != known:
+            raise ValueError(f"updates must have the {known} numbers that init was given, got {numbers}")
         if vector is not None:
             vector, hvp = like(plain, unbox(vector)), like(plain, unbox(hvp))
         chosen = at(probability, state.steps + 1), at(rate, state.updates)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from suite.torch.checks import warn_user
+from suite.torch.checks import check_number, warn_user
 from suite.torch.inplace import HOST_DEVICES
 
 GradScaling: TypeAlias = torch.amp.GradScaler | Callable[[], float] | None
@@ -21,7 +21,9 @@ def scale_of(grad_scaler: GradScaling) -> float:
         return 1.0
     if isinstance(grad_scaler, torch.amp.GradScaler):
         return float(grad_scaler.get_scale())
-    return float(grad_scaler())
+    scale = grad_scaler()
+    check_number("what grad_scaler returns", scale, above=0)
+    return float(scale)
 
 
 def require_unscaled(grad_scaler: GradScaling, kfac: object, base: object) -> None:
