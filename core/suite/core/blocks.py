@@ -104,6 +104,7 @@ class BlockPlan:
         return len(self.tiles) == 1 and self.tiles[0].sizes == self.shape
 
     def tile_blocks(self, tile: Tile) -> int:
+        """Blocks of a tile in all scanned layers."""
         return tile.blocks * math.prod(self.shape[: self.scanned])
 
     def factor_elements(self) -> int:

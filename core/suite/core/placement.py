@@ -80,6 +80,7 @@ class Placement:
         return self.worker_groups[self.group_of[layer]]
 
     def is_worker(self, layer: int, rank: int) -> bool:
+        """Whether `rank` has the inverses of `layer`."""
         return rank % self.groups == self.group_of[layer]
 
     def source(self, layer: int, rank: int) -> int:

@@ -434,7 +434,7 @@ class KFAC(torch.optim.Optimizer):
             else:
                 self.__dict__[f"_own_{name}"] = value
 
-        return property(get, put)
+        return property(get, put, doc=f"`{name}` of the base optimizer; without one, its own.")
 
     param_groups = _shared("param_groups")
     state = _shared("state")
