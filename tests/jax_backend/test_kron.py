@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from suite.jax import kron, lra, routing, scale_by_kron
+from suite.jax import dense_newton, kron, lra, routing, scale_by_kron
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -328,7 +328,8 @@ def test_types_that_overflow_early_are_an_error(name):
         kron(0.01, **{name: jnp.float16})
 
 
+@pytest.mark.parametrize("make", [kron, lra, dense_newton])
 @pytest.mark.parametrize("leaf", [jnp.arange(3), True, jax.random.key(0)], ids=["ints", "bool", "key"])
-def test_parameters_that_are_no_floats_are_an_error(leaf):
+def test_parameters_that_are_no_floats_are_an_error(leaf, make):
     with pytest.raises(ValueError, match="parameters must be floats, got"):
-        kron(0.01).init({"w": jnp.ones((3, 3)), "other": leaf})
+        make(0.01).init({"w": jnp.ones((3, 3)), "other": leaf})

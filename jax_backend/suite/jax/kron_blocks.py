@@ -143,18 +143,7 @@ def plan(
         ValueError: leaves that are no floats, or complex; `scanned_layers` of another structure.
     """
     leaves = jax.tree.leaves(tree)
-    for leaf in leaves:
-        dtype = jnp.result_type(leaf)
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            raise ValueError(
-                "complex parameters are not covered: optax.contrib.split_real_and_imaginary(...) around "
-                "the optimizer gives it real and imaginary parts"
-            )
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(
-                f"parameters must be floats, got {dtype}: leave others out, as by optax.masked or "
-                "equinox.filter(model, equinox.is_inexact_array)"
-            )
+    require_real_floats(leaves)
     scanned = _scanned(scanned_layers, tree, len(leaves))
     plans: list[blocks.BlockPlan | None] = []
     members: dict[Hashable, list[int]] = {}
@@ -200,6 +189,22 @@ def plan(
         sizes, diagonal, cuts, dtype = planned.key
         found.append(Bucket(sizes, diagonal, cuts, dtype, own_streams, parts, order_of_parts))
     return Blocks(plans, tuple(groups), tuple(found))
+
+
+def require_real_floats(leaves: Sequence[Any]) -> None:
+    """ValueError unless all parameters are of real floats."""
+    for leaf in leaves:
+        dtype = jnp.result_type(leaf)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(
+                "complex parameters are not covered: optax.contrib.split_real_and_imaginary(...) around "
+                "the optimizer gives it real and imaginary parts"
+            )
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"parameters must be floats, got {dtype}: leave others out, as by optax.masked or "
+                "equinox.filter(model, equinox.is_inexact_array)"
+            )
 
 
 def _scanned(scanned_layers: Any, tree: Any, leaves: int) -> list[bool]:

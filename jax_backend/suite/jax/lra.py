@@ -30,6 +30,7 @@ from suite.jax.explicit_axes import (
 from suite.jax.finite import all_finite, select, zero_unless
 from suite.jax.hessian import hessian_vector_product
 from suite.jax.kron import Integer, integer, with_learning_rate
+from suite.jax.kron_blocks import require_real_floats
 from suite.jax.kron_engine import Schedule, at
 from suite.jax.masks import like
 from suite.jax.varying import cond
@@ -74,6 +75,9 @@ def scale_by_lra(
         b1, preconditioner_update_probability, preconditioner_lr, whiten, hvp_method, seed: as in
             `scale_by_kron`.
         clip: the largest root mean square of the direction, or (that, the largest entry), or None.
+
+    Raises:
+        ValueError, TypeError: as `scale_by_kron`.
 
     References: see `suite.core.lra`.
     """
@@ -130,6 +134,9 @@ def scale_by_dense(
             rate; None: schedules as there.
         clip: the largest root mean square of the direction, or (that, the largest entry), or None.
 
+    Raises:
+        ValueError, TypeError: as `scale_by_kron`.
+
     References: see `suite.core.dense`.
     """
     rule = core_dense.Dense(geometry, betaL, damping, preconditioner_init_scale)
@@ -184,12 +191,9 @@ def _scale(
         return jnp.asarray(noise.stream_numbers(0, 1, int(seed)), jnp.int32)
 
     def flat(tree: Any) -> jax.Array:
-        vector = ravel_pytree(unbox(tree))[0]
-        if jnp.iscomplexobj(vector):
-            raise ValueError(
-                "complex parameters are not covered: optax.contrib.split_real_and_imaginary(...) around "
-                "the optimizer gives it real and imaginary parts"
-            )
+        tree = unbox(tree)
+        require_real_floats(jax.tree.leaves(tree))
+        vector = ravel_pytree(tree)[0]
         return vector.astype(at_least_float32(vector.dtype))
 
     def init(params: Any) -> ScaleByVectorState:
