@@ -25,6 +25,7 @@ OF_KRON = {
     "lower_bound_beta": "betaL",
     "dQ": "geometry",
     "beta": "b1",
+    "betas": "b1",
     "momentum": "b1",
     "rank_of_approximation": "rank",
     "exact_hessian_vector_product": "hvp",

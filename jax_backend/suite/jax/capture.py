@@ -82,6 +82,9 @@ class value_and_grad:
         require: 'all' or 'most' makes it an error if not all, or not more than half, of the parameters
             are covered.
 
+    Raises:
+        ValueError, TypeError: a bad value, a Fisher without `has_aux`.
+
     References: statistics see `suite.core.statistics`.
     """
 
@@ -433,6 +436,9 @@ def probe(x: jax.Array, w: jax.Array, y: jax.Array) -> jax.Array:
 
     Returns:
         y; use the result, not the argument.
+
+    Raises:
+        ValueError: other shapes.
     """
     if x.ndim < 1 or w.ndim != 2 or (*x.shape[:-1], w.shape[1]) != y.shape or x.shape[-1] != w.shape[0]:
         raise ValueError(

@@ -98,6 +98,9 @@ def scale_by_kfac(
         assignment_strategy: 'compute' or 'memory', what is balanced over devices: n³ or n².
 
     All from factor_update_steps to lr take a number or a function of the step count.
+
+    Raises:
+        ValueError, TypeError: a bad value; in `init` and `update` what does not fit the plan.
     """
     settings = {
         "factor_update_steps": factor_update_steps,

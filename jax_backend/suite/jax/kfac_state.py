@@ -48,6 +48,9 @@ def eigenbases(state: Any, plan: Plan) -> AllBases:
     Args:
         state: any optax state that holds one of `scale_by_kfac`, for all parameters of the plan.
         plan: the plan that one was made with.
+
+    Raises:
+        ValueError, TypeError: a state with none or several, or of another compute_method; no plan.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must come from value_and_grad(...).plan(...), got {type(plan).__name__}")

@@ -132,6 +132,10 @@ def scale_by_kron(
         hvp_method: how `value_fn` is used, 'exact' or 'finite_difference'.
         seed: of the noise that the fit uses; the same seed gives the same run, also in torch.
 
+    Raises:
+        ValueError, TypeError: a bad value; in `init` parameters that are no real floats; in `update`
+            half a pair, one of other shapes, or `value_fn` without `params`.
+
     References: see `suite.core.kron`. Argument names are distributed_kron's.
     """
     check_number("b1", b1, at_least=0, below=1)
@@ -420,6 +424,9 @@ def routing(params: Any, scanned_layers: Any = None, **structure: Any) -> Routin
         params: arrays or `jax.ShapeDtypeStruct`s.
         scanned_layers: as in `scale_by_kron`.
         structure: of `suite.core.blocks.Structure`.
+
+    Raises:
+        ValueError, TypeError: a bad value, parameters that are no real floats.
     """
     params = unbox(params)
     static = kron_blocks.plan(

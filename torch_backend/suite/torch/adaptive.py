@@ -142,6 +142,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
             RuntimeError: a closure that calls backward(), does not return the same each time, or whose
                 outputs do not lead to the loss; parameters have not changed then. Of an error in a later
                 call factors have the batch's statistics.
+            TypeError: a closure that returns no (loss, outputs).
         """
         model, devices = self.kfac.model, list({p.device for p in self._covered})
         draws, buffers, damping = Draws(devices), Buffers(model), self.damping

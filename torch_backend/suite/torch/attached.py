@@ -53,6 +53,9 @@ def detach(model: nn.Module) -> None:
         >>> def configure_optimizers(self):
         ...     suite.torch.detach(self)
         ...     return KFAC(self, torch.optim.SGD(self.parameters(), lr=0.1))
+
+    Raises:
+        TypeError: not a torch.nn.Module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

@@ -74,7 +74,8 @@ class GraphedStep:
         model: what `loss_of` runs. Default: K-FAC's; Kron has none.
 
     Raises:
-        ValueError: a setting that needs the host in each step.
+        ValueError, TypeError: a setting that needs the host in each step; another optimizer, no
+            function, no model.
     """
 
     def __init__(

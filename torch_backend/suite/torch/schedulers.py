@@ -41,8 +41,8 @@ class KFACParamScheduler:
         start_epoch: the epoch that training begins or resumes with; what is due by then happens now.
 
     Raises:
-        ValueError: a bad value, a period that would fall below 1, or a schedule for a hyperparameter
-            that is a function of the step count already.
+        ValueError, TypeError: a bad value, a period that would fall below 1, or a schedule for a
+            hyperparameter that is a function of the step count already.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class LambdaParamScheduler:
             taken; None leaves it alone.
 
     Raises:
-        ValueError: a function for a hyperparameter that is a function of the step count already, or that
-            is None.
+        ValueError, TypeError: a function for a hyperparameter that is a function of the step count
+            already, or that is None; no function; at `step` what makes no valid value.
     """
 
     def __init__(
