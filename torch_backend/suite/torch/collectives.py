@@ -108,9 +108,8 @@ class Ranks:
         self, group: dist.ProcessGroup | None = None, bucket_mb: float = 25.0, *, alone: bool = False
     ) -> None:
         started = dist.is_available() and dist.is_initialized() and not alone
-        if dist.is_available() and not isinstance(
-            group, dist.ProcessGroup | int | None
-        ):  # -100: no member
+        # A number stands for a group of which this process is no member.
+        if dist.is_available() and not isinstance(group, dist.ProcessGroup | int | None):
             raise TypeError(
                 "process_group must be a torch.distributed.ProcessGroup, as mesh['dp'].get_group() is, "
                 f"got {type(group).__name__}"
