@@ -585,6 +585,75 @@ def test_a_normed_weight_has_scaled_gradients_and_its_magnitude_a_diagonal(name,
         assert_close(A * G[:, 0], terms * per_row.square().sum(1).reshape(1, -1))
 
 
+class Made(nn.Module):
+    """A parametrization that is a function of the weight."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, weight):
+        return self.function(weight)
+
+
+def row_lengths(w):
+    return w.flatten(1).norm(dim=1).reshape(-1, *(1,) * (w.ndim - 1))
+
+
+FUNCTIONS = {  # of a weight, and whether they scale columns
+    "equal rates": (lambda w: w * (2 / w[0].numel()) ** 0.5, False),
+    "unit rows": (lambda w: w / row_lengths(w), False),
+    "unit weight": (lambda w: 3 * w / w.norm(), False),
+    "unit columns": (lambda w: F.normalize(w, dim=0), True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in FUNCTIONS for kind in PLAIN if "linear" in kind or name != "unit columns"],
+)
+def test_a_weight_that_a_function_scales_has_scaled_gradients_or_inputs(name, kind):
+    make, shape, rows_of = PLAIN[kind]
+    function, by_columns = FUNCTIONS[name]
+    layer, x = double(make), numbers(*shape)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Made(function))
+    last = isinstance(layer, nn.Linear)
+    model = Net(layer, 3 if last else layer.out_channels, last).double()
+    reference, calls = watched(model, x)
+    (args, y) = calls["layer"][0]
+    v, W = (w.detach() for w in (layer.parametrizations.weight.original, layer.weight))
+    a, g = rows_of(reference.layer, args, y)
+    a = a if layer.bias is None else a[..., :-1]
+    if by_columns:
+        a = a * (W / v)[0]
+        torch.testing.assert_close(W, v * (W / v)[:1])
+    else:
+        scales = W.flatten(1)[:, 0] / v.flatten(1)[:, 0]
+        torch.testing.assert_close(W.flatten(1), v.flatten(1) * scales[:, None])
+        g = g * scales.reshape(len(a), 1, -1)
+    kfac = stepped(model, x)
+    assert_sums(held(kfac)["layer"], a, g, len(x))
+    said = "scaled columns" if by_columns else "scaled rows"
+    assert said in kfac.routing()["layer.parametrizations.weight.original"].reason
+
+
+OTHERS = {
+    "mask of its own": lambda w: w * (w > 0),
+    "sine": torch.sin,
+    "symmetric": lambda w: w.triu() + w.triu(1).mT,
+    "negative": lambda w: -w.abs(),
+    "of another shape": lambda w: w.repeat(2, 1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_weight_that_a_function_changes_otherwise_is_plain(name):
+    layer = nn.Linear(4, 4)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Made(OTHERS[name]), unsafe=True)
+    kfac = KFAC(nn.Sequential(layer, nn.Linear(4, 4)))
+    assert kfac.routing()["0.parametrizations.weight.original"].treatment == "plain"
+
+
 @pytest.mark.parametrize(
     ("make", "shape"),
     [

@@ -431,7 +431,7 @@ class LayerCapture:
             scale = made.expand(rows).reshape(-1, *(1,) * len(spec.kernel))
         source = None
         if spec.kind in PRODUCTS and given.requires_grad and not torch.compiler.is_compiling():
-            scaled = site.scaling in ("magnitude", "weight_norm of inputs")
+            scaled = site.scaling in ("magnitude", "weight_norm of inputs", "scaled columns")
             source = Source(self, site, factor is None and not scaled and whole)
         run = self._note(site, x, y, again)
         slots = self.transposed if site.transposed else (self.A, self.G, self.counts)

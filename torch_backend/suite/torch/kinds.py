@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -87,7 +88,45 @@ def parametrization(
         return _normed(stack.original1, stack.original0)
     if kind == "_SpectralNorm":
         return stack.original, None, "spectral_norm"
-    return None, None, ""
+    scaling = _scaling_of_functions(stack)
+    return (stack.original, None, scaling) if scaling else (None, None, "")
+
+
+def made_by(stack: Any, weight: torch.Tensor) -> torch.Tensor:
+    """What the functions of a `ParametrizationList` make of a weight."""
+    for function in stack:
+        weight = function(weight)
+    return weight
+
+
+def _scaling_of_functions(stack: Any) -> str:
+    """What parametrizations without state scale of a weight: 'scaled rows', ...; '': something else.
+
+    As those of nGPT's or StyleGAN's layers do. It is tried on random weights of two lengths.
+    """
+    original = getattr(stack, "original", None)
+    has_state = any(True for part in stack for _ in (*part.parameters(), *part.buffers()))
+    if original is None or has_state or original.ndim < 2 or original.is_meta:
+        return ""
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(original.shape, generator=generator).to(original.device, original.dtype)
+    try:
+        with torch.no_grad():
+            ratios = [made_by(stack, weight) / weight for weight in (random, 3 * random)]
+    except Exception:  # whatever it does with a weight that is not its own
+        return ""
+    if any(ratio.shape != random.shape for ratio in ratios):
+        return ""
+    if all(_is_even(ratio, tuple(range(1, ratio.ndim))) for ratio in ratios):
+        return "scaled rows"
+    return "scaled columns" if random.ndim == 2 and all(_is_even(x, (0,)) for x in ratios) else ""
+
+
+def _is_even(ratio: torch.Tensor, axes: tuple[int, ...]) -> bool:
+    """Whether it is above 0 and, along the axes, the same but for rounding."""
+    least, most = ratio.amin(axes), ratio.amax(axes)
+    rounding = 64 * torch.finfo(ratio.dtype).eps
+    return bool(((least > 0) & (most - least <= rounding * most)).all())
 
 
 def spectral_norm_of(module: nn.Module) -> SpectralNorm | None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from suite.core import linalg
-from suite.torch.kinds import spectral_norm_of
+from suite.torch.kinds import made_by, spectral_norm_of
 from suite.torch.layers import Site
 from suite.torch.rows import bag_second_moments
 
@@ -38,6 +38,14 @@ def prepared(
         return x, None
     if site.scaling == "spectral_norm":
         return x, 1 / _spectral_norm(module)
+    if site.scaling in ("scaled rows", "scaled columns"):
+        stack = module.parametrizations.weight
+        weights = made_by(stack, stack.original), stack.original
+        if site.scaling == "scaled columns":
+            made, own = (linalg.row_norms(weight.mT) for weight in weights)
+            return x * (made / own), None
+        made, own = map(linalg.row_norms, weights)
+        return x, (made / own).reshape(shape)
     magnitude, direction = _weight_norm(module)
     if site.scaling == "weight_norm of inputs":  # torch's dim=0 of a transposed convolution
         scale = magnitude.reshape(-1) / linalg.row_norms(direction)
