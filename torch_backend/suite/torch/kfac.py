@@ -547,7 +547,8 @@ class KFAC(torch.optim.Optimizer):
                 that was compiled before), or gradients are still scaled; nothing has changed then.
         """
         # Dynamo loses the gradients of slots. Asking for it when it is not loaded would load it.
-        step = _uncompiled_step() if "torch._dynamo" in sys.modules else KFAC._step
+        # Kept from one step to the next, what is asked for would be a warning where it traces.
+        step = torch.compiler.disable(KFAC._step) if "torch._dynamo" in sys.modules else KFAC._step
         return step(self, closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -901,11 +902,6 @@ class KFAC(torch.optim.Optimizer):
 
 
 KFACPreconditioner = KFAC
-
-
-@functools.cache
-def _uncompiled_step() -> Callable[[KFAC, Callable[[], Any] | None], Any]:
-    return torch.compiler.disable(KFAC._step)
 
 
 def _moved_by(optimizer: torch.optim.Optimizer) -> set[int]:
