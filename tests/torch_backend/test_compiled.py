@@ -693,3 +693,59 @@ def test_what_torch_func_makes_of_a_layer_in_a_compiled_loss_has_no_part_in_its_
     rows = torch.cat([boundary, torch.ones(5, 1).double()], 1)
     layer = kfac.state_dict()["kfac"]["layers"]["0"]
     torch.testing.assert_close((layer["A"] / layer["A_weight"])[0], rows.mT @ rows / 5)
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 5)).double()
+
+
+def ends_of(steps, model, count=3):
+    """Parameters after steps by `steps(kfac, x)`."""
+    torch._dynamo.reset()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), damping=0.01, factor_update_steps=2)
+    for x in torch.randn(count, 7, 4, generator=torch.Generator().manual_seed(1)).double():
+        kfac.zero_grad()
+        steps(kfac, x)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_hooks_are_not_compiled_where_a_whole_step_is():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(kfac, x):
+        model(x).square().mean().backward()
+        kfac.step()
+
+    model = small()
+    expected = ends_of(step, model)
+    model = small()
+    found = ends_of(torch.compile(step, backend=backend), model)
+    assert len(graphs) == 2  # with statistics and without
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_backward_passes_of_a_compiled_model_may_be_compiled_by_themselves():
+    model, call = small(), None
+
+    def step(kfac, x):
+        call(x).square().mean().backward()
+        kfac.step()
+
+    def step_compiled(kfac, x):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            call(x).square().mean().backward()
+        kfac.step()
+
+    call = model
+    expected = ends_of(step, model)
+    model = small()
+    call = torch.compile(model, backend="aot_eager")
+    found = ends_of(step_compiled, model)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)

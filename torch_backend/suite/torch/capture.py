@@ -42,6 +42,7 @@ from suite.torch.hooks import (
     is_transformed,
     is_within_functions,
     on_transformed,
+    uncompiled,
     when_reached,
     without_modes,
 )
@@ -782,6 +783,7 @@ class LayerCapture:
             return
         own, before = weakref.ref(self), -1
 
+        @uncompiled
         @unserializable_hook  # a copy of the parameter watches for nobody
         def began(gradient: torch.Tensor) -> None:
             nonlocal before

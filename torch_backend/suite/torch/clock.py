@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from suite.core.noise import unit_noise
-from suite.torch.hooks import Hook, in_backward
+from suite.torch.hooks import Hook, in_backward, uncompiled
 from suite.torch.rows import stratified
 from suite.torch.runs import Ending, Run
 
@@ -152,6 +152,7 @@ class CaptureClock:
             self.compiled_last = None
         return Run(self, self.runs, owner, layer.name, transposed=transposed, looks_up=looks_up)
 
+    @uncompiled
     def passes(self) -> None:
         """A backward pass has come to a layer, before it adds to any sum.
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import unserializable_hook
 from suite.core import explained, patches
 from suite.core.noise import unit_noise
 from suite.torch.dtensors import is_sharded
-from suite.torch.hooks import is_batched
+from suite.torch.hooks import is_batched, uncompiled
 from suite.torch.layers import Layer
 from suite.torch.rows import LayerSpec, batched, padded, rows_of
 
@@ -65,6 +65,7 @@ class Explained:
         self._was_called = False
         own = weakref.ref(self)
 
+        @uncompiled
         @unserializable_hook  # a copy of the parameter asks nobody
         def arrived(gradient: torch.Tensor | None) -> None:
             asked = own()

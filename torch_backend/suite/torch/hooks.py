@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # torch 2.6 has none.
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -251,6 +253,16 @@ def _keep_from_compiling(code: CodeType, *, alone: bool = False) -> None:
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
     elif hasattr(frames, "skip_code"):  # torch 2.6
         frames.skip_code(code)
+
+
+def uncompiled(hook: F) -> F:
+    """A hook that runs in backward passes, which are not to be compiled with what calls them.
+
+    `torch.compiler.disable` would load what compiles.
+    """
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _keep_from_compiling(hook.__code__)
+    return hook
 
 
 class Stacks:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from suite.torch.derivatives import Noted, is_recorded
-from suite.torch.hooks import in_backward, is_within_functions
+from suite.torch.hooks import in_backward, is_within_functions, uncompiled
 
 if TYPE_CHECKING:
     from suite.torch.clock import CaptureClock
@@ -95,6 +95,7 @@ class Ending:
         self.began = 0  # how often counts began anew
         own = weakref.ref(self)
 
+        @uncompiled
         def arrived(gradient: torch.Tensor) -> None:
             ending = own()
             if ending is not None:
