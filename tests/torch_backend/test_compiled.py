@@ -749,3 +749,16 @@ def test_backward_passes_of_a_compiled_model_may_be_compiled_by_themselves():
     found = ends_of(step_compiled, model)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_checkpoint_is_part_of_a_graph_if_torch_compile_may_do_its_notes_once():
+    torch._dynamo.reset()
+    name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    if not hasattr(torch._dynamo.config, name):
+        pytest.skip("this torch has no such setting")
+    batches = [torch.randint(0, 20, (4, 8)) for _ in range(3)]
+    with torch._dynamo.config.patch(**{name: True}):
+        found, expected = pair_of(Checkpointed, batches, "aot_eager", fullgraph=True)
+    for own, others in zip(found, expected, strict=True):
+        for a, b in zip(own, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
