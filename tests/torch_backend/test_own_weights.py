@@ -13,6 +13,7 @@ import sys
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -507,6 +508,67 @@ def test_rows_of_a_normalized_weight_count_as_often_as_they_are_long(kind):
     assert_close(G[0], (g * lengths).T @ (g * lengths))
 
 
+def unit(x, eps=1e-4):
+    """Rows of about length 1 an entry, as in EDM2's layers (Karras et al. 2024)."""
+    lengths = torch.linalg.vector_norm(x, dim=list(range(1, x.ndim)), keepdim=True)
+    return x / torch.add(eps, lengths, alpha=np.sqrt(lengths.numel() / x.numel()))
+
+
+def unit_packed(x, eps=1e-4):
+    """By what einops' `pack` and `unpack` do to one tensor."""
+    flat = torch.cat([x.reshape(x.shape[0], -1)], dim=1)
+    flat = F.normalize(flat, dim=-1, eps=eps) * flat.shape[1] ** 0.5
+    return flat[:, 0 : flat.shape[1]].reshape(x.shape)
+
+
+class PreservesMagnitudes(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(numbers(*shape))
+
+    def forward(self, x, gain=2):
+        w = self.weight.to(x.dtype)
+        if self.training:
+            with torch.no_grad():
+                self.weight.copy_(unit(w))
+        w = unit(w)
+        w = w * (gain / np.sqrt(w[0].numel()))
+        w = w.to(x.dtype)
+        return x @ w.t() if w.ndim == 2 else F.conv2d(x, w)
+
+
+class PreservesPackedMagnitudes(PreservesMagnitudes):
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                renewed = unit_packed(self.weight)
+                self.weight.copy_(renewed)
+        weight = unit_packed(self.weight, eps=1e-4) * 2 / math.sqrt(4)
+        return F.linear(x, weight) if self.weight.ndim == 2 else F.conv2d(x, weight)
+
+
+@pytest.mark.parametrize("kernel", [(), (1, 1)])
+@pytest.mark.parametrize("kind", [PreservesMagnitudes, PreservesPackedMagnitudes])
+def test_a_weight_whose_rows_a_function_scales_and_that_is_renewed_is_a_layers(kind, kernel):
+    model = nn.Sequential(kind(3, 4, *kernel))
+    x = numbers(9, 4)
+    for _ in range(6):  # until the weight is renewed as it is
+        model(x.reshape(9, 4, *kernel))
+    weight = model[0].weight.detach().reshape(3, 4).clone()
+    used = model(torch.eye(4, dtype=x.dtype).reshape(4, 4, *kernel)).detach().reshape(4, 3).T
+    lengths = used[:, 0] / weight[:, 0]
+    assert_close(used, weight * lengths[:, None])
+    y = (x @ used.T).requires_grad_()
+    (g,) = torch.autograd.grad(loss_of(y, "sum"), y)
+    kfac = KFAC(model, kl_clip=None, loss_reduction="sum")
+    loss_of(model(x.reshape(9, 4, *kernel)).reshape(9, 3), "sum").backward()
+    kfac.step()
+    assert kfac.routing()["0.weight"].treatment == "kfac"
+    ((A, G),) = held(kfac).values()
+    assert_close(A[0], x.T @ x / 9)
+    assert_close(G[0], (g * lengths).T @ (g * lengths))
+
+
 @pytest.mark.parametrize("dim", [0, (1,)])
 def test_what_else_is_normalized_is_no_layer_and_its_bias_stays_one(dim):
     class Other(Own):
@@ -652,6 +714,40 @@ def normalized_stacks(self, x):
 
 def scaled_turned_and_cast(self, x):
     return F.linear(x, (self.weight * self.scale).t().contiguous())
+
+
+def unit_columns(w):
+    return w / w.norm(dim=0)
+
+
+def by_a_function(self, x):
+    return F.linear(x, unit(self.weight, 1e-3), self.bias * 2)
+
+
+def by_a_function_of_columns(self, x):
+    return F.linear(x, unit_columns(self.weight))
+
+
+def by_a_function_of_data(self, x):
+    return F.linear(x, unit(self.weight, x))
+
+
+def by_a_function_of_a_transpose(self, x):
+    return x @ unit(self.weight.t())
+
+
+def renewed(self, x):
+    with torch.no_grad():
+        self.weight.mul_(0.5)
+    return F.linear(x, self.weight)
+
+
+def times_an_argument(self, x, gain=1.0):
+    return F.linear(x, self.weight * (gain / np.sqrt(self.weight[0].numel())))
+
+
+def times_what_is_given(self, x, gain=None):
+    return F.linear(x, self.weight * gain)
 
 
 def annotated(self, x):
@@ -1007,6 +1103,13 @@ SAID = [
     (turned_and_normalized, []),
     (normalized_stacks, []),
     (scaled_turned_and_cast, []),
+    (by_a_function, one()),
+    (by_a_function_of_columns, []),
+    (by_a_function_of_data, []),
+    (by_a_function_of_a_transpose, []),
+    (renewed, one()),
+    (times_an_argument, one()),
+    (times_what_is_given, []),
     (annotated, one()),
     (positional, one()),
     (by_another_F, []),

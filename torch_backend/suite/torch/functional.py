@@ -479,7 +479,7 @@ class _Watching(Mode):
         if function in CASTS:
             self._follow(args[0], output)
             return output
-        if self.made:
+        if self.made and torch.is_grad_enabled():  # a weight that is renewed is none that is used
             with torch.no_grad():
                 self._follow_made(function, args, kwargs, output)
         if args and keeps_order(function, args):
@@ -730,6 +730,8 @@ class _Watching(Mode):
 
     def _follow_made(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         found = []
+        if function in JOINS and args and len(args[0]) == 1:  # as einops joins what it packs
+            function, args, kwargs = T.view_as, (args[0][0], args[0][0]), {}
         for made in self.made:
             at = [i for i, x in enumerate(args) if x is made.tensor]
             if not at:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -100,19 +100,26 @@ def made_by(stack: Any, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _scaling_of_functions(stack: Any) -> str:
-    """What parametrizations without state scale of a weight: 'scaled rows', ...; '': something else.
-
-    As those of nGPT's or StyleGAN's layers do. It is tried on random weights of two lengths.
-    """
+    """What parametrizations without state scale of a weight, as those of nGPT's or StyleGAN's layers."""
     original = getattr(stack, "original", None)
     has_state = any(True for part in stack for _ in (*part.parameters(), *part.buffers()))
-    if original is None or has_state or original.ndim < 2 or original.is_meta:
+    if original is None or has_state:
+        return ""
+    return scaling_of_function(lambda weight: made_by(stack, weight), original)
+
+
+def scaling_of_function(function: Callable[[torch.Tensor], Any], weight: torch.Tensor) -> str:
+    """What a function scales of a weight: 'scaled rows', 'scaled columns'; '': something else.
+
+    It is tried on random weights of two lengths.
+    """
+    if weight.ndim < 2 or weight.is_meta:
         return ""
     generator = torch.Generator().manual_seed(0)
-    random = torch.randn(original.shape, generator=generator).to(original.device, original.dtype)
+    random = torch.randn(weight.shape, generator=generator).to(weight.device, weight.dtype)
     try:
         with torch.no_grad():
-            ratios = [made_by(stack, weight) / weight for weight in (random, 3 * random)]
+            ratios = [function(weight) / weight for weight in (random, 3 * random)]
     except Exception:  # whatever it does with a weight that is not its own
         return ""
     if any(ratio.shape != random.shape for ratio in ratios):

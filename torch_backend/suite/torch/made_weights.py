@@ -56,6 +56,8 @@ def scale_of(function: Any, args: Any, kwargs: Any, at: int, made: Made) -> Any:
         return 1.0
     if function in _FAKES:
         return 1.0 if at == 0 else None
+    if function is T.__getitem__:
+        return 1.0 if at == 0 and _is_all(args[1], x.shape) else None
     if function is F.normalize:
         return _scale_of_normalized(x, axis, *args[1:], **kwargs) if at == 0 else None
     if function is F.batch_norm and at == 0 and axis == 1:
@@ -88,6 +90,17 @@ def scale_of(function: Any, args: Any, kwargs: Any, at: int, made: Made) -> Any:
     if function in TIMES:
         return other
     return 1 / other if function in QUOTIENTS and at == 0 else None
+
+
+def _is_all(index: Any, shape: torch.Size) -> bool:
+    """Whether it takes everything: x[:, 0:n]."""
+    given = index if isinstance(index, tuple) else (index,)
+    slices = [s for s in given if isinstance(s, slice)]
+    if len(slices) < len(given) or len(given) > len(shape):
+        return False
+    pairs = zip(slices, shape, strict=False)
+    whole = [s.start in (None, 0) and s.stop in (None, n) and s.step in (None, 1) for s, n in pairs]
+    return all(whole)
 
 
 def _axis_of_rows(made: Made) -> int | None:

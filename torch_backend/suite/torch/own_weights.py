@@ -17,12 +17,14 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from suite.torch.calls import ARGUMENTS, CONVOLVE, NORMS
 from suite.torch.einsum import Halves, halves_of, labels_of, sides_of, with_letters
+from suite.torch.kinds import scaling_of_function
 from suite.torch.sources import definition, live_nodes, parameters_of, tree_of
 
 # By function: how many axes of positions its weight has, its arguments, and whether the weight lies
@@ -193,6 +195,10 @@ def _agreed(
 ) -> Iterator[OwnWeight]:
     """The layer that products with one parameter are calls of, if they are those of one."""
     uses: set[tuple[int, int, bool, bool, int, int, tuple[int, ...]]] = set()
+    fitting = [p for p in products if p.axes == 0 or p.axes + 2 == parameter.ndim]
+    if any(p.axes for p in fitting):  # what multiplies matrices does not run
+        fitting = [p for p in fitting if p.axes]
+    products = fitting
     stacked = parameter.ndim == 3 and all(p.axes == 0 and p.matrix is None for p in products)
     for function, axes, turned, weight, _, groups, joined, matrix in products:
         if not isinstance(groups, int) or groups < 1 or (axes and weight.turned):
@@ -257,6 +263,16 @@ class _Reader:
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         self.singles = {name for name, tensor in tensors if tensor.numel() == 1}
         self.nodes = live_nodes(tree, self._axes_of)
+        plain, named = tree.args.posonlyargs + tree.args.args, tree.args.kwonlyargs
+        last = plain[len(plain) - len(tree.args.defaults) :]
+        given = [
+            *zip(last, tree.args.defaults, strict=True),
+            *zip(named, tree.args.kw_defaults, strict=True),
+        ]
+        # Arguments that are numbers, if they are not given.
+        self.defaults = {
+            x.arg for x, y in given if isinstance(y, ast.Constant) and isinstance(y.value, int | float)
+        }
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.stored = Counter(n.arg for n in self.nodes if isinstance(n, ast.arg))
         self.stored.update(
@@ -311,6 +327,8 @@ class _Reader:
                 found = definition(type(self.module), 0, node.func.attr)
                 function, is_method = found and found[1], True
             if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+                continue
+            if self._weight(node) is not None:  # it scales one
                 continue
             if function.__module__.partition(".")[0] == "torch" or _is_einsum(function):
                 continue
@@ -563,6 +581,8 @@ class _Reader:
     def _is_asked(self, node: ast.AST) -> bool:
         """Whether only something like a shape is wanted of it, or whether it is there."""
         parent = self.parents.get(node)
+        while isinstance(parent, ast.Subscript) and parent.value is node:  # w[0].numel()
+            node, parent = parent, self.parents.get(parent)
         if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name):
             return parent.func.id == "len" and not self._is_set(parent.func)
         if isinstance(parent, ast.Compare):
@@ -626,6 +646,8 @@ class _Reader:
             if found is None or found.turned or found.indexed or along not in (-2, -1, 0, 1):
                 return None
             return found._replace(scaled=True, along=int(along) % 2)
+        if isinstance(node, ast.Call) and node.args and isinstance(self._value(node.func), FunctionType):
+            return self._scaled_by(node)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr == "unbind" and not node.keywords:
                 by_torch = self._value(node.func) is torch.unbind
@@ -645,9 +667,22 @@ class _Reader:
             pairs = [(node.left, node.right), (node.right, node.left)]
             for one, other in pairs[: 1 if isinstance(node.op, ast.Div) else 2]:
                 found = self._weight(one)
-                if found is not None and not found.turned and self._number(other) is not None:
+                if found is not None and not found.turned and self._is_number(other):
                     return found._replace(scaled=True)
         return None
+
+    def _scaled_by(self, node: ast.Call) -> _Weight | None:
+        """A weight of which a function of numbers besides scales the rows."""
+        found = self._weight(node.args[0])
+        if found is None or found.turned or found.indexed or found.name not in self.own:
+            return None
+        numbers = [self._number(x) for x in node.args[1:]]
+        named = {k.arg: self._number(k.value) for k in node.keywords if k.arg is not None}
+        if len(named) < len(node.keywords) or None in (*numbers, *named.values()):
+            return None
+        function, parameter = self._value(node.func), self.module.get_parameter(found.name)
+        scaled = scaling_of_function(lambda weight: function(weight, *numbers, **named), parameter)
+        return found._replace(scaled=True) if scaled == "scaled rows" else None
 
     def _in_branches(self, node: ast.Name) -> _Weight | None:
         """What a variable holds that is set several times, to one parameter or multiples of it."""
@@ -706,6 +741,19 @@ class _Reader:
         if node not in self.numbers:
             self.numbers[node] = self._computed(node)
         return self.numbers[node]
+
+    def _is_number(self, node: ast.AST) -> bool:
+        """Whether an expression is a number, also of an argument that is one by default, or of sizes."""
+        if self._number(node) is not None:
+            return True
+        if isinstance(node, ast.Name):
+            return node.id in self.defaults and self.stored[node.id] == 1
+        if isinstance(node, ast.BinOp):
+            return self._is_number(node.left) and self._is_number(node.right)
+        if isinstance(node, ast.Call) and self._value(node.func) in (math.sqrt, np.sqrt):
+            return all(map(self._is_number, node.args))
+        asked = node.func if isinstance(node, ast.Call) else node
+        return isinstance(asked, ast.Attribute) and asked.attr == "numel"
 
     def _computed(self, node: ast.AST) -> float | None:
         value: Any = self._variable(node)

@@ -57,7 +57,9 @@ def _alike(code: CodeType, other: CodeType) -> bool:
 
 
 def live_nodes(tree: ast.AST, axes_of: Callable[[ast.expr], int | None]) -> list[ast.AST]:
-    """All nodes of a function but those that cannot run: `if weight.dim() == 3: ...` of a matrix.
+    """All nodes of a function that matter to gradients.
+
+    Not of `with torch.no_grad()`, nor of what cannot run: `if weight.dim() == 3: ...` of a matrix.
 
     Args:
         axes_of: how many axes an expression has, of parameters; None: it is none.
@@ -78,6 +80,8 @@ def _that_run(parts: list[ast.AST], axes_of: Callable[[ast.expr], int | None]) -
     """Of statements that follow each other those that may run, without tests whose outcome is known."""
     for part in parts:
         known = _outcome(part.test, axes_of) if isinstance(part, ast.If) else None
+        if isinstance(part, ast.With) and any(map(_is_without_gradients, part.items)):
+            continue
         if not isinstance(part, ast.If) or known is None:
             yield part
             continue
@@ -85,6 +89,10 @@ def _that_run(parts: list[ast.AST], axes_of: Callable[[ast.expr], int | None]) -
         yield from _that_run(taken, axes_of)
         if taken and isinstance(taken[-1], ast.Return | ast.Raise):
             return
+
+
+def _is_without_gradients(item: ast.withitem) -> bool:
+    return ast.unparse(item.context_expr) in ("torch.no_grad()", "torch.inference_mode()")
 
 
 def _outcome(test: ast.expr, axes_of: Callable[[ast.expr], int | None]) -> bool | None:
