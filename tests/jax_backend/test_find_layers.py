@@ -1457,6 +1457,46 @@ def test_the_terms_of_a_loss_of_derivatives_are_its_points_with_other_ends(end, 
         assert last.terms == count
 
 
+CONVERTED = {
+    "a mask in half precision": lambda h: jax.nn.softmax(jnp.where(h > 0, h, -1e9).astype("float32")),
+    "unsigned": lambda h: h * jnp.where(jnp.arange(4, dtype=jnp.uint32) > 1, jnp.uint32(3), -1 % 5),
+    "clipped": lambda h: h * jnp.clip(jnp.arange(4, dtype=jnp.uint8), -5, 1000),
+    "not a number": lambda h: h + 0 * jax.jit(lambda v: lax.convert_element_type(v, "int32"))(np.nan),
+    "a negative number": lambda h: h * jax.jit(lambda v: lax.convert_element_type(v, "uint32"))(-1),
+}
+
+
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_numbers_that_do_not_fit_their_type_are_no_obstacle(kind):
+    p = {"w": normal(3, 4).astype("float32"), "b": normal(4).astype("float32")}
+
+    def loss(p, x):
+        h = (x @ p["w"] + p["b"]).astype("float16")
+        return jnp.mean(CONVERTED[kind](h).astype("float32") ** 2)
+
+    assert value_and_grad(loss).plan(p, normal(7, 3).astype("float32")).last[0].terms == 7
+
+
+def test_what_a_scan_of_two_arrays_takes_apart_differs_where_a_number_comes_first():
+    p = {"w": normal(3, 4), "b": normal(4), "v": normal(4, 1), "c": normal(1)}
+
+    def loss(p, x, y, temperature):
+        def network(x):
+            return jnp.tanh(x @ p["w"] + p["b"]) @ p["v"] + p["c"]
+
+        def step(total, pair):
+            first, second = pair
+            return total + jnp.mean((network(temperature * first) + network(second)) ** 2), None
+
+        return lax.scan(step, 0.0, (x, y))[0]
+
+    def with_a_number(p, x, y):
+        return jax.jit(loss)(p, x, y, 0.5)
+
+    plan = value_and_grad(with_a_number).plan(p, normal(8, 5, 3), normal(8, 5, 3, seed=1))
+    assert plan.last[0].terms == 80
+
+
 def test_what_is_computed_again_is_counted_once_and_what_differs_apart():
     p, x = {"w": normal(3, 4), "v": normal(4, 2, seed=1), "b": normal(2)}, normal(5, 3)
 

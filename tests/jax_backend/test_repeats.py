@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.jet import jet
 from jax.extend import core as jex
 
 from jax_fishers import check, normal
@@ -101,6 +102,14 @@ def programs():
 
     turned.defvjp(lambda x: (x, None), lambda _, g: (-g,))
 
+    def draws_of_two_kinds(p, x):
+        key = jax.random.key(3)
+        with jax.threefry_partitionable(True):
+            a = jax.random.normal(key, x.shape)
+        with jax.threefry_partitionable(False):
+            b = jax.random.normal(key, x.shape)
+        return network(p, a) * network(p, b + 1)
+
     def dropout(key, x):
         return x * jax.random.bernoulli(key, 0.5, x.shape)
 
@@ -111,6 +120,8 @@ def programs():
             + network(p, x, activation=own_derivative(True))
         ),
         "gradients turned": lambda p, x: network(p, x) + jnp.sin(turned(x @ p["w"]) @ p["v"]),
+        "draws of two kinds": draws_of_two_kinds,
+        "zero added": lambda p, x: network(p, 0.0 + x) + network(p, x + 0),
         "no gradient": lambda p, x: network(p, x) * jax.lax.stop_gradient(network(p, x)),
         "signs of zeros": lambda p, x: network(p, x / 0.0 > 0) + network(p, x / -0.0 > 0),
         "rounded": lambda p, x: network(p, x) + network(p, x.astype("float16").astype(x.dtype)),
@@ -136,6 +147,50 @@ def test_a_program_without_repeats_computes_the_same(name):
         return jax.value_and_grad(lambda own: jex.jaxpr_as_fun(closed)(*own)[0])(leaves)
 
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), run(shared), run(closed))
+
+
+def test_a_jitted_part_that_asks_for_shardings_stays_one():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    features = jax.jit(jnp.sin, out_shardings=sharding)
+
+    def loss(p, x):
+        return jnp.mean((network(p, features(x)) * network(p, features(x))) ** 2)
+
+    leaves, tree = jax.tree.flatten((P, X))
+    closed = jax.make_jaxpr(lambda leaves: loss(*jax.tree.unflatten(tree, leaves)))(leaves)
+    shared = without_repeats(closed, leaves)
+    assert shared is not closed
+    calls = [eqn for eqn in shared.jaxpr.eqns if "out_shardings" in eqn.params]
+    assert [eqn.params["out_shardings"] for eqn in calls] == [(sharding,)]
+
+
+@pytest.mark.parametrize("along", ["forward", "several"])
+def test_the_terms_of_values_beside_derivatives_without_biases_are_the_points(along):
+    p = {"w": P["w"], "v": P["v"]}
+
+    def loss(p, x):
+        def u(x):
+            return jnp.tanh(x @ p["w"]) @ p["v"]
+
+        if along == "forward":
+            slope = jax.jvp(u, (x,), (jnp.ones_like(x),))[1]
+        else:
+            slope = jax.vmap(lambda x: jax.jacfwd(u)(x).sum())(x)[:, None]
+        return jnp.mean((u(x) + slope) ** 2)
+
+    assert value_and_grad(loss).plan(p, X).last[0].terms == 7
+
+
+def test_a_bias_stays_in_its_layers_block_beside_derivatives_by_jet():
+
+    def loss(p, x):
+        zeros = jnp.zeros_like(x)
+        y, (_, second) = jet(lambda x: network(p, x), (x,), ((jnp.ones_like(x), zeros),))
+        return jnp.mean((network(p, x) + y + second) ** 2)
+
+    blocks = {r.parameter: r.factors for r in value_and_grad(loss).routing(P, X)}
+    assert blocks["['w']"] == "3x3, 5x5"  # with the bias
 
 
 def test_a_program_in_which_nothing_is_computed_twice_stays_as_it_is():

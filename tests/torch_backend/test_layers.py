@@ -271,6 +271,64 @@ def test_of_a_pruned_layer_the_bias_is_plain_if_it_is_pruned_and_says_why():
     assert "is computed" in routing["0.bias_orig"].reason
 
 
+class WithActivation(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias).relu()
+
+
+def pruned(layer, name="weight"):
+    return prune.random_unstructured(layer, name, 0.5)
+
+
+@pytest.mark.parametrize("make", [nn.utils.spectral_norm, spectral_norm, pruned])
+def test_a_computed_weight_of_a_layer_with_a_forward_of_its_own_is_plain(make):
+    routing = KFAC(nn.Sequential(make(WithActivation(3, 3)), nn.Linear(3, 3))).routing()
+    plain = [route for route in routing if route.treatment == "plain"]
+    assert len(plain) == 2
+    assert all("a forward of its own" in route.reason for route in plain)
+
+
+def test_a_weight_whose_parts_are_computed_in_turn_is_plain():
+    model = nn.Sequential(
+        pruned(nn.utils.spectral_norm(nn.Linear(3, 3)), "weight_orig"), nn.Linear(3, 3)
+    )
+    kfac = KFAC(model)
+    assert "0.weight_orig_orig" in {r.parameter for r in kfac.routing() if r.treatment == "plain"}
+    model(torch.randn(5, 3)).square().mean().backward()
+    kfac.step()
+
+
+class Doubling(prune.RandomUnstructured):
+    def apply_mask(self, module):
+        return 2 * super().apply_mask(module)
+
+
+def test_pruning_that_does_more_is_not_known():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    Doubling.apply(model[0], "weight", 0.5)
+    assert KFAC(model).routing()["0.weight_orig"].treatment == "plain"
+
+
+@pytest.mark.parametrize(
+    ("make", "remove"),
+    [
+        (nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
+        (spectral_norm, lambda layer: nn.utils.parametrize.remove_parametrizations(layer, "weight")),
+        (weight_norm, lambda layer: nn.utils.parametrize.remove_parametrizations(layer, "weight")),
+        (pruned, lambda layer: prune.remove(layer, "weight")),
+    ],
+)
+def test_what_made_a_weight_may_be_removed(make, remove):
+    model = nn.Sequential(make(nn.Linear(3, 3)), nn.Linear(3, 3))
+    kfac = KFAC(model)
+    model(torch.randn(5, 3)).square().mean().backward()
+    kfac.step()
+    kfac.zero_grad()
+    remove(model[0])
+    model(torch.randn(5, 3)).square().mean().backward()
+    assert model[0].weight.grad is not None
+
+
 def test_a_layer_that_is_both_pruned_and_normed_is_plain():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     prune.random_unstructured(model[0], "weight", 0.5)

@@ -11,6 +11,7 @@ from suite.jax.operations import (
     Add,
     Divide,
     DotGeneral,
+    LoopSlice,
     Moved,
     Multiply,
     Negate,
@@ -57,7 +58,9 @@ def _same_but(program: jaxprs.Program, apart: set[int]) -> list[int]:
         if value is not None and _is_handed_on(program, node, value):
             first[node.outputs[0]] = first[value]
             continue
-        numbers = [program.number(node, i) for i in range(len(node.inputs))]
+        # What loops and devices hand on stands at another place than in their call.
+        own = not isinstance(node.operation, Moved | LoopSlice)
+        numbers = [program.number(node, i) if own else None for i in range(len(node.inputs))]
         operands = tuple(
             str(number) if v is None or number is not None else first[v]
             for v, number in zip(node.inputs, numbers, strict=True)

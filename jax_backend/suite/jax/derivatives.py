@@ -47,13 +47,20 @@ class Derivatives:
         constants = () if self.arguments else self.program.constants
         return _linear_values(self.program, (*self.program.inputs, *constants))
 
+    @functools.cached_property
+    def _written(self) -> set[int]:
+        """Constants that are made of numbers alone, as the ones of a direction are."""
+        program = self.program
+        made = jaxprs.dependent_values(program, (*program.inputs, *program.constants))
+        return set(range(len(program.avals))) - made
+
     def made_of(self, site: Site) -> Any:
         """A product's leaf and input: a program that takes derivatives has some products repeatedly."""
         return site.leaf, site.view, site.use.place if site.input is None else self._first[site.input]
 
     def is_linear(self, site: Site) -> bool:
         """Whether what goes into a product is linear in a direction, it seems, and no direction."""
-        return site.input in self._linear[0]
+        return site.input in self._linear[0] or site.input in self._written
 
     def is_derivative(
         self, site: Site, of: Sequence[Site], beside: Container[Any] = frozenset()

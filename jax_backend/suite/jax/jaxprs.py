@@ -151,7 +151,8 @@ class _Flattener:
             makers.update(dict.fromkeys(eqn.outvars, number))
             if eqn.primitive.name == "convert_element_type" and numbers[0] is not None:
                 (out,) = eqn.outvars
-                given[out] = np.asarray(numbers[0], out.aval.dtype).item()
+                with np.errstate(all="ignore"):  # -1e9 as a half, -1 as an unsigned integer
+                    given[out] = np.asarray(numbers[0]).astype(out.aval.dtype).item()
             env.update(zip(eqn.outvars, self.equation(eqn, values, path, loops, custom), strict=True))
         return [read(v) for v in jaxpr.outvars]
 

@@ -53,8 +53,10 @@ class _Sharing:
 
         for eqn in jaxpr.eqns:
             values = [read(v) for v in eqn.invars]
-            if eqn.primitive.name in CALLS and eqn.params.get("name") != PROBE:
+            if _is_open(eqn):
                 outputs: Sequence[Any] = self.run(*called(eqn), values)
+            elif (same := _without_zero(eqn, values)) is not None:
+                outputs = [same]
             elif eqn.effects or eqn.primitive.name in _RANDOM:
                 outputs = self.make(eqn, values)
             else:
@@ -69,12 +71,30 @@ class _Sharing:
             (str(v.val), str(v.aval)) if isinstance(v, jex.Literal) and not np.ndim(v.val) else id(value)
             for v, value in zip(eqn.invars, values, strict=True)
         )
-        key = eqn.primitive, params, operands
+        key = eqn.primitive, params, operands, eqn.ctx  # which random bits depend on, too
         if key not in self.known:
             self.known[key] = values, self.make(eqn, values)
         elif eqn.primitive.name in _PRODUCTS:
             self.repeats_products = True
         return self.known[key][1]
+
+
+def _is_open(eqn: Any) -> bool:
+    """Whether it is a call that asks for nothing, as `jit` with shardings does."""
+    given = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
+    asks = any(isinstance(one, jax.sharding.Sharding) for one in given)
+    return eqn.primitive.name in CALLS and eqn.params.get("name") != PROBE and not asks
+
+
+def _without_zero(eqn: Any, values: list[Any]) -> Any:
+    """y of 0.0 + y, as `jet` writes it; None: it is no such sum."""
+    if eqn.primitive.name != "add":
+        return None
+    zeros = [isinstance(v, jex.Literal) and not np.ndim(v.val) and v.val == 0 for v in eqn.invars]
+    if zeros.count(True) != 1:
+        return None
+    other = zeros.index(False)
+    return values[other] if eqn.invars[other].aval == eqn.outvars[0].aval else None
 
 
 def _known_derivative(eqn: Any) -> Hashable:
@@ -86,7 +106,7 @@ def _known_derivative(eqn: Any) -> Hashable:
         return None
     program = eqn.params["call_jaxpr"]
     source = str(getattr(getattr(program.jaxpr, "debug_info", None), "func_src_info", ""))
-    is_own = source.startswith("logaddexp at " + os.path.dirname(jax.__file__))
+    is_own = source.startswith("logaddexp at " + os.path.join(os.path.dirname(jax.__file__), ""))
     return str(program) if is_own else None
 
 

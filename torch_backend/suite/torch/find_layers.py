@@ -425,6 +425,11 @@ class FoundLayers:
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)) or direction is None:
             self._say(module, _COMPUTED, recurse=True)
             return
+        if forward_of_its_own(module):  # what it returns need not be the product
+            kind = type(module).__name__
+            reason = f"its weight is computed, and this {kind} has a forward of its own"
+            self._say(module, reason, recurse=True)
+            return
         bias = own.get("bias")
         if not why_not(direction):
             spec = self._spec(module, direction, bias)

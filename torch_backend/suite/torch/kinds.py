@@ -74,11 +74,12 @@ def parametrization(
     module: nn.Module,
 ) -> tuple[nn.Parameter | None, nn.Parameter | None, str]:
     """(what has the weight's shape, the magnitudes, how they scale) of a known parametrization."""
-    if hasattr(module, "weight_v") and hasattr(module, "weight_g"):  # nn.utils.weight_norm
-        return _normed(module.weight_v, module.weight_g)
+    own = dict(module.named_parameters(recurse=False))  # which hooks may compute in turn
+    if "weight_v" in own and "weight_g" in own:  # nn.utils.weight_norm
+        return _normed(own["weight_v"], own["weight_g"])
     hooked = _scaling_by_hooks(module)
-    if hooked:
-        return module.weight_orig, None, hooked  # type: ignore[return-value]
+    if hooked and "weight_orig" in own:
+        return own["weight_orig"], None, hooked
     parametrizations: Any = getattr(module, "parametrizations", None)
     if parametrizations is None or set(parametrizations) != {"weight"}:
         return None, None, ""
@@ -149,6 +150,8 @@ def _scaling_by_hooks(module: nn.Module) -> str:
         for hook in module._forward_pre_hooks.values()
         if isinstance(hook, BasePruningMethod) and hook._tensor_name == "weight"
     ]
+    if any(type(hook).apply_mask is not BasePruningMethod.apply_mask for hook in masks):
+        return ""
     if spectral_norm_of(module) is not None:
         return "" if masks else "spectral_norm"
     return "pruned" if masks else ""

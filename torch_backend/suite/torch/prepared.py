@@ -24,6 +24,8 @@ def prepared(
         moments = _bag(module, given["input"], given.get("offsets"), given.get("per_sample_weights"))
         return moments, None
     shape = (-1,) if isinstance(module, nn.Linear) else (-1, *(1,) * len(module.kernel_size))
+    if "weight" in module._parameters:  # nothing makes it any more
+        return (y if site.scaling == "magnitude" else x), None
     if site.scaling == "magnitude":
         # What the magnitude scales. Not the output divided by it: it may be zero.
         direction = _weight_norm(module)[1]
