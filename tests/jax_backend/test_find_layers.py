@@ -1486,7 +1486,8 @@ def test_what_a_scan_of_two_arrays_takes_apart_differs_where_a_number_comes_firs
 
         def step(total, pair):
             first, second = pair
-            return total + jnp.mean((network(temperature * first) + network(second)) ** 2), None
+            both = network(temperature * first) + network(temperature * second)
+            return total + jnp.mean(both**2), None
 
         return lax.scan(step, 0.0, (x, y))[0]
 
