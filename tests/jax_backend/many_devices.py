@@ -625,6 +625,65 @@ def explicit_mesh():
     return out
 
 
+def partly_explicit():
+    """Axes of two kinds: the user's own `shard_map`'s beside others, automatic beside explicit ones."""
+    explicit, automatic = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
+    params, specs, out = {"w": PARAMS["w"]}, {"w": P(None, "model")}, {}
+
+    def loss(p, x):
+        return jnp.mean(jnp.sum((x @ p["w"] - 1) ** 2, 1))
+
+    vag = value_and_grad(loss)
+    plan = vag.plan(params, X)
+    optimizers = {
+        "kfac": lambda **given: kfac(plan, 0.1, **SETTINGS, **given),
+        "kron": lambda: kron(0.1, block_size=4),
+    }
+    same = lambda x: x  # noqa: E731
+
+    def run(tx, params, x, within=same, vary=same, average=same):
+        tx = optax.with_extra_args_support(tx)
+
+        def step(params, state, x):
+            _, grads, statistics = vag(vary(params), x)
+            grads, statistics = average((grads, statistics))
+            updates, state = tx.update(grads, state, params, statistics=statistics)
+            return optax.apply_updates(params, updates), state
+
+        state, step = jax.jit(tx.init)(params), jax.jit(within(step))
+        for _ in range(4):
+            params, state = step(params, state, x)
+        return params
+
+    def over_data(step):
+        given = {"in_specs": (P(), P(), P("data")), "out_specs": (P(), P())}
+        return jax.shard_map(step, axis_names={"data"}, **given)
+
+    def vary(tree):
+        return jax.tree.map(lambda x: lax.pcast(x, "data", to="varying"), tree)
+
+    own = over_data, vary, lambda tree: lax.pmean(tree, "data")
+    cases = {"own, explicit": ((explicit, explicit), own, {})}
+    of_kfac = {}
+    for fraction in (1, 1 / 4):
+        given = {"gradient_worker_fraction": fraction}
+        of_kfac[str(fraction)] = (automatic, explicit), (), given
+    for name, make in optimizers.items():
+        expected = run(make(), params, X)
+        out[f"moved {name}"] = difference(expected, params)
+        for case, (kinds, around, given) in (cases | (of_kfac if name == "kfac" else {})).items():
+            mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+            tx = make(mesh=mesh, **given) if given else make()
+            x = on_mesh(X, P("data"), mesh)
+            with jax.set_mesh(mesh):
+                found = run(tx, on_mesh(params, specs, mesh), x, *around)
+            out[f"{name} {case}"] = difference(found, expected)
+            if explicit in kinds:
+                divided = NamedSharding(mesh, specs["w"]).is_equivalent_to(found["w"].sharding, 2)
+                out[f"{name} {case}, shardings"] = float(not divided)
+    return out
+
+
 def failures():
     """A factor that cannot be inverted: counted, and the inverse before it kept, wherever it is."""
     params = {"w": PARAMS["w"], "v": PARAMS["v"]}
@@ -751,6 +810,7 @@ if __name__ == "__main__":
             adaptive,
             explicit_axes,
             explicit_mesh,
+            partly_explicit,
             failures,
             cost,
             draws,

@@ -49,7 +49,7 @@ def test_eight_devices_follow_one(case, least):
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="needs jax 0.7")
-@pytest.mark.parametrize("case", ["explicit_axes", "explicit_mesh"])
+@pytest.mark.parametrize("case", ["explicit_axes", "explicit_mesh", "partly_explicit"])
 def test_optimizers_take_explicit_axes(case):
     differences = result(start("many_devices.py", case))
     moved = {name: d for name, d in differences.items() if name.startswith("moved")}

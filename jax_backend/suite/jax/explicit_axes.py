@@ -40,11 +40,25 @@ def on_automatic_axes(f: Callable[..., Any], *arguments: Any, out: Any = None, m
             "arrays with explicit sharding axes need jax >= 0.7: make the mesh with AxisType.Auto"
         )
     out = jax.sharding.PartitionSpec() if out is None else out
+    kind = meshes[0] if mesh is None else mesh
+    explicit = set(kind.explicit_axes)  # others are automatic already, or those of a `shard_map` around
+    out = jax.tree.map(lambda spec: _along(spec, explicit), out)
+    automatic = functools.partial(jax.sharding.auto_axes, f, axes=tuple(kind.explicit_axes))
     if mesh is not None:  # whose devices are known: the arguments may be on others
         out = jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), out)
-        return jax.sharding.auto_axes(f, out_sharding=out)(*arguments)
-    with jax.sharding.use_abstract_mesh(meshes[0]):
-        return jax.sharding.auto_axes(f, out_sharding=out)(*arguments)
+        return automatic(out_sharding=out)(*arguments)
+    with jax.sharding.use_abstract_mesh(kind):
+        return automatic(out_sharding=out)(*arguments)
+
+
+def _along(spec: Any, axes: set[str]) -> Any:
+    """A PartitionSpec without the axes that are none of these."""
+
+    def entry(x: Any) -> Any:
+        return tuple(axis for axis in x if axis in axes) if isinstance(x, tuple) else x
+
+    kept = [entry(x) for x in spec]
+    return jax.sharding.PartitionSpec(*(x if isinstance(x, tuple) or x in axes else None for x in kept))
 
 
 def explicit_specs(tree: Any) -> Any:
