@@ -664,7 +664,7 @@ def partly_explicit():
 
     own = over_data, vary, lambda tree: lax.pmean(tree, "data")
     cases = {"own, explicit": ((explicit, explicit), own, {})}
-    of_kfac = {}
+    of_kfac = {"own, automatic": ((automatic, automatic), own, {})}
     for fraction in (1, 1 / 4):
         given = {"gradient_worker_fraction": fraction}
         of_kfac[str(fraction)] = (automatic, explicit), (), given

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 
 def on_devices(
@@ -29,3 +30,14 @@ def axis_size(axes: str | tuple[str, ...]) -> int:
         NameError: outside of it.
     """
     return int(lax.psum(1, axes))
+
+
+def whole_on_others(x: jax.Array) -> jax.Array:
+    """`x`, inside of a `shard_map` over some of the axes not divided over the others.
+
+    XLA (jaxlib 0.10.2) ends the process where a `gather` there is of an array that it divided.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if getattr(mesh, "manual_axes", ()) and getattr(mesh, "auto_axes", ()):
+        return lax.with_sharding_constraint(x, PartitionSpec())
+    return x

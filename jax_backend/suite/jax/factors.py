@@ -12,6 +12,7 @@ from jax import lax
 
 from suite.core import buckets, ekfac, kronecker, moments, padding, statistics
 from suite.core import kfac as core_kfac
+from suite.jax.devices import whole_on_others
 from suite.jax.dtypes import at_least_float32
 from suite.jax.factor_layout import FactorLayout
 from suite.jax.factors_state import (
@@ -423,7 +424,7 @@ def _in_front(inverse: Any, own: slice, side: int) -> Any:
 def _picked(x: jax.Array, at: Any) -> jax.Array:
     """x[at], for places that are known: indexing would be six operations, for negative ones."""
     return lax.gather(
-        x,
+        whole_on_others(x),
         np.asarray(at, np.int32)[..., None],
         lax.GatherDimensionNumbers((), (0,), (0,)),
         (1,),
