@@ -71,7 +71,7 @@ class _Sharing:
             (str(v.val), str(v.aval)) if isinstance(v, jex.Literal) and not np.ndim(v.val) else id(value)
             for v, value in zip(eqn.invars, values, strict=True)
         )
-        key = eqn.primitive, params, operands, eqn.ctx  # which random bits depend on, too
+        key = eqn.primitive, params, operands, str(eqn.ctx)  # which random bits depend on, too
         if key not in self.known:
             self.known[key] = values, self.make(eqn, values)
         elif eqn.primitive.name in _PRODUCTS:
