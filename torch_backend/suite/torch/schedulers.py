@@ -10,12 +10,14 @@ arXiv:2107.01739).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from suite.core.checks import check_integer
 from suite.torch.checks import check_number, check_state_dict
-from suite.torch.kfac import KFAC
 from suite.torch.settings import check_hyperparameter
+
+if TYPE_CHECKING:
+    from suite.torch.kfac import KFAC
 
 
 class KFACParamScheduler:
@@ -181,7 +183,7 @@ class LambdaParamScheduler:
 
 
 def _require_kfac(name: str, given: Any) -> None:
-    if not isinstance(given, KFAC):
+    if not hasattr(given, "set_hyperparameter"):  # what wraps one may have it
         raise TypeError(f"{name} must be a KFAC, got {type(given).__name__}")
 
 
