@@ -48,11 +48,13 @@ class Derivatives:
         return _linear_values(self.program, (*self.program.inputs, *constants))
 
     @functools.cached_property
-    def _written(self) -> set[int]:
-        """Constants that are made of numbers alone, as the ones of a direction are."""
-        program = self.program
-        made = jaxprs.dependent_values(program, (*program.inputs, *program.constants))
-        return set(range(len(program.avals))) - made
+    def _repeated(self) -> set[int]:
+        """Values that are one number repeated, as the ones of a direction are; not points in a row."""
+        found: set[int] = set()
+        for node in self.program.nodes:
+            if isinstance(node.operation, Reindex) and found.issuperset({*node.inputs} - {None}):
+                found.update(node.outputs)
+        return found
 
     def made_of(self, site: Site) -> Any:
         """A product's leaf and input: a program that takes derivatives has some products repeatedly."""
@@ -60,7 +62,7 @@ class Derivatives:
 
     def is_linear(self, site: Site) -> bool:
         """Whether what goes into a product is linear in a direction, it seems, and no direction."""
-        return site.input in self._linear[0] or site.input in self._written
+        return site.input in self._linear[0] or site.input in self._repeated
 
     def is_derivative(
         self, site: Site, of: Sequence[Site], beside: Container[Any] = frozenset()
