@@ -195,10 +195,9 @@ def _agreed(
 ) -> Iterator[OwnWeight]:
     """The layer that products with one parameter are calls of, if they are those of one."""
     uses: set[tuple[int, int, bool, bool, int, int, tuple[int, ...]]] = set()
-    fitting = [p for p in products if p.axes == 0 or p.axes + 2 == parameter.ndim]
-    if any(p.axes for p in fitting):  # what multiplies matrices does not run
-        fitting = [p for p in fitting if p.axes]
-    products = fitting
+    products = [p for p in products if p.axes in (0, parameter.ndim - 2)]  # others do not run,
+    if any(p.axes for p in products):  # nor does what multiplies matrices
+        products = [p for p in products if p.axes]
     stacked = parameter.ndim == 3 and all(p.axes == 0 and p.matrix is None for p in products)
     for function, axes, turned, weight, _, groups, joined, matrix in products:
         if not isinstance(groups, int) or groups < 1 or (axes and weight.turned):
