@@ -128,6 +128,7 @@ NOT_CALLED |= {"multiplies_as_it_is"}  # tested in torch_backend/test_bfloat16.p
 # Tested in test_on_a_gpu.py.
 NOT_CALLED |= {"full_precision", "gram_in_single", "sum_of_squares", "sums_in_single"}
 NOT_CALLED |= {"pack", "unpack"}  # tested in test_packing.py
+NOT_CALLED |= {"wrapping_product"}  # tested in test_noise.py, compiled in test_kron_options.py
 
 
 @pytest.mark.parametrize("name", list(CALLS))

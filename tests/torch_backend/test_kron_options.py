@@ -266,6 +266,24 @@ def test_a_compiled_step_is_the_eager_step_and_compiles_no_more_after_warm_up(st
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is deprecated")  # inductor's own
+def test_a_step_compiled_to_machine_code_draws_the_noise_of_an_eager_one():
+    # Whose hash overflows, which in C++ lets a compiler take it for whatever it likes.
+    torch._dynamo.reset()
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        vectors = [torch.nn.Parameter(torch.randn(8, dtype=torch.float64)) for _ in range(2)]
+        optimizer = Kron(vectors, lr=0.02, geometry="EQ")  # in which noise is half of the evidence
+        for vector in vectors:
+            vector.grad = torch.randn(8, dtype=torch.float64)
+        (torch.compile(optimizer.step) if compiled else optimizer.step)()
+        ends.append([vector.detach().clone() for vector in vectors])
+    for eager, other in zip(*ends, strict=True):
+        torch.testing.assert_close(other, eager, rtol=1e-12, atol=0)
+
+
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks graphs at named tuples")
 def test_a_compiled_step_of_many_groups_is_one_graph_for_all_of_them():
     torch._dynamo.reset()

@@ -216,6 +216,11 @@ def inner_product(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sum(x * y)
 
 
+def wrapping_product(x: jax.Array, factor: int) -> jax.Array:
+    """int32 times a number modulo 2³²."""
+    return x * factor
+
+
 def add_diagonal(x: jax.Array, value: Any) -> jax.Array:
     """x + value I."""
     # Axes in front are written out: `jax_numpy_rank_promotion` may be set to refuse them otherwise.

@@ -36,8 +36,8 @@ def factorizations(xp: Namespace) -> Any:
     `over_groups`, `diagonal`, `trace`, `are_finite`, `largest_entry`, `largest_row`, `root_mean_square`,
     `inner_product`, `add_diagonal`, `pack` and `unpack`, which in the standard's words compute, copy or
     compile more than they need to; `usually`, a `where` that may look; `parts`, what to work on at a
-    time; `work_of_a_launch`, what an operation costs beside its products; `multiplies_as_it_is`, what
-    hardware is fast at.
+    time; `wrapping_product`, of integers that overflow; `work_of_a_launch`, what an operation costs
+    beside its products; `multiplies_as_it_is`, what hardware is fast at.
     """
     name = xp.__name__
     if name == "suite.core._torch":

@@ -109,6 +109,12 @@ def inner_product(x: Array, y: Array) -> Array:
     return array_namespace(x).sum(x * y)
 
 
+def wrapping_product(x: Array, factor: int) -> Array:
+    """int32, which is used up, times a number modulo 2³²."""
+    x *= factor
+    return x
+
+
 def add_diagonal(x: Array, value: Any) -> Array:
     """x + value I."""
     xp = array_namespace(x)

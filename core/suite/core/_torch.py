@@ -228,6 +228,13 @@ def inner_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.dot(x.reshape(-1), y.reshape(-1))
 
 
+def wrapping_product(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """int32, which is used up, times a number modulo 2³²."""
+    if torch.compiler.is_compiling():  # to C++, in which what overflows may come to be anything
+        return (x.to(torch.int64) * factor).to(torch.int32)
+    return x.mul_(factor)
+
+
 def add_diagonal(x: torch.Tensor, value: Any) -> torch.Tensor:
     """x + value I; `value` a number or (..., 1, 1)."""
     if not isinstance(value, float) and value.shape[:-2] != x.shape[:-2]:

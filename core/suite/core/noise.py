@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from suite.core._namespace import Array, Scalar, array_namespace, device_of
+from suite.core._namespace import Array, Scalar, array_namespace, device_of, factorizations
 
 _M1 = -2048144789  # 0x85EBCA6B
 _M2 = -1028477387  # 0xC2B2AE35
@@ -21,17 +21,17 @@ _M2 = -1028477387  # 0xC2B2AE35
 
 def _mix(h: Array) -> Array:
     # int32 has an arithmetic shift; the masks make it a logical one. Fresh arrays are changed in place.
+    times = factorizations(array_namespace(h)).wrapping_product
     shifted = h >> 16
     shifted &= 0xFFFF
     shifted ^= h
-    h = shifted
-    h *= _M1
+    h = times(shifted, _M1)
     for shift, mask, factor in ((13, 0x7FFFF, _M2), (16, 0xFFFF, 1)):
         shifted = h >> shift
         shifted &= mask
         h ^= shifted
         if factor != 1:
-            h *= factor
+            h = times(h, factor)
     return h
 
 

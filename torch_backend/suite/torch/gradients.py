@@ -32,7 +32,7 @@ class GradientExchange:
 
     def __init__(self, layers: Sequence[Layer], factors: LayerFactors) -> None:
         self.layers, self.factors, self.ranks = layers, factors, factors.ranks
-        self.sharded = any(is_sharded(p.parameter) for layer in layers for p in _pieces(layer))
+        self.sharded = any(is_sharded(p.parameter) for layer in layers for p in layer.pieces)
         self._boxes: list[list[list[Box]]] | None = None  # by rank, layer and piece
         self._inbound: list[_Shipment] = []
         self._outbound: list[_Shipment] = []
@@ -50,7 +50,7 @@ class GradientExchange:
         rank, placement = self.ranks.rank, self.factors.placement
         mine = [i for i in present if placement.is_worker(i, rank)]
         if not self.sharded:
-            here = {i: [_moved(piece, moves) for piece in _pieces(self.layers[i])] for i in mine}
+            here = {i: [_moved(piece, moves) for piece in self.layers[i].pieces] for i in mine}
             return {i: [x for x in parts if x is not None] for i, parts in here.items()}
         self._plan()
         chosen = set(present)
@@ -64,7 +64,7 @@ class GradientExchange:
         result = {
             i: [
                 torch.zeros(p.shape, dtype=p.parameter.dtype, device=self.layers[i].device)
-                for p in _pieces(self.layers[i])
+                for p in self.layers[i].pieces
             ]
             for i in mine
         }
@@ -119,12 +119,12 @@ class GradientExchange:
             if number in found and moves(self._parameter_of(s)):
                 places += self._place(s.layer, s.piece, s.box, found[number])
         for i in here:
-            for j, (piece, part) in enumerate(zip(_pieces(self.layers[i]), parts_of(i), strict=True)):
+            for j, (piece, part) in enumerate(zip(self.layers[i].pieces, parts_of(i), strict=True)):
                 if not moves(piece.parameter):
                     continue
                 if self._boxes is None:
-                    gradient = piece.grad()
-                    places += [] if gradient is None else [(gradient, part)]
+                    if (gradient := piece.grad()) is not None:
+                        places.append((gradient, part))
                 elif size_of(box := self._box(rank, i, j)):
                     places += self._place(i, j, box, part[slices(box)])
         for device in dict.fromkeys(target.device for target, _ in places):
@@ -147,7 +147,7 @@ class GradientExchange:
         self, i: int, j: int, box: Box, part: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where in a gradient `part` goes, and `part`; nothing for a bias that nothing used."""
-        piece = _pieces(self.layers[i])[j]
+        piece = self.layers[i].pieces[j]
         gradient = piece.parameter.grad
         if gradient is None:
             return []
@@ -164,16 +164,14 @@ class GradientExchange:
         if self._planned is self.factors.placement or (self.ranks.alone and not self.sharded):
             return
         if self.sharded and self._boxes is None:
-            boxes = [
-                [_within(piece, _box_of(piece)) for piece in _pieces(layer)] for layer in self.layers
-            ]
+            boxes = [[_within(piece, _box_of(piece)) for piece in layer.pieces] for layer in self.layers]
             self._boxes = self.ranks.gather(boxes, "K-FAC's exchange of shard boundaries")
         placement = self.factors.placement
         self._planned = placement
         self._inbound, self._outbound = [], []
         for i, layer in enumerate(self.layers):
             workers = placement.workers_of(i)
-            for j, piece in enumerate(_pieces(layer)):
+            for j, piece in enumerate(layer.pieces):
                 if self.sharded:
                     self._plan_inbound(i, j, workers)
                 receivers: dict[tuple[int, Box], list[int]] = {}
@@ -193,7 +191,7 @@ class GradientExchange:
     def _plan_inbound(self, i: int, j: int, workers: Sequence[int]) -> None:
         layer = self.layers[i]
         boxes = [self._box(rank, i, j) for rank in range(self.ranks.world)]
-        dtype = _pieces(layer)[j].parameter.dtype
+        dtype = layer.pieces[j].parameter.dtype
         for box, source, destinations in deliveries(boxes, workers):
             parcel = Parcel(layer.name, shape_of(box), dtype, source, destinations)
             self._inbound.append(_Shipment(i, j, box, parcel))
@@ -201,14 +199,14 @@ class GradientExchange:
     def _box(self, rank: int, i: int, j: int) -> Box:
         """What a rank has of a piece, in the piece's indices."""
         if self._boxes is None:
-            return tuple((0, n) for n in _pieces(self.layers[i])[j].shape)
+            return tuple((0, n) for n in self.layers[i].pieces[j].shape)
         return self._boxes[rank][i][j]
 
     def _parameter_of(self, s: _Shipment) -> nn.Parameter:
-        return _pieces(self.layers[s.layer])[s.piece].parameter
+        return self.layers[s.layer].pieces[s.piece].parameter
 
     def _part(self, s: _Shipment) -> torch.Tensor:
-        piece = _pieces(self.layers[s.layer])[s.piece]
+        piece = self.layers[s.layer].pieces[s.piece]
         gradient = piece.parameter.grad
         if gradient is None:
             return torch.zeros(shape_of(s.box), dtype=piece.parameter.dtype, device=self.ranks.device)
@@ -233,10 +231,6 @@ def _moved(piece: Piece, moves: Callable[[nn.Parameter], bool]) -> torch.Tensor 
     """A piece's gradient, if there is one; zeros of a parameter that the optimizer does not move."""
     gradient = piece.grad()
     return gradient if gradient is None or moves(piece.parameter) else torch.zeros_like(gradient)
-
-
-def _pieces(layer: Layer) -> list[Piece]:
-    return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
 
 
 def _box_of(piece: Piece) -> Box:

@@ -129,12 +129,17 @@ class Layer:
         plain = plain and math.prod(shape[1:]) == width
         return shape if plain else None
 
+    @functools.cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The weight, and the bias if there is one."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
     def parameters(self) -> list[nn.Parameter]:
-        return [piece.parameter for piece in (self.weight, self.bias) if piece is not None]
+        return [piece.parameter for piece in self.pieces]
 
     def zeros(self, like: torch.Tensor) -> list[torch.Tensor]:
         """What its gradients would be that are zero."""
-        return [like.new_zeros(p.shape) for p in (self.weight, self.bias) if p is not None]
+        return [like.new_zeros(piece.shape) for piece in self.pieces]
 
     def gradient_matrix(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """(blocks, d_out, d_in) from gradients: the weight's, the bias's as its last column."""

@@ -40,13 +40,16 @@ class SkippedSteps:
         It takes the attributes by which GradScaler tells fused optimizers of an overflow. Before SGD's
         first step on a parameter it would leave its momentum uninitialized (torch 2.13).
         """
-        present = {p: id(p) for p in parameters if p.grad is not None}
+        if not getattr(base, "_step_supports_amp_scaling", False):
+            return False
+        if not all(group.get("fused") for group in base.param_groups):
+            return False
+        present = [p for p in parameters if p.grad is not None]
+        devices = {p.device for p in present}
         return (
-            getattr(base, "_step_supports_amp_scaling", False)
-            and all(group.get("fused") for group in base.param_groups)
-            and len({p.device for p in present}) == 1
-            and next(iter(present)).device.type not in HOST_DEVICES
-            and self._moved.issuperset(present.values())
+            len(devices) == 1
+            and devices.pop().type not in HOST_DEVICES
+            and self._moved.issuperset(map(id, present))
         )
 
     def step(self, base: Any, parameters: Sequence[torch.Tensor], finite: torch.Tensor | None) -> None:
