@@ -168,6 +168,25 @@ def test_a_copy_of_the_model_computes_the_same_and_captures_nothing(copied):
     step(average, other, *data(2))
 
 
+@pytest.mark.parametrize("settings", [{"max_rows": 3}, {"fisher": "mc", "likelihood": "categorical"}])
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_the_default_device_is_not_where_statistics_come_to_be(method, settings):
+    ends = []
+    for default in ("cpu", "meta"):
+        model = everything()
+        with torch.device(default):
+            kfac = KFAC(model, sgd(model), compute_method=method, **settings)
+        for seed in range(3):
+            x, y = data(seed)
+            kfac.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            with torch.device(default):
+                kfac.step()
+        kfac.load_state_dict(kfac.state_dict())
+        ends.append(list(model.parameters()))
+    assert same(*ends)
+
+
 def test_detaching_restores_the_model():
     def shape_of(model):
         return {

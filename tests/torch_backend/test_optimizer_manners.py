@@ -40,6 +40,16 @@ def run(model, optimizer, loss_fn, steps=4):
 
 
 @every_optimizer
+def test_the_default_device_is_not_where_state_comes_to_be(make):
+    ends = []
+    for default in ("cpu", "meta"):
+        model, loss_fn = problem()
+        with torch.device(default):
+            ends.append(run(model, make(model.parameters()), lambda _, f=loss_fn: f()))
+    assert same(*ends)
+
+
+@every_optimizer
 def test_a_closure_runs_once_first_and_under_grad(make):
     model, loss_fn = problem()
     optimizer, calls = make(model.parameters()), []

@@ -37,7 +37,6 @@ all = torch.all
 any = torch.any
 arange = torch.arange
 argmax = torch.argmax
-asarray = torch.asarray
 bool = torch.bool
 broadcast_to = torch.broadcast_to
 concat = torch.concat
@@ -71,6 +70,12 @@ zeros_like = torch.zeros_like
 
 def argsort(x: torch.Tensor, *, axis: int, stable: Any) -> torch.Tensor:
     return torch.argsort(x, dim=axis, stable=stable)
+
+
+def asarray(x: Any, **where: Any) -> torch.Tensor:
+    if isinstance(x, torch.Tensor) and not where:  # which torch moves to the default device
+        return x
+    return torch.asarray(x, **where)
 
 
 def astype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -417,7 +422,7 @@ def correlations(
     c = channels // groups
     if x.device.type == "cpu" and x.dtype == torch.float32 and _ONEDNN:
         # Images one below the other, zeros between them, channels together.
-        total = torch.zeros((), dtype=x.dtype)
+        total = torch.zeros((), dtype=x.dtype, device=x.device)
         for part in x.split(builtins.max(1, _POSITIONS_AT_ONCE // (height * width))):
             image = F.pad(part.permute(0, 2, 3, 1), (0, 0, 0, 0, 0, below))
             image = image.reshape(1, -1, width, channels).permute(0, 3, 1, 2)

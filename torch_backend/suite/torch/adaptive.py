@@ -204,8 +204,9 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         change = new - old
         if abs(change) < 8 * torch.finfo(now.dtype).eps * abs(old):
             change = 0.0  # to rounding
-        numbers = torch.tensor([self.damping, change, self._last.predicted], dtype=torch.float64)
-        damping, stands = levenberg_marquardt(*numbers.unbind(), highest=_HIGHEST)
+        numbers = [self.damping, change, self._last.predicted]
+        given = torch.tensor(numbers, dtype=torch.float64, device="cpu").unbind()
+        damping, stands = levenberg_marquardt(*given, highest=_HIGHEST)
         if self.damping < _HIGHEST <= float(damping):
             warn_user(
                 f"damping has reached {_HIGHEST:g} and parameters hardly move: losses of batches say "
@@ -255,7 +256,7 @@ class AdaptiveKFAC(torch.optim.Optimizer):
         self._check_closure(mean[0], mean[1], mean[2], ours[0], max(0.01, 8 * eps) * mean[-1])
         self._check_outputs(mean[2], mean[-2], mean[-1])
         dtype = torch.promote_types(loss.dtype, torch.float32)  # how well M and b are known
-        M, b = torch.zeros(2, 2, dtype=dtype), torch.zeros(2, dtype=dtype)
+        M, b = (torch.zeros(shape, dtype=dtype, device="cpu") for shape in ((2, 2), (2,)))
         M[0, 0], b[0] = mean[3] + self.damping * ours[1], ours[0]
         if count == 2:
             M[0, 1] = M[1, 0] = mean[4] + self.damping * ours[2]

@@ -134,8 +134,8 @@ class Agreements:
                 share=1.0,
                 has_terms=self._has_any(terms),
             )
-        header = torch.zeros(world + len(flags) * count, dtype=torch.float64)
-        header[world:] = torch.tensor([flag for row in flags for flag in row])
+        numbers = [0.0] * world + [float(flag) for row in flags for flag in row]
+        header = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         if self.ranks.alone:
             header[0] = not bool(finite)
             total = terms
@@ -146,7 +146,7 @@ class Agreements:
             total, header = header[-1], header[:-1].cpu()
         counts = [int(x) for x in header.tolist()]
         if not self.tensor_ranks.alone:
-            bad = torch.tensor([float(sum(counts[:world]))], dtype=torch.float64)
+            bad = torch.tensor([float(sum(counts[:world]))], dtype=torch.float64, device="cpu")
             bad = self.tensor_ranks.total(bad, "K-FAC's agreement on the step")
             counts[self.ranks.rank] += int(bad) if not any(counts[:world]) else 0
         present_on, *others = (counts[world + i * count :][:count] for i in range(len(flags)))
@@ -213,7 +213,7 @@ class Agreements:
         clock = self.capture.clock
         rows = [t.main.rows for t in taken if t is not None]
         if not rows:
-            return torch.zeros(())
+            return torch.zeros((), device="cpu")
         if clock.sampled:
             return torch.full_like(rows[0], max(t.terms for t in taken if t is not None))
         if self.terms is not None:

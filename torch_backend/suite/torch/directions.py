@@ -96,7 +96,7 @@ def _is_same(rate: Any, other: Any) -> bool:
 def squared_rates_times(products: Sequence[tuple[Any, torch.Tensor]]) -> torch.Tensor:
     """(): Σ lr² x over pairs (lr, x)."""
     if not products:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     dtype = functools.reduce(torch.promote_types, (x.dtype for _, x in products))
     device = products[0][1].device
     alike: list[tuple[Any, list[torch.Tensor]]] = []

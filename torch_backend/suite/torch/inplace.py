@@ -90,7 +90,7 @@ def all_finite(
         extremes = list(torch._foreach_max(here)) if here else []
         found += _are_finite(extremes, [x for x in some if not x.is_cpu], scale, kept_dtype)
     if not found:
-        return torch.ones((), dtype=torch.bool)
+        return torch.ones((), dtype=torch.bool, device="cpu")
     device = next((x.device for x in found if not x.is_cpu), found[0].device)
     return functools.reduce(torch.logical_and, [x.to(device) for x in found])
 

@@ -101,8 +101,11 @@ class Reports:
         """Whether any rank has a gradient that is not zero, and whether it has any."""
         gradients = [layer.weight.local_grad() for layer in self.layers]
         here = [g is not None and bool(g.any()) for g in gradients]
-        flags = torch.tensor([any(here), any(g is not None for g in gradients)], dtype=torch.float64)
-        moving, given = (x > 0 for x in self.ranks.total(flags, "K-FAC's report").tolist())
+        flags = [float(any(here)), float(any(g is not None for g in gradients))]
+        total = self.ranks.total(
+            torch.tensor(flags, dtype=torch.float64, device="cpu"), "K-FAC's report"
+        )
+        moving, given = (x > 0 for x in total.tolist())
         return moving, given
 
     def nothing_seen(self) -> bool:

@@ -116,8 +116,8 @@ def scaling_of_function(function: Callable[[torch.Tensor], Any], weight: torch.T
     """
     if weight.ndim < 2 or weight.is_meta:
         return ""
-    generator = torch.Generator().manual_seed(0)
-    random = torch.randn(weight.shape, generator=generator).to(weight.device, weight.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    random = torch.randn(weight.shape, generator=generator, device="cpu").to(weight.device, weight.dtype)
     try:
         with torch.no_grad():
             ratios = [function(weight) / weight for weight in (random, 3 * random)]

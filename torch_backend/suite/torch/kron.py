@@ -493,8 +493,10 @@ class Kron(torch.optim.Optimizer):
             return finite, set()
         if self._agreed_on != len(parameters):
             self._require_same_number(len(parameters))
-        present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=torch.float64)
-        header = torch.cat([(~finite).double().cpu()[None], present])
+        header = torch.tensor(
+            [0.0, *(float(p.grad is not None) for p in parameters)], dtype=torch.float64, device="cpu"
+        )
+        header[0] = ~finite
         bad, *counts = self._ranks.total(header, "Kron's agreement on the step").tolist()
         torn = [i for i, n in enumerate(counts) if 0 < n < self._ranks.world]
         if torn and not self._torn_reported:
@@ -513,7 +515,7 @@ class Kron(torch.optim.Optimizer):
 
     def _require_same_number(self, own: int) -> None:
         """ValueError unless all ranks have as many parameters: what they exchange has their length."""
-        numbers = torch.tensor([float(own), float(own) ** 2], dtype=torch.float64)
+        numbers = torch.tensor([float(own), float(own) ** 2], dtype=torch.float64, device="cpu")
         total, squares = self._ranks.total(numbers, "Kron's number of parameters").tolist()
         if squares * self._ranks.world != total**2:
             raise ValueError(

@@ -159,7 +159,7 @@ class _WholeVector(torch.optim.Optimizer):
 
     def _streams(self, like: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         numbers = noise.stream_numbers(0, 1, group["seed"])
-        return torch.tensor(numbers, dtype=torch.int32).to(like.device, non_blocking=True)
+        return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(like.device, non_blocking=True)
 
     def _init_preconditioner(
         self, numbers: int, like: torch.Tensor, group: dict[str, Any]

@@ -49,9 +49,9 @@ class ModelCapture:
             seed: of the noise that chooses rows or examples, this rank's own.
             keeps_rows: whether layers keep their rows for directions.
         """
-        self.layers = found.layers
+        self.model, self.layers = model, found.layers
         self.clock = CaptureClock()
-        self.clock.stream = torch.tensor(stream_numbers(-1, 1, seed), dtype=torch.int32)  # of its own
+        self.clock.stream.fill_(stream_numbers(-1, 1, seed)[0])  # of its own
         self.by_layer: list[LayerCapture] = []
         self.kept: dict[int, KeptRows] = {}  # by layer
         self._attached: list[Any] = []  # everything with hooks
@@ -245,7 +245,7 @@ class ModelCapture:
         self.forget_rows()
         _take_off(self._attached, self._attentions)
         self._attached.clear()
-        Apart.take_out(self._uses.model)
+        Apart.take_out(self.model)
 
     @property
     def attached(self) -> bool:

@@ -473,5 +473,5 @@ def counts_like(like: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
 @functools.lru_cache(maxsize=256)
 def _known_counts(rows: int, positions: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Not to be changed in place. Autograd copies it, for it is not the only one who has it."""
-    counts = torch.tensor([float(rows), float(positions)], dtype=dtype)
+    counts = torch.tensor([float(rows), float(positions)], dtype=dtype, device="cpu")
     return counts.to(device, non_blocking=True)

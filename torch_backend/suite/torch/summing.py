@@ -219,7 +219,7 @@ class _Pack:
         if self.turned:
             parts = [main.A, main.G, main.rows]
             if other is None:
-                parts += [torch.zeros(s).to(main.A) for s in self._shapes(side)[3:]]
+                parts += [main.A.new_zeros(s) for s in self._shapes(side)[3:]]
             else:
                 parts += [other.A, other.G, other.rows]
         shapes = self._shapes(side)
