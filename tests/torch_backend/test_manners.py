@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import pickle
+import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from conftest import same
 from suite.torch import KFAC, LRA, KFACParamScheduler, Kron, collectives, detach
+from suite.torch.factors import LayerFactors
 
 T64 = torch.float64
 
@@ -539,6 +542,47 @@ def test_another_kfac_takes_off_what_an_interrupted_forward_left(steps):
     gc.collect()
     assert not mode_stack()
     assert [one() for one in left] == [None] * 3
+
+
+class Interruption:
+    """Ctrl-C at the nth line that runs of some functions."""
+
+    def __init__(self, functions: Sequence[Any], nth: int) -> None:
+        self.codes, self.nth, self.lines = [f.__code__ for f in functions], nth, 0
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_code not in self.codes:
+            return None
+        self.lines += event == "line"
+        if self.lines == self.nth:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self
+
+    def is_met_by(self, call: Callable[[], Any]) -> bool:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+
+def test_a_step_follows_a_first_one_that_was_interrupted_anywhere_in_its_update():
+    functions = LayerFactors.allocate, LayerFactors.update
+    for nth in itertools.count(1):
+        model, x = seeded(lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))), randn(4, 2)
+        kfac = KFAC(model)
+        model(x).square().mean().backward()
+        if not Interruption(functions, nth).is_met_by(kfac.step):
+            break
+        kfac.zero_grad()
+        step(kfac, model(x).square().mean())
+        assert kfac.memory_usage() == kfac.memory_plan()
+    assert nth > 50
 
 
 class TrainsAnother(nn.Module):

@@ -154,7 +154,7 @@ class FactorStore:
             return
         stacks, self.owners = self._plan_factors()
         self.factor_buckets = buckets.plan_buckets(stacks)
-        self.places = {}
+        self.factors, self.places, self.received = [], {}, {}  # an interrupted call may have made some
         for number, bucket in enumerate(self.factor_buckets):
             self.factors.append(self.storage.keep_factor(self._new(bucket.key, bucket.blocks)))
             for member in bucket.members:

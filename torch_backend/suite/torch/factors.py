@@ -40,11 +40,11 @@ class LayerFactors(FactorRefresh):
         for number, bucket in enumerate(self.factor_buckets):
             factor, known = self.factors[number], (number, "parts")
             if known not in self._cache:
-                ends = [(m.start, m.stop) for m in bucket.members]
-                self._cache[known] = [factor.average[a:b] for a, b in ends]
                 owners = {self.owners[m.index][0] for m in bucket.members}
                 stacks = {i for i in owners if self.layers[i].spec.kind == "stack"}
                 self._cache[number, "stacks"] = stacks
+                ends = [(m.start, m.stop) for m in bucket.members]
+                self._cache[known] = [factor.average[a:b] for a, b in ends]
             keys, stacks = [self.owners[m.index] for m in bucket.members], self._cache[number, "stacks"]
             if all(seen[key] for key in keys) and not stacks:
                 given = self.storage.keep_all([new[key] for key in keys])
