@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -283,9 +284,15 @@ def test_what_a_graph_hides_is_not_named(recwarn):
     assert not [one for one in recwarn if "miss some uses" in str(one.message)]
 
 
-def test_it_is_asked_in_the_first_step_only():
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_is_asked_in_the_first_step_only(compiled):
+    torch._dynamo.reset()
     model = mlp()
     kfac = KFAC(model)
+    if compiled:
+        model.compile(backend="aot_eager")
     hooks = len(model[0].weight._backward_hooks)
     for _ in range(2):
         loss_of(model).backward()
@@ -294,3 +301,14 @@ def test_it_is_asked_in_the_first_step_only():
     assert len(model[0].weight._backward_hooks or ()) < hooks
     kfac.detach()
     assert not model[0].weight._backward_hooks
+
+
+def test_what_passes_before_the_first_step_found_is_one_number():
+    model, counts = mlp(), []
+    kfac = KFAC(model, compute_method="inverse")
+    for _ in range(4):
+        loss_of(model).backward()
+        gc.collect()
+        counts.append(sum(type(one) is torch.Tensor for one in gc.get_objects()))
+    assert counts[1] == counts[-1]
+    kfac.detach()

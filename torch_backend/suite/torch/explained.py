@@ -61,7 +61,7 @@ class Explained:
         self.is_off = False  # whether there were calls of which it cannot be told
         self._width = layer.gradient_matrix(layer.weight.parameter.detach()).shape[-1]
         self._passing: dict[int, _Sums] = {}  # by backward pass
-        self._found: list[torch.Tensor] = []
+        self._found: torch.Tensor | None = None  # whether a pass made another gradient
         self._was_called = False
         own = weakref.ref(self)
 
@@ -129,7 +129,8 @@ class Explained:
             error = _ERROR_OF_HALVES if halves else sums.error
             error += sums.rows * torch.finfo(torch.float32).eps
             error += sums.terms * torch.finfo(gradient.dtype).eps
-            self._found.append(explained.is_unexplained(along, *sums[:2], penalties, error))
+            found = explained.is_unexplained(along, *sums[:2], penalties, error)
+            self._found = found if self._found is None else self._found | found
 
     def _along(self, gradient: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
         """R ∇ᵀ, R Wᵀ and R sign(W)ᵀ, some rows of the matrices at a time."""
@@ -144,10 +145,10 @@ class Explained:
 
     def misses_uses(self) -> bool:
         """Whether any pass made another gradient, as far as that can be told."""
-        found, self._found, self._passing = self._found, [], {}
-        if self.is_off or not self._was_called or not found:
+        found, self._found, self._passing = self._found, None, {}
+        if self.is_off or not self._was_called or found is None:
             return False
-        return bool(torch.stack(found).any())
+        return bool(found.any())
 
 
 def _of_products(

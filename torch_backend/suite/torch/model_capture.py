@@ -327,7 +327,9 @@ class ModelCapture:
     def strays(self) -> list[str]:
         """The layers, by name, whose weights something else used; asked once, after the first step."""
         found = dict.fromkeys([*self._uses.strays(), *sorted(self.clock.strays)])
-        if not self.clock.is_compiled:  # a graph holds with the hooks that there were
+        if self.clock.is_compiled:  # a graph holds with the hooks of modules that there were
+            self._uses.leave_weights()
+        else:
             self._uses.detach()
         return list(found)
 

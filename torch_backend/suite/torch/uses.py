@@ -70,8 +70,9 @@ class UseCounter(ModeAround):
         for capture in self.captures:
             if can_be_explained(capture.layer):
                 capture.explained = Explained(capture.layer, probes)
-                self.handles.append(capture.explained.handle)
                 self.explained.append(capture)
+        self.weight_handles = [c.explained.handle for c in self.explained if c.explained is not None]
+        self.handles += self.weight_handles
 
     def enter(self) -> None:
         super().enter()
@@ -110,6 +111,11 @@ class UseCounter(ModeAround):
         asked = [] if self.captures and self.captures[0].clock.is_compiled else self.explained
         other = [c for c in asked if c.explained is not None and c.explained.misses_uses()]
         return list(dict.fromkeys(c.layer.name for c in (*counted, *other)))
+
+    def leave_weights(self) -> None:
+        """Compare no more gradients of weights; hooks of modules stay."""
+        for handle in self.weight_handles:
+            handle.remove()
 
     def detach(self) -> None:
         """Stop counting."""
