@@ -387,6 +387,22 @@ def test_rows_of_passes_that_no_step_uses_do_not_pile_up(monkeypatch):
     assert all(not k.pairs and not k.made for k in kfac._engine.capture.kept.values())
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_looked_at_only_where_rows_are_kept(monkeypatch, compiled):
+    torch._dynamo.reset()
+    looked = list[torch.Tensor]()
+    monkeypatch.setattr("suite.torch.thin._some_of", lambda x: looked.append(x) or _some_of(x))
+    model = nn.Linear(24, 32).double()
+    kfac = KFAC(model, compute_method="inverse")
+    if compiled:
+        model.compile(backend="aot_eager")
+    model(torch.randn(ROWS if compiled else 100, 24, dtype=torch.float64)).square().mean().backward()
+    assert kfac._engine.capture.kept
+    assert not looked
+
+
 def test_rows_are_kept_only_where_layers_are_large(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("suite.torch.thin.SMALLEST", 32 * 32 * 64)

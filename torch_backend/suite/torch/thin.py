@@ -124,6 +124,8 @@ class KeptRows:
         return both if few else None
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
+        if not (self.passing or self.pairs):  # nor will there be any of what this pass has made
+            return
         gradient, before = parameter.grad, self.made.pop(id(parameter), None)
         passes = 1
         if gradient is not None and before is not None and before.goes_on_in(gradient):
