@@ -835,6 +835,34 @@ def test_functions_with_derivatives_of_their_own():
     assert plan.routing["['w']"].reason.startswith("used by `custom_vjp_call`, whose derivative")
 
 
+def test_a_derivative_of_its_own_may_be_by_what_its_function_does_not_read():
+    """The energy of variational Monte Carlo: a mean, whose gradient is by log |psi|."""
+    params = {"w": normal(4, 3), "b": normal(3, seed=1), "v": normal(3, 1, seed=2)}
+    x, energies = normal(8, 4, seed=3), normal(8, seed=4)
+
+    def log_psi(p, x):
+        return (jnp.tanh(x @ p["w"] + p["b"][None]) @ p["v"])[:, 0]
+
+    @jax.custom_vjp
+    def by_vjp(logs, energies):
+        return jnp.mean(energies)
+
+    def backward(kept, g):
+        return 2 * g * (kept - jnp.mean(kept)) / len(kept), jnp.zeros_like(kept)
+
+    by_vjp.defvjp(lambda logs, energies: (jnp.mean(energies), energies), backward)
+    by_jvp = jax.custom_jvp(lambda logs, energies: jnp.mean(energies))
+    by_jvp.defjvps(lambda t, _, logs, e: jnp.mean(2 * t * (e - jnp.mean(e))), None)
+
+    def plainly(p, x, e):
+        return jnp.mean(2 * log_psi(p, x) * (e - jnp.mean(e)))
+
+    _, expected = check(plainly, params, x, energies)
+    for energy in (by_vjp, by_jvp):
+        _, found = check(lambda p, x, e, f=energy: f(log_psi(p, x), e), params, x, energies)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_inside_the_loss(check_vma):
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))

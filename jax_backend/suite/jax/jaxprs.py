@@ -274,7 +274,7 @@ def live_values(program: Program, roots: Sequence[int | None]) -> set[int]:
         for node in reversed(program.nodes):
             if not any(out in live for out in node.outputs) or stops_gradients(program, node):
                 continue
-            live.update(v for v in node.inputs if v is not None)
+            live.update(v for v in _given(node) if v is not None)
         live.update(out for into, out in program.back if into in live)
     return live
 
@@ -286,9 +286,7 @@ def differentiable_values(program: Program, inputs: Sequence[int]) -> set[int]:
     while before != len(found):
         before = len(found)
         for node in program.nodes:
-            op = node.operation
-            given = (*node.inputs, *op.given) if isinstance(op, Returned) else node.inputs
-            if any(v in found for v in given) and not stops_gradients(program, node):
+            if any(v in found for v in _given(node)) and not stops_gradients(program, node):
                 found.update(node.outputs)
         found.update(into for into, out in program.back if out in found)
     return found
@@ -305,6 +303,12 @@ def dependent_values(program: Program, starts: Iterable[int]) -> set[int]:
                 found.update(node.outputs)
         found.update(into for into, out in program.back if out in found)
     return found
+
+
+def _given(node: Node) -> tuple[int | None, ...]:
+    """What a gradient may go on to: of a function with a derivative of its own all that it is given."""
+    op = node.operation
+    return (*node.inputs, *op.given) if isinstance(op, Returned) else node.inputs
 
 
 # Operations of floats whose derivative JAX knows to be zero: it does not go through them.
