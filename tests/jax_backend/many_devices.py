@@ -32,7 +32,9 @@ from jax.sharding import PartitionSpec as P
 from jax_exchange import measured
 from suite.core.placement import LayerShape, plan_placement
 from suite.jax import (
+    Bernoulli,
     Categorical,
+    Gaussian,
     adaptive_kfac,
     dense_newton,
     eigenbases,
@@ -463,6 +465,14 @@ def predictions():
                 out[f"terms {kind} {fisher is None} {axes}"] = difference(
                     found, terms(X, Y) * jnp.ones(())
                 )
+    explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    batch = jax.device_put((X, Y), NamedSharding(explicit, P("data")))
+    for fisher in (Gaussian(), Gaussian(exact=True), Bernoulli(), Categorical(samples=2)):
+        told = value_and_grad(with_outputs, has_aux=True, fisher=fisher)
+        run = jax.jit(lambda p, *given, told=told: told(p, *given, key=jax.random.key(0))[1:])
+        alone = run(PARAMS, X, Y)
+        with jax.set_mesh(explicit):
+            out[f"explicit {fisher}"] = difference(run(PARAMS, *batch), alone)
     return out
 
 

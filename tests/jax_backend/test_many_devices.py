@@ -36,7 +36,7 @@ def result(process: subprocess.Popen[str]) -> dict:
     ("case", "least"),
     [
         *(("trajectories", 9), ("several_axes", 4), ("fractions", 9), ("own_shard_map", 9)),
-        *(("ensembles", 9), ("capture", 9), ("predictions", 6), ("adaptive", 5)),
+        *(("ensembles", 9), ("capture", 9), ("predictions", 10), ("adaptive", 5)),
     ],
 )
 def test_eight_devices_follow_one(case, least):

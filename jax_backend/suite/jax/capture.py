@@ -24,7 +24,7 @@ from suite.core.checks import check_choice, check_integer, check_number
 from suite.core.likelihoods import check_outputs
 from suite.core.routing import Routing
 from suite.jax import jaxprs
-from suite.jax.explicit_axes import on_automatic_axes
+from suite.jax.explicit_axes import explicit_specs, on_automatic_axes
 from suite.jax.find_layers import find_uses
 from suite.jax.fisher import Fisher
 from suite.jax.late_sums import add_late, late_outputs, late_probe
@@ -322,7 +322,9 @@ class value_and_grad:
         count = fisher.passes(outputs.shape)
 
         def one(total: Any, index: Any) -> Any:
-            gradient = lax.stop_gradient(fisher.gradient(outputs, index, key)).astype(outputs.dtype)
+            given = outputs, index, key
+            gradient = on_automatic_axes(fisher.gradient, *given, out=explicit_specs(outputs))
+            gradient = lax.stop_gradient(gradient).astype(outputs.dtype)
             return jax.tree.map(jnp.add, total, sums_of(gradient)), None
 
         if count == 1:
