@@ -26,10 +26,9 @@ class CaptureClock:
         self.pausing = False  # neither statistics nor rows are
         self.sampled = False  # statistics come from passes of our own (`fisher`) ...
         self.sampling = False  # ... one of which is running
-        # Not on the default device, which may be another: what is counted is moved to where it is used.
-        self.count = torch.zeros(
-            (), dtype=torch.int32, device="cpu"
-        )  # steps, for the noise that chooses rows
+        # Steps, and a stream, of the noise that chooses rows and examples: moved to where it is used.
+        self.count = torch.zeros((), dtype=torch.int32, device="cpu")
+        self.stream = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.runs = 0
         self.last = Run(self, -1, None)  # the latest product that backward passes went through
         self.looked_up = Run(self, -1, None)  # and table, whose rows may be there for all examples
@@ -57,9 +56,6 @@ class CaptureClock:
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
         self.calls = 0
-        self.stream = torch.zeros(
-            1, dtype=torch.int32, device="cpu"
-        )  # of the noise that chooses examples
         self._examples: tuple[Any, torch.Tensor] | None = None
 
     def move(self, device: torch.device) -> None:
