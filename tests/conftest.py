@@ -130,6 +130,15 @@ def _programs_are_forgotten_in_time():
         jax.clear_caches()
 
 
+@pytest.fixture
+def settings_of_torch():
+    """Benchmarks have numbers below the normal ones flushed, and set threads, for the whole process."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_flush_denormal(False)
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=[name for name in LIBRARIES if name != "jax-eager"], scope="module")
 def xp(request: pytest.FixtureRequest) -> Library:
     """Every array library in turn."""

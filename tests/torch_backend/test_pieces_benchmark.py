@@ -10,13 +10,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import pieces
 
-
-@pytest.fixture(autouse=True)
-def as_before():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_flush_denormal(False)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("settings_of_torch")
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,7 @@ import table
 from race_grids import Contender, Training
 from race_problems import PROBLEMS, Problem
 
-
-@pytest.fixture(autouse=True)
-def denormals():
-    yield
-    torch.set_flush_denormal(False)
-
-
+pytestmark = pytest.mark.usefixtures("settings_of_torch")
 SQUARE = Problem("x² / 2", target=1e-6, budget=40, every=1)
 
 

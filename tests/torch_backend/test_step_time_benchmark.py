@@ -19,6 +19,7 @@ import capture_floor
 import step_time
 import workloads
 
+pytestmark = pytest.mark.usefixtures("settings_of_torch")
 CPU = torch.device("cpu")
 
 
