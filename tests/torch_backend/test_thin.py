@@ -302,6 +302,18 @@ def test_accumulated_gradients_are_those_of_all_rows(monkeypatch, micro, uses):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [12, 100])  # too many in two calls, and in each
+def test_rows_of_a_pass_after_one_without_are_not_taken_for_all(rows):
+    model = Model()
+    kfac = KFAC(model, compute_method="inverse")
+    for _ in range(3):
+        kfac.zero_grad()
+        for n in (rows, 2):
+            model(torch.randn(n, 24, dtype=torch.float64)).square().mean().backward()
+        kfac.step()
+    assert [k.refusals for k in kfac._engine.capture.kept.values()] == [0] * 4
+
+
 def thrown_away(to_none: bool) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
     """A forward pass after a whole backward pass whose gradients are not kept."""
 

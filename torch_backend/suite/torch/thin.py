@@ -90,6 +90,7 @@ class KeptRows:
         self.pairs: list[_Pair] | None = []  # of passes that came to the weight; None: they are too many
         self.passing: list[_Pair] | None = []  # of the pass that runs, until it comes there
         self.task = -1  # its number
+        self.missed = False  # whether a pass came to the weight of which there are no rows
         self.made: dict[int, _Made] = {}  # by parameter
 
     def probe(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -103,7 +104,7 @@ class KeptRows:
 
     def add(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keep a call's rows, as long as they are few."""
-        if self.clock.sampling:
+        if self.clock.sampling or self.missed:
             return
         now = torch._C._current_graph_task_id()
         if self.task != now:  # the one before, if it left rows here, was not about the weight
@@ -124,7 +125,8 @@ class KeptRows:
         return both if few else None
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        if not (self.passing or self.pairs):  # nor will there be any of what this pass has made
+        if not (self.passing or self.pairs):
+            self.missed = True  # the gradient may have this pass in it from now on
             return
         gradient, before = parameter.grad, self.made.pop(id(parameter), None)
         passes = 1
