@@ -36,8 +36,9 @@ def check_number(
     ]
     given = [(bound, sign, holds) for bound, sign, holds in rules if bound is not None]
     finite = abs(value) <= sys.float_info.max  # also of integers that are no floats
-    if not finite or not all(holds(bound) for bound, _, holds in given):
-        rule = " and ".join(f"{sign} {bound}" for bound, sign, _ in given) or "finite"
+    within = all(holds(bound) for bound, _, holds in given)
+    if not finite or not within:
+        rule = "finite" if within else " and ".join(f"{sign} {bound}" for bound, sign, _ in given)
         raise ValueError(f"{name} must be {rule}, got {value!r}")
 
 
