@@ -111,8 +111,8 @@ def into_a_weight(m, h):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_is_written_where_there_are_no_rows_is_named(compiled):
-    if compiled and torch.__version__ < (2, 8):
-        compiled = False
+    if compiled and not (2, 8) <= torch.__version__ < (2, 14):
+        compiled = False  # later ones hide assignments in what they trace from all function modes
     how = WRITES["first"][0] if compiled else into_a_weight
     model = make(lambda m, h: how(m, h) + h * m.token)
     with pytest.warns(RuntimeWarning, match="miss some uses.*'positions.token'"):
