@@ -795,6 +795,82 @@ def test_a_head_that_a_branch_leaves_out_counts_no_terms_of_its_own():
         assert float(statistics.terms) == 5
 
 
+def loss_in(p, x):
+    return jnp.mean(jnp.sin(jnp.tanh(x @ p["w"]) @ p["v"] + p["b"]))
+
+
+def written(p, x, z, ref):
+    ref[...] = 2 * loss_in(p, z)
+    return loss_in(p, x) + ref[...]
+
+
+def added_in_a_loop(p, x, z, ref):
+    def body(i, _):
+        ref[...] += loss_in(p, lax.dynamic_slice_in_dim(z, i, 1))
+
+    lax.fori_loop(0, len(z), body, None)
+    return loss_in(p, x) + 2 * ref[...] / len(z)
+
+
+def added_in_a_branch(p, x, z, ref):
+    def add():
+        ref[...] += 2 * loss_in(p, z)
+
+    lax.cond(z[0, 0] < 100, add, lambda: None)
+    return loss_in(p, x) + ref[...]
+
+
+def added_in_a_call(p, x, z, ref):
+    @jax.jit
+    def add(ref, p):
+        ref[...] += 2 * loss_in(p, z)
+        return loss_in(p, x)
+
+    return add(ref, p) + jax.freeze(ref)
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="needs jax.new_ref")
+@pytest.mark.parametrize("how", [written, added_in_a_loop, added_in_a_branch, added_in_a_call])
+def test_uses_whose_results_are_written_to_an_array(how):
+    params = {"w": normal(4, 3), "v": normal(3, 2, seed=1), "b": normal(2, seed=2)}
+    x, z = normal(5, 4, seed=3), normal(6, 4, seed=4)
+
+    def loss(p, x, z):
+        return how(p, x, z, jax.new_ref(jnp.zeros(())))
+
+    _, statistics = check(loss, params, x, z)
+    _, expected = check(lambda p, x, z: loss_in(p, x) + 2 * loss_in(p, z), params, x, z)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), statistics, expected)
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="needs jax.new_ref")
+def test_a_leaf_that_is_written_to_an_array_is_plain():
+    def loss(p, x):
+        ref = jax.new_ref(jnp.zeros((4, 3)))
+        ref[...] = p["w"]
+        return loss_in(p, x) + jnp.mean((x @ ref[...]) ** 2)
+
+    params = {"w": normal(4, 3), "v": normal(3, 2, seed=1), "b": normal(2, seed=2)}
+    plan, _ = check(loss, params, normal(5, 4, seed=3), uncovered=["['w']"])
+    assert "`swap`" in plan.routing["['w']"].reason
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="needs jax.new_ref")
+def test_an_array_that_a_loss_writes_to_is_written_once():
+    """Running statistics that are no output."""
+    mean = jax.new_ref(jnp.zeros(4))
+
+    def loss(p, x):
+        mean[...] += x.mean(0)
+        return loss_in(p, x - x.mean(0))
+
+    params = {"w": normal(4, 3), "v": normal(3, 2, seed=1), "b": normal(2, seed=2)}
+    x = normal(5, 4, seed=3)
+    value_and_grad(loss)(params, x)
+    jax.jit(value_and_grad(loss))(params, x)
+    np.testing.assert_allclose(mean[...], 2 * x.mean(0), rtol=1e-12)
+
+
 def test_functions_with_derivatives_of_their_own():
     params = {"w": normal(4, 3), "b": normal(3, seed=1), "v": normal(3, 2, seed=2)}
     x = normal(5, 4, seed=3)

@@ -77,6 +77,7 @@ class Program:
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "core_closed_call", "xla_call"}
 REMAT = {"remat", "remat2", "checkpoint"}
+_READS = {"get", "freeze"}  # of arrays that may be written to; all else with one may write
 _CUSTOM = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
@@ -232,7 +233,10 @@ class _Flattener:
             if key in self.same:
                 return self.same[key]
         outs_ = tuple(self.new(out.aval) for out in eqn.outvars)
-        self.add(Node(path, name, operation, tuple(values), outs_, loops, custom, eqn.params))
+        pairs = zip(values, eqn.invars, strict=True)
+        written = [value for value, v in pairs if _is_ref(v) and name not in _READS]
+        outputs = (*outs_, *written)
+        self.add(Node(path, name, operation, tuple(values), outputs, loops, custom, eqn.params))
         if key is not None:
             self.same[key] = outs_
         return outs_
@@ -331,6 +335,11 @@ def _slice(shape: Sequence[int], begin: Sequence[int], end: Sequence[int]) -> Re
     if not any(begin) and tuple(end) == tuple(shape):
         return Reindex(None)
     return Reindex(("slice", (tuple(begin), tuple(end), (1,) * len(shape))))
+
+
+def _is_ref(v: Any) -> bool:
+    """Whether an operand is an array that may be written to (`jax.new_ref`)."""
+    return hasattr(v.aval, "inner_aval")
 
 
 def _number(v: Any, given: Mapping[Any, Any]) -> Any:
