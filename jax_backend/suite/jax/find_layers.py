@@ -274,7 +274,9 @@ class _Finder:
                         self.activations.looked_up[out] = (LookedUp(site, features),)
                     return
         how = op.how if isinstance(op, operations.Moved) else ""
-        if name == "select_n":
+        if name == "select_n" and any(v in self.of_data for v in node.inputs[1:]):
+            how = "beside activations: add it times zeros and ones"
+        elif name == "select_n":
             how = "as of a `cond` under `vmap`: choose between results, by `jnp.where`"
         elif name == "dot_general" and len({one.origin.leaf for one in met}) > 1:
             how = "with another parameter"
