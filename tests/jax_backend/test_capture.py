@@ -740,6 +740,13 @@ def test_verify_takes_the_size_of_a_complex_gradient():
     assert verify(loss, params, jnp.ones((2, 4)), rtol=1e-10)["['l']"] < 1e-10
 
 
+def test_verify_says_that_gradients_are_not_finite():
+    params = {"w": normal(3, 3), "v": normal(3, 2, seed=1)}
+    x = jnp.ones((2, 3)).at[0, 0].set(jnp.nan)
+    with pytest.raises(ValueError, match=r"must be finite to be compared, those of \['w'\] are not"):
+        verify(lambda p, x: jnp.mean(x @ p["w"]) + jnp.sum(p["v"]), params, x)
+
+
 @pytest.mark.parametrize("capture", ["plan", True, False, "traced"])
 @pytest.mark.parametrize("aux", ["array", "none"])
 def test_no_tracer_is_kept(aux, capture):

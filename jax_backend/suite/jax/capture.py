@@ -483,7 +483,7 @@ def verify(
         The error of each covered leaf, in those units.
 
     Raises:
-        ValueError: an error above `rtol`, naming the leaf.
+        ValueError: an error above `rtol`, naming the leaf; gradients that are not finite.
     """
     if rtol is not None:
         check_number("rtol", rtol, above=0)
@@ -528,7 +528,10 @@ def verify(
             matrix = matrix[..., :-1]
         given = sums.get(layer.leaf, jnp.zeros(plan.shapes[layer.leaf], matrix.dtype))
         sums[layer.leaf] = write_matrices(given, layer.view, matrix)
-    largest = max(float(np.abs(np.asarray(g)).max(initial=0.0)) for g in grads)
+    sizes = [float(np.abs(np.asarray(g)).max(initial=0.0)) for g in grads]
+    if bad := [name for name, size in zip(plan.names, sizes, strict=True) if not np.isfinite(size)]:
+        raise ValueError(f"gradients must be finite to be compared, those of {', '.join(bad)} are not")
+    largest = max(sizes)
     for leaf, total in sums.items():
         gradient = np.asarray(grads[leaf], np.float64)
         rounding = largest * float(jnp.finfo(plan.dtypes[leaf]).eps) ** 0.5
