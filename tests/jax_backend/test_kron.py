@@ -138,6 +138,28 @@ def test_a_jump_by_all_that_a_float_holds_is_a_bounded_step_or_none(make):
     assert int(state.skipped_steps) == 2
 
 
+@pytest.mark.parametrize("newton", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{"mu_dtype": jnp.float32}, {"precond_dtype": jnp.float32}, {"mu_dtype": jnp.bfloat16}, {}],
+)
+def test_a_gradient_of_double_precision_is_skipped_where_state_in_single_does_not_hold_it(
+    settings, newton
+):
+    params = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
+    tx = kron(0.01, **settings)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for i in range(4):
+        size = 1e60 if i == 2 else 1.0
+        grads = jax.tree.map(lambda p, s=size: p * s, params)
+        pair = {"vector": params, "hvp": grads} if newton else {}
+        updates, state = update(params if newton else grads, state, params, **pair)
+        moved = bool(jnp.any(updates["w"] != 0))
+        assert moved != bool(i == 2 and settings), i
+        assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(updates)), i
+    assert int(state.skipped_steps) == len(settings)
+
+
 def test_newton_needs_all_parameters_beside_masked_ones():
     params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
 

@@ -796,6 +796,41 @@ def test_a_jump_by_all_that_a_float_holds_is_a_bounded_step_or_none():
     assert kron.skipped_steps == 2
 
 
+@pytest.mark.filterwarnings("ignore:a step was skipped:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize(
+    "settings",
+    [{"mu_dtype": torch.float32}, {"precond_dtype": torch.float32}, {"mu_dtype": torch.bfloat16}, {}],
+)
+def test_a_gradient_of_double_precision_is_skipped_where_state_in_single_does_not_hold_it(
+    settings, dtype
+):
+    p = nn.Parameter(torch.ones(4, 3, dtype=dtype))
+    kron = Kron([p], lr=0.01, **settings)
+    for i in range(4):
+        before = p.detach().clone()
+        p.grad = torch.randn(4, 3, dtype=dtype) * (1e60 if i == 2 else 1.0)
+        kron.step()
+        assert torch.equal(p, before) == bool(i == 2 and settings), i
+    assert p.isfinite().all()
+    assert kron.skipped_steps == len(settings)
+
+
+@pytest.mark.filterwarnings("ignore:a step was skipped:RuntimeWarning")
+def test_a_model_that_is_made_double_has_state_in_single_that_bounds_its_gradients():
+    model = network().float()
+    kron = Kron(model.parameters(), lr=0.01)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    kron.step()
+    before = [p.detach().clone() for p in model.double().parameters()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e60)
+    kron.step()
+    assert same(before, list(model.parameters()))
+    assert kron.skipped_steps == 1
+
+
 def test_a_geometry_for_factors_of_another_form_is_an_error_in_the_middle():
     model = network()
     kron = Kron(model.parameters(), geometry="QEQ")

@@ -146,13 +146,19 @@ def update(
     state = state._replace(buckets=tuple(layout.resized(old, b.blocks) for b, old in in_state))
     leaves, treedef = jax.tree.flatten(updates)
     gradients = static.join(leaves)
-    finite = all_finite((gradients, pair), FINITE_POWER)
+    leaves_of_mu = jax.tree.leaves(state.mu)
+    old_mu = static.join(leaves_of_mu)
+
+    def reached(product: Any) -> list[Any]:
+        return _within_reach(settings, jax.tree.leaves(product), leaves_of_mu)
+
+    given = () if pair is None else (pair[0], reached(pair[1]))
+    finite = all_finite((_within_reach(settings, gradients, old_mu), given), FINITE_POWER)
     step = state.steps + 1
     probability, rate = chosen
     due, clock = advance_clock(state.update_clock, probability)
     if settings.normalize_grads:
         gradients = [normalized(g, g.ndim - 1) for g in gradients]
-    old_mu = static.join(jax.tree.leaves(state.mu))
     # Chosen here: at the end, where a made pair may say no once more, it would be a pass of its own.
     mu = select(finite, _absorb(settings, static, step, old_mu, gradients), old_mu)
     weight = moments.update_average(state.weight, jnp.ones_like(state.weight), settings.b1)
@@ -179,7 +185,7 @@ def update(
         stacks: tuple[Any, ...] = (list(olds), evidence, list(map(layout.shared_out, numbers, rows)))
         if pair is not None or value_fn is not None:
             vector, product = pair or made()
-            ok = all_finite(product, FINITE_POWER)
+            ok = all_finite(reached(product), FINITE_POWER)
             on_vector, on_product = (
                 stacked(static.join(jax.tree.leaves(tree))) for tree in (vector, product)
             )
@@ -221,6 +227,16 @@ def update(
         states,
         state.skipped_steps + (~finite).astype(jnp.int32),
     )
+
+
+def _within_reach(settings: Settings, evidence: list[Any], mu: list[Any]) -> list[Any]:
+    """Gradients, or products with the Hessian, in single precision where some of the state is."""
+    double, factors = jnp.dtype(jnp.float64), settings.precond_dtype
+    in_double = [{m.dtype, jnp.dtype(factors or double)} == {double} for m in mu]
+    return [
+        x if kept or jnp.result_type(x) != double else x.astype(jnp.float32)
+        for x, kept in zip(evidence, in_double, strict=True)
+    ]
 
 
 def _require_alike(updates: Any, mu: Any) -> None:

@@ -428,19 +428,24 @@ class Kron(torch.optim.Optimizer):
         if self._skipped is None or (not gradients and self._ranks.alone):
             return loss
         with without_autocast(parameters):
-            self._take_step(parameters, gradients, plans, pairs)
+            self._take_step(parameters, plans, pairs)
         return loss
 
     def _take_step(
         self,
         parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
         plans: list[tuple[core_kron.Kron, StepSettings, dict[str, Any]]],
         pairs: list[Pairs | None],
     ) -> None:
         assert self._skipped is not None
-        products = [h for pair in pairs if pair is not None for h in pair.products]
-        finite, absent = self._agree(parameters, [local(g) for g in gradients] + products)
+        numbers = [
+            engine.within_reach(i, local(x))
+            for engine, pair in zip(self._engines, pairs, strict=True)
+            for i, p in enumerate(engine.parameters)
+            for x in (p.grad, None if pair is None else pair.products[i])
+            if x is not None
+        ]
+        finite, absent = self._agree(parameters, numbers)
         self._skipped.add_((~finite).to(self._skipped.device))
         # Alone on an accelerator reading `finite` would make the host wait; there a skipped step ticks.
         known = not self._ranks.alone or finite.device.type in HOST_DEVICES

@@ -56,6 +56,7 @@ class KronEngine:
         self.storage = KronStorage(rule.factor_form, packed_factors, cache_preconditioner)
         self.mu_dtype, self.precond_dtype = mu_dtype, precond_dtype
         self.devices = [p.device for p in parameters]  # which they may leave
+        self.dtypes = [p.dtype for p in self.like]  # which they may leave, too, and state does not
         self.plans = [blocks.plan_blocks(p.shape, structure) for p in self.like]
         self.shares = plan_shares(self.like, self.plans, ranks, shard)
         self.exchange = ShareExchange(self.like, self.plans, self.shares, ranks, shard)
@@ -144,6 +145,13 @@ class KronEngine:
             whole = share.stop - share.start == stack.shape[0]
             stacks[i] = stack if whole else stack[share.start : share.stop]
         return stacks
+
+    def within_reach(self, index: int, evidence: torch.Tensor) -> torch.Tensor:
+        """A gradient, or product with the Hessian, in single precision where some of the state is."""
+        x, dtype = as_real(evidence), self.dtypes[index]
+        wide = torch.promote_types(dtype, torch.float32)
+        kept = {self.mu_dtype or _momentum_dtype(dtype), self.precond_dtype or wide}
+        return x.float() if x.dtype == torch.float64 and kept != {torch.float64} else x
 
     def vectors(self, step: int) -> list[torch.Tensor]:
         """Noise like the parameters, for pairs (v, H v); the same in every framework."""
