@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import math
 import pickle
 
 import numpy as np
@@ -829,6 +830,20 @@ def test_a_model_that_is_made_double_has_state_in_single_that_bounds_its_gradien
     kron.step()
     assert same(before, list(model.parameters()))
     assert kron.skipped_steps == 1
+
+
+@pytest.mark.parametrize("name", ["preconditioner_lr", "preconditioner_update_probability"])
+@pytest.mark.parametrize("value", [math.nan, -1.0, 0.0, 1.5, "0.5"])
+def test_a_number_of_the_fit_that_went_bad_is_an_error_before_anything_changes(name, value):
+    model = network()
+    kron = Kron(model.parameters(), lr=0.01)
+    run(model, kron, range(2))
+    before, kron.param_groups[0][name] = [p.detach().clone() for p in model.parameters()], value
+    backward(model)
+    with pytest.raises((ValueError, TypeError), match=f"{name} must be"):
+        kron.step()
+    assert same(before, list(model.parameters()))
+    assert kron.param_groups[0]["steps"] == 2
 
 
 def test_a_geometry_for_factors_of_another_form_is_an_error_in_the_middle():

@@ -161,14 +161,14 @@ def require_same(group: dict[str, Any], fixed: dict[str, Any]) -> None:
 
 
 def value_at(name: str, group: dict[str, Any], count: int) -> float:
-    """A setting of `SCHEDULES` after so many steps or updates, checked if a function gave it."""
+    """A setting of `SCHEDULES` after so many steps or updates, checked."""
     value = group[name]
     if callable(value):
         value = value(count)
         if name == "preconditioner_update_probability":  # a schedule may end its updates
             check_number(name, value, at_least=0, at_most=1)
-        else:
-            _check_setting(name, value)
+            return float(value)
+    _check_setting(name, value)
     return float(value)
 
 
