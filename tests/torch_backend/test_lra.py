@@ -155,11 +155,15 @@ def test_a_group_with_settings_of_others_is_an_error(make, key):
 
 @every_door
 @pytest.mark.parametrize(
-    ("name", "value"), [("lr", -1.0), ("b1", 1.0), ("damping", -1.0), ("maximize", 1)]
-)
+    ("name", "value"),
+    [("lr", -1.0), ("b1", 1.0), ("damping", -1.0), ("maximize", 1), ("rank", 4), ("geometry", "EQ"),
+     ("seed", 7)],
+)  # fmt: skip
 def test_a_setting_that_went_bad_is_an_error_before_anything_changes(make, name, value):
     model, loss_fn = problem()
     optimizer = make(model.parameters())
+    if name not in optimizer.param_groups[0]:
+        return
     step(optimizer, loss_fn)
     before = [p.detach().clone() for p in model.parameters()]
     steps, optimizer.param_groups[0][name] = optimizer.param_groups[0]["steps"], value
@@ -187,6 +191,20 @@ def test_a_checkpoint_brings_its_rule_along(kind, settings):
     for _ in range(3):
         step(one, losses[0])
         step(other, losses[1])
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(LRA, {"rank": 3, "seed": 7}), (DenseNewton, {"geometry": "QUAD4P", "seed": 7, "hvp": None})],
+)
+def test_before_the_first_step_the_settings_in_the_group_count(kind, settings):
+    models, losses = zip(*(problem() for _ in range(2)), strict=True)
+    changed, made = kind(models[0].parameters()), kind(models[1].parameters(), **settings)
+    changed.param_groups[0] |= settings
+    for optimizer, loss_fn in zip((changed, made), losses, strict=True):
+        for _ in range(3):
+            step(optimizer, loss_fn)
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 

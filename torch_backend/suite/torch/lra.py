@@ -32,11 +32,12 @@ from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES, all_finite
-from suite.torch.kron_settings import is_misplaced, value_at
+from suite.torch.kron_settings import is_misplaced, require_same, value_at
 
 Schedule = float | Callable[[int], float]
 Hvp = Literal["exact", "finite_difference"] | None
 _COUNTS = ("steps", "updates", "update_clock")
+_FIXED = ("rank", "geometry", "seed")  # what state is made for
 
 
 class _WholeVector(torch.optim.Optimizer):
@@ -83,6 +84,7 @@ class _WholeVector(torch.optim.Optimizer):
     def _start(self) -> None:
         self.param_groups[0].update({"steps": 0, "updates": 0, "update_clock": 1.0})
         self._held = self._parameters  # that the state is of
+        self._made_for = {name: self.param_groups[0][name] for name in _FIXED if name in self.defaults}
         own = self._init_state()
         self._shapes = {name: tuple(x.shape) for name, x in own.items()}
         self.state[self._held[0]] |= own
@@ -92,7 +94,8 @@ class _WholeVector(torch.optim.Optimizer):
         return [p for p in self.param_groups[0]["params"] if p.numel()]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_held": self._held, "_shapes": self._shapes}
+        names = ("_held", "_shapes", "_made_for")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     @property
     def _rule(self) -> Any:
@@ -140,13 +143,17 @@ class _WholeVector(torch.optim.Optimizer):
         self._start()
 
     def _follow(self, first: torch.Tensor) -> None:
-        """Do as was done to the state, as to any optimizer's, and have it where the parameters are."""
-        state = self.state.get(first, {})
+        """Do as was done to the state, as to any optimizer's, and have it where the parameters are.
+
+        Before the first step the group's settings are those that count.
+        """
+        state, group = self.state.get(first, {}), self.param_groups[0]
         found = {
             name: tuple(getattr(state[name], "shape", ())) for name in self._shapes if name in state
         }
         left_behind = any(state[name].device != first.device for name in found)
-        if not found or (left_behind and not self.param_groups[0]["steps"]):
+        others = any(group[name] != value for name, value in self._made_for.items())
+        if not found or ((left_behind or others) and not group["steps"]):
             self._start()
         elif found != self._shapes:
             wrong = [name for name, shape in self._shapes.items() if found.get(name) != shape]
@@ -195,6 +202,7 @@ class _WholeVector(torch.optim.Optimizer):
         """
         self._require_parameters()
         group, parameters = self.param_groups[0], self._parameters
+        require_same(group, self._made_for)
         _check({name: value for name, value in group.items() if is_at_hand(value)})
         step = group["steps"] + 1
         probability = value_at("preconditioner_update_probability", group, step)
@@ -316,6 +324,7 @@ class _WholeVector(torch.optim.Optimizer):
         for name, tensor in own.items():
             tensor.copy_(saved[name])
         self.param_groups[0].update(kept)
+        self._made_for |= {name: kept[name] for name in self._made_for if name in kept}
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
