@@ -194,6 +194,25 @@ def test_a_checkpoint_brings_its_rule_along(kind, settings):
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks graphs at named tuples")
+@pytest.mark.parametrize("kind", [LRA, DenseNewton])
+def test_a_compiled_step_is_the_eager_step(kind):
+    torch._dynamo.reset()
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        vector = torch.nn.Parameter(torch.randn(3, dtype=torch.float64))
+        optimizer = kind([vector], lr=0.02, preconditioner_lr=0.1, b1=0.5, hvp=None)
+        take = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        for _ in range(3):
+            vector.grad = torch.randn(3, dtype=torch.float64)
+            take()
+        ends.append([vector.detach().clone(), *optimizer.state[vector].values()])
+    for eager, other in zip(*ends, strict=True):
+        torch.testing.assert_close(other, eager, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [(LRA, {"rank": 3, "seed": 7}), (DenseNewton, {"geometry": "QUAD4P", "seed": 7, "hvp": None})],

@@ -241,8 +241,9 @@ class _WholeVector(torch.optim.Optimizer):
             unit = noise.draw(streams, step, noise.FIT, tuple(gradient.shape), gradient.dtype)[0]
             whitened = gradient if group["whiten"] == "gradient" else signal
             new |= self._fit(state, whitened if product is None else product, unit, rate, vector)
-        for name, tensor in new.items():
-            state[name].copy_(torch.where(finite, tensor, state[name]))
+        chosen = [torch.where(finite, tensor, state[name]) for name, tensor in new.items()]
+        # Compiled by torch 2.13 `copy_` leaves a 0-d tensor of double precision as it was.
+        torch._foreach_copy_([state[name] for name in new], chosen)
         direction = clipped(self._precondition(state, signal), group["clip"], 1)
         direction = torch.where(finite, direction, 0.0)
         state["skipped_steps"] += (~finite).to(torch.int32)
