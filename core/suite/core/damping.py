@@ -26,7 +26,7 @@ def tikhonov(values: Array, damping: Scalar) -> Array:
     return xp.where(null, xp.zeros_like(damped), one / xp.where(null, one, damped))
 
 
-def noise_size(largest: Array, damping: float) -> Array:
+def noise_size(largest: Array, damping: Scalar) -> Array:
     """(...): how large the noise is that a fitted preconditioner's evidence gets: `damping`, or more.
 
     It is at least 7e-16 of the evidence's largest entry (1e-123 in double precision): parts that are
@@ -38,7 +38,7 @@ def noise_size(largest: Array, damping: float) -> Array:
     """
     xp = array_namespace(largest)
     least = float(xp.finfo(largest.dtype).smallest_normal) ** 0.4
-    return xp.maximum(least * largest, damping)
+    return xp.maximum(least * largest, as_scalar(damping, largest))
 
 
 def split_damping(mean_A: Array, mean_G: Array, damping: Scalar) -> tuple[Array, Array]:
