@@ -148,10 +148,13 @@ class KronEngine:
 
     def within_reach(self, index: int, evidence: torch.Tensor) -> torch.Tensor:
         """A gradient, or product with the Hessian, in single precision where some of the state is."""
-        x, dtype = as_real(evidence), self.dtypes[index]
+        x = as_real(evidence)
+        if x.dtype != torch.float64:
+            return x
+        dtype = self.dtypes[index]
         wide = torch.promote_types(dtype, torch.float32)
         kept = {self.mu_dtype or _momentum_dtype(dtype), self.precond_dtype or wide}
-        return x.float() if x.dtype == torch.float64 and kept != {torch.float64} else x
+        return x if kept == {torch.float64} else x.float()
 
     def vectors(self, step: int) -> list[torch.Tensor]:
         """Noise like the parameters, for pairs (v, H v); the same in every framework."""
