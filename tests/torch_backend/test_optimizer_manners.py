@@ -429,8 +429,10 @@ def test_numpy_numbers_are_saved_as_pythons(make, tmp_path):
 
 @every_optimizer
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.array])
-def test_numpy_numbers_set_the_fit_as_pythons_do(make, kind):
-    numbers, ends = {"betaL": 0.5, "damping": 0.25, "preconditioner_init_scale": 2.0}, []
+def test_numpy_numbers_are_taken_as_pythons_are(make, kind):
+    numbers = {"lr": 2**-7, "b1": 0.5, "weight_decay": 0.5}
+    numbers |= {"betaL": 0.5, "damping": 0.25, "preconditioner_init_scale": 2.0}
+    ends = []
     for given in (numbers, {name: kind(number) for name, number in numbers.items()}):
         model, loss_fn = problem()
         ends.append(run(model, make(model.parameters(), **given), loss_fn))

@@ -573,7 +573,7 @@ class Kron(torch.optim.Optimizer):
         pairs: Pairs | None,
     ) -> GroupStep:
         gradients = [None if g is None else as_real(g) for g in found]
-        lr, decay = group["lr"], group["weight_decay"]
+        lr, decay = plain(group["lr"]), plain(group["weight_decay"])
         # A number that changes would be compiled anew each time.
         as_number = (
             finite is None and not isinstance(lr, torch.Tensor) and not torch.compiler.is_compiling()

@@ -232,8 +232,9 @@ class _WholeVector(torch.optim.Optimizer):
         gradient = -gradient if group["maximize"] else gradient
         evidence = [gradient] if product is None else [gradient, product]
         finite = all_finite(evidence, power=FINITE_POWER)
-        momentum = moments.update_average(state["momentum"], gradient, group["b1"])
-        weight = moments.update_average(state["weight"], torch.ones_like(state["weight"]), group["b1"])
+        lr, b1, decay = (plain(group[name]) for name in ("lr", "b1", "weight_decay"))
+        momentum = moments.update_average(state["momentum"], gradient, b1)
+        weight = moments.update_average(state["weight"], torch.ones_like(state["weight"]), b1)
         signal = moments.unbiased(momentum[None], weight[None])[0]
         new = {"momentum": momentum, "weight": weight}
         if due:
@@ -256,8 +257,8 @@ class _WholeVector(torch.optim.Optimizer):
         for p, part in zip(parameters, parts, strict=True):
             if p.grad is None:
                 continue
-            decayed = part.view_as(p) + group["weight_decay"] * p * finite
-            p.sub_((group["lr"] * decayed).to(p.dtype))
+            decayed = part.view_as(p) + decay * p * finite
+            p.sub_((lr * decayed).to(p.dtype))
 
     def _evaluate(
         self, closure: Callable[[], Any] | None, due: bool, step: int
