@@ -293,10 +293,6 @@ def on_some(w, x):
         ),
         (lambda p, x: on(p["w"], x) + on_some(p["u"], x), "choose between results, by `jnp.where`"),
         (
-            lambda p, x: on(p["w"], x) + jnp.sum(jnp.sin(jnp.where(x[:4] > 0, p["u"][0], x[:4]))),
-            "used by `select_n`, beside activations: add it times zeros and ones",
-        ),
-        (
             lambda p, x: on(p["w"], x) + jnp.sum(x[:, None] @ jnp.broadcast_to(p["u"], (5, 4, 4))),
             "used by `dot_general`, broadcast before",
         ),

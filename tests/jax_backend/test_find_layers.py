@@ -451,6 +451,43 @@ def test_an_inserted_axis_is_not_taken_for_the_batch():
     assert float(statistics["['shift']"].main.rows[0]) == 5
 
 
+CHOICES = {
+    "where": lambda p, x, mask: jnp.where(mask, p, x),
+    "where not": lambda p, x, mask: jnp.where(~mask, x, p),
+    "half of it": lambda p, x, mask: jnp.where(mask, 0.5 * (2 * p), x),
+    "whole": lambda p, x, mask: jnp.where(mask, jnp.broadcast_to(p, x.shape), x),
+    "mapped": jax.vmap(lambda p, x, mask: jnp.where(mask, p, x), (None, 0, 0)),
+    "row by row": jax.vmap(jax.vmap(lambda *a: jnp.where(a[2], a[0], a[1]), (None, 0, 0)), (None, 0, 0)),
+    "in a loop": lambda p, x, mask: lax.map(lambda a: jnp.where(a[1], p, a[0]), (x, mask)),
+    "remat": jax.checkpoint(lambda p, x, mask: jnp.where(mask, p, x)),
+}
+
+
+@pytest.mark.parametrize("examples", [1, 5])
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_token_in_the_place_of_activations_has_the_gradients_of_its_rows(name, examples):
+    params, x = {"t": normal(4), "w": normal(4, 3, seed=1)}, normal(examples, 3, 4, seed=2)
+    mask = (jnp.arange(3 * examples) % 3 != 1).reshape(examples, 3, 1)
+
+    def loss(p, x, mask):
+        return jnp.sum(jnp.sin(CHOICES[name](p["t"], jnp.cos(x), mask) @ p["w"]))
+
+    _, statistics = check(loss, params, x, mask)
+    h = np.where(mask, params["t"], np.cos(x)).reshape(-1, 4)
+    g = (np.cos(h @ params["w"]) @ params["w"].T)[np.asarray(mask).ravel()]
+    np.testing.assert_allclose(statistics["['t']"].main.G[0], (g**2).sum(0), rtol=1e-10)
+
+
+def test_a_token_in_the_place_of_what_is_the_same_for_all_is_plain():
+    params, x = {"t": normal(4), "w": normal(4, 3, seed=1)}, normal(5, 4, seed=2)
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin((x + jnp.where(x > 0, p["t"], jnp.cos(jnp.arange(4.0)))) @ p["w"]))
+
+    plan, _ = check(loss, params, x, uncovered=["['t']"])
+    assert "`select_n`" in plan.routing["['t']"].reason
+
+
 @pytest.mark.parametrize("others", [(), (np.zeros(2, np.uint32), np.ones(3))])
 def test_one_example_is_covered_like_many(others):
     """Whatever else comes along: keys, weights of classes."""

@@ -248,7 +248,7 @@ class _Finder:
             self.uses.rule_out(changed[0].origin, f"`{name}` with another leaf")
             met = [one for one in met if one is not changed[0]]
         if len(met) == 1 or isinstance(op, operations.ByHand):
-            if isinstance(op, (operations.Add, operations.Multiply)):
+            if isinstance(op, (operations.Add, operations.Multiply, operations.Select)):
                 if isinstance(op, operations.Multiply) and self.scale(node, met[0]):
                     return
                 if self.elementwise(node, met[0]):
@@ -274,9 +274,7 @@ class _Finder:
                         self.activations.looked_up[out] = (LookedUp(site, features),)
                     return
         how = op.how if isinstance(op, operations.Moved) else ""
-        if name == "select_n" and any(v in self.of_data for v in node.inputs[1:]):
-            how = "beside activations: add it times zeros and ones"
-        elif name == "select_n":
+        if name == "select_n" and not any(v in self.of_data for v in node.inputs[1:]):
             how = "as of a `cond` under `vmap`: choose between results, by `jnp.where`"
         elif name == "dot_general" and len({one.origin.leaf for one in met}) > 1:
             how = "with another parameter"
@@ -764,10 +762,17 @@ class _Finder:
         return custom.path, custom.outputs.index(node.outputs[0]), operand
 
     def elementwise(self, node: jaxprs.Node, met: _Meeting) -> bool:
-        """A leaf added to, multiplied with or put beside something larger; whether it is that."""
+        """A leaf added to, multiplied with or put beside something larger; whether it is that.
+
+        Or in the place of something, where that is activations.
+        """
         p, origin, operand, piece = met
         beside = isinstance(node.operation, operations.Concatenate)
-        other = None if beside else node.inputs[1 - p]
+        chosen = isinstance(node.operation, operations.Select)
+        others = [v for i, v in enumerate(node.inputs) if i != p][1 if chosen else 0 :]
+        other = None if beside else others[0]
+        if chosen and (len(others) > 1 or other not in self.of_data):
+            return False
         value = node.outputs[0]
         shape = self.shape(value) if piece is None else piece.shape(self.shape(value))
         inner = origin.inner
@@ -776,13 +781,13 @@ class _Finder:
             inner = (*inner, ("broadcast", (shape, axes)))
         multiplies = isinstance(node.operation, operations.Multiply)
         signs = node.operation.signs if isinstance(node.operation, operations.Add) else (1, 1)
-        real = [v for v in (*node.inputs, value) if v is not None]
+        real = [v for v in (node.inputs[p], *others, value) if v is not None]
         if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in real):
             return False
         if multiplies and other is None:
             return False
         added_to = None
-        if not multiplies and other is not None and signs == (1, 1):
+        if not multiplies and not chosen and other is not None and signs == (1, 1):
             added_to = self.bias(node, other, origin, inner, piece)
         # An entry for each row, or one for all of them? Of one example only the axis tells; of more, an
         # axis of length 1 is no batch's, and what has it is still to meet the rows.
@@ -790,11 +795,12 @@ class _Finder:
         shared = math.prod(shape) > origin.size or of_one
         if (added_to is None and not shared) or origin.made:
             return False
-        where = self.where(node, 1 - p if multiplies else None)
+        where = self.where(node, 0 if chosen else 1 - p if multiplies else None)
         if where is None:
             return False
         path, out_index, x_operand = where
-        product = Elementwise(origin.part, inner, multiplies, signs[p])
+        case = p - 1 if chosen else None
+        product = Elementwise(origin.part, inner, multiplies, 1 if chosen else signs[p], case)
         owns = None if piece is None else window(self.shape(value), piece.axis, piece)
         size = math.prod(origin.part)
         rows = math.prod(shape) // max(origin.size, 1)

@@ -63,12 +63,22 @@ class Lookup(NamedTuple):
 
 
 class Elementwise(NamedTuple):
-    """A sum with, or product by, a leaf that is broadcast: `steps` from the leaf to the operand."""
+    """A sum with, or product by, a leaf that is broadcast: `steps` from the leaf to the operand.
+
+    Or a choice of the leaf where it is put in the place of activations.
+    """
 
     shape: Shape  # of the leaf, or of the part of it that an enclosing scan takes
     steps: tuple[Step, ...]
     multiplies: bool
     sign: int  # -1 where the leaf is subtracted
+    case: int | None = None  # the choice that takes the leaf
+
+    def gradient(self, x: Any, of_output: jax.Array) -> jax.Array:
+        """What each place adds to the leaf's gradient; x is the factor, or what chooses."""
+        if self.case is not None:
+            return jnp.where(x == self.case, of_output, 0)
+        return of_output * x if self.multiplies else self.sign * of_output
 
 
 Product = Dense | Convolution | Lookup | Elementwise
@@ -340,7 +350,7 @@ def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Arr
     product = use.product
     x, gradient, lengths, by_input, by_output, mask = use.own(layer, x, gradient)
     if isinstance(product, Elementwise):
-        given = gradient * x if product.multiplies else product.sign * gradient
+        given = product.gradient(x, gradient)
         if layer.bias is None:
             return _to_leaf(product, given).reshape(1, -1, 1)
         both = [_to_leaf(product, part).reshape(-1, 1) for part in (given, gradient)]
@@ -472,9 +482,8 @@ def _as_in_leaf(layer: Layer) -> View:
 
 def elementwise_sum(product: Elementwise, x: Any, gradient: jax.Array, reduce: bool) -> jax.Array:
     """Σ of squared gradients over all that read an entry: of the leaf's (part's) shape."""
-    rows = gradient
-    if product.multiplies:
-        rows = rows * jnp.broadcast_to(x, gradient.shape).astype(gradient.dtype)
+    factor = jnp.broadcast_to(x, gradient.shape).astype(gradient.dtype) if product.multiplies else x
+    rows = product.gradient(factor, gradient)
     rows, shared = _of_examples(product, rows) if reduce else (rows, 1)
     return _to_leaf(product, rows * rows) / shared
 
