@@ -111,6 +111,45 @@ def test_in_a_compiled_model_they_are_named_in_a_warning(how):
         stepped(make(how), torch.randint(VOCABULARY, (EXAMPLES, LENGTH)), compiled=True)
 
 
+ALONE = {
+    "expanded": lambda shift, h: h + shift.expand(LENGTH, -1),
+    "with an axis of examples": lambda shift, h: h - shift.expand(1, LENGTH, -1),
+    "repeated": lambda shift, h: h + shift.repeat(1, LENGTH, 1),
+    "times a number": lambda shift, h: h + 2 * shift.expand(LENGTH, -1),
+    "for examples later": lambda shift, h: h + shift.expand(LENGTH, -1).expand(len(h), -1, -1),
+}
+
+
+class Shift(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.shift = ALONE[how], nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, h):
+        return self.how(self.shift, h)
+
+
+@pytest.mark.parametrize("how", ALONE)
+def test_so_have_those_that_are_joined_with_no_other(how, recwarn):
+    torch.manual_seed(0)
+    model = AddsPositions(Shift(how)).double()
+    x = torch.randint(VOCABULARY, (EXAMPLES, LENGTH))
+    expected = x.numel() * gradient_at_sum(model, x).square().sum((0, 1))
+    found = held(stepped(model, x))["positions.shift"][0].flatten()
+    assert not [one for one in recwarn if one.category is RuntimeWarning]
+    factor = 4 if how == "times a number" else 1
+    torch.testing.assert_close(found, factor * expected.detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes")
+@pytest.mark.parametrize("how", ALONE)
+def test_and_are_named_in_a_compiled_model_too(how):
+    torch.manual_seed(0)
+    model, x = AddsPositions(Shift(how)).double(), torch.randint(VOCABULARY, (EXAMPLES, LENGTH))
+    with pytest.warns(RuntimeWarning, match="miss some uses.*'positions.shift'"):
+        stepped(model, x, compiled=True)
+
+
 class WithToken(nn.Module):
     def __init__(self) -> None:
         super().__init__()

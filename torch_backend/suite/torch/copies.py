@@ -1,8 +1,9 @@
 """Copies of parameters that may be there once for all examples, as positions are along rows and columns.
 
-A copy counts as a use: a token is copied for each example. But where copies are joined, and then added
-to what has more rows (`x + torch.cat([row[:, None].expand(h, w, -1), column.expand(h, w, -1)], -1)`),
-the rows of that sum take the place of those of the copies.
+A copy counts as a use: a token is copied for each example. But where it is added to what has more rows
+(`x + shift.expand(length, -1)`), also joined with other copies
+(`x + torch.cat([row[:, None].expand(h, w, -1), column.expand(h, w, -1)], -1)`), the rows of that sum
+take the place of those of the copies.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Copies:
                 if slot is None:
                     continue
                 probes = one.probes
-                if one.joined and function in SUMS | COPIES and _has_more_rows(operand, output):
+                if function in SUMS | COPIES and _has_more_rows(operand, output, one.joined):
                     clock = OfSum(one.source.clock, probes)
                     source = one.source._replace(slot=one.slot(), clock=clock, widened=True)
                     made = probed(function, args, output, place, source)
@@ -127,7 +128,7 @@ class Copies:
             return
         if function in SUMS | COPIES:
             for operand, watched, joined in found:
-                if joined and _has_more_rows(operand, output):
+                if _has_more_rows(operand, output, joined):
                     watched.misses(output)
         copies = [x for x, *_ in found]
         others = [x for x in given if not any([x is one for one in copies])]  # noqa: C419 (torch.compile)
@@ -173,9 +174,9 @@ class Copies:
                 self.note(output, slot, one.source, one.joined or others, *one.probes)
 
 
-def _has_more_rows(operand: T, output: T) -> bool:
-    """Of three axes the second may as well be that of examples."""
-    return spreads(operand, output) or (output.ndim == 3 and output.numel() > operand.numel())
+def _has_more_rows(operand: T, output: T, joined: bool) -> bool:
+    """Of three axes the second may as well be that of examples, where copies are joined."""
+    return spreads(operand, output) or (joined and output.ndim == 3 and output.numel() > operand.numel())
 
 
 def _joined(
