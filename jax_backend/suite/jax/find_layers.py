@@ -771,7 +771,7 @@ class _Finder:
         chosen = isinstance(node.operation, operations.Select)
         others = [v for i, v in enumerate(node.inputs) if i != p][1 if chosen else 0 :]
         other = None if beside else others[0]
-        if chosen and (len(others) > 1 or other not in self.of_data):
+        if chosen and (node.inputs[0] is None or len(others) > 1 or other not in self.of_data):
             return False
         value = node.outputs[0]
         shape = self.shape(value) if piece is None else piece.shape(self.shape(value))
