@@ -1,4 +1,4 @@
-"""Parameters that are written to places of a tensor, `x[mask] = p`: tokens of masks, first states.
+"""Parameters that are put in places of a tensor, `x[mask] = p` or by `torch.where`: tokens, states.
 
 The oracle: squares of every example's gradient at the tensor that goes on.
 """
@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning"),
 ]
 MASK = torch.arange(EXAMPLES * LENGTH).reshape(EXAMPLES, LENGTH) % 3 == 0
+PLACES = MASK[:, :, None]
 
 
 def written(m, h, places, value):
@@ -74,6 +75,16 @@ WRITES = {  # what is made of tokens; the squares of the token's gradients, of t
         lambda m, g: F.pad(g.flatten(0, 1)[:, :2].sum(0), (0, 2)),
     ),
     "added": (lambda m, h: added(m, h, FIRST, m.token), lambda m, g: g[:, 0].sum(0)),
+    "chosen": (lambda m, h: torch.where(PLACES, m.token, h), lambda m, g: g[MASK].sum(0)),
+    "left where not chosen": (lambda m, h: h.where(~PLACES, m.token), lambda m, g: g[MASK].sum(0)),
+    "chosen times two": (
+        lambda m, h: torch.where(PLACES, 2 * m.token, h),
+        lambda m, g: 4 * g[MASK].sum(0),
+    ),
+    "chosen of copies": (
+        lambda m, h: torch.where(PLACES, m.token.expand(LENGTH, -1), h),
+        lambda m, g: g[MASK].sum(0),
+    ),
 }
 
 
@@ -101,6 +112,25 @@ def test_what_is_written_has_the_gradients_of_every_row_it_is_written_to(how, re
     assert not [one for one in recwarn if one.category is RuntimeWarning]
     found = held(kfac)["positions.token"][0].flatten()
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes")
+def test_what_is_chosen_in_a_compiled_model_has_the_gradients_of_its_rows(recwarn):
+    how, of_squares = WRITES["chosen"]
+    model, x = make(how), torch.randint(VOCABULARY, (EXAMPLES, LENGTH))
+    expected = of_squares(model.positions, x.numel() * gradient_at_sum(model, x).square()).detach()
+    found = held(stepped(model, x, compiled=True))["positions.token"][0].flatten()
+    assert not [one for one in recwarn if one.category is RuntimeWarning]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("other", [lambda m: 0.0, lambda m: 2 * m.token], ids=["number", "parameter"])
+def test_what_is_chosen_beside_what_has_no_rows_is_named(other):
+    """What chooses may be the same for all examples."""
+    chosen = torch.arange(LENGTH)[:, None] > 0
+    model = make(lambda m, h: h * m.token + torch.where(chosen, m.token, other(m)))
+    with pytest.warns(RuntimeWarning, match="miss some uses.*'positions.token'"):
+        stepped(model, torch.randint(VOCABULARY, (EXAMPLES, LENGTH)))
 
 
 def into_a_weight(m, h):

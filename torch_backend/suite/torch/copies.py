@@ -55,6 +55,10 @@ class Copies:
         """What something has copies of."""
         return [one for one in self.known if one.output() is x]
 
+    def has(self, x: Any) -> bool:
+        """Whether something has copies, also where torch.compile traces."""
+        return len(self.of(x)) > 0 or any([x is held for held, *_ in self.in_graph])  # noqa: C419
+
     def ids(self) -> set[int]:
         return {id(one.output()) for one in self.known} - {id(None)}
 

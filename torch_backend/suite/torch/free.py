@@ -46,6 +46,7 @@ from suite.torch.operations import (
     ADDED_ENTRYWISE,
     ARITHMETIC,
     CASTS,
+    CHOICES,
     COPIES,
     LERP,
     LISTS,
@@ -221,6 +222,8 @@ class FreeParameters(Mode):
             args = (equation, *operands)
         if function is F.scaled_dot_product_attention:
             args, kwargs = self._with_mask_of_each(args, kwargs)
+        if function in CHOICES and not kwargs:
+            args = self._with_choices_of_each(args)
         written: list[Watched] = []
         if function in WRITES and not kwargs:
             args, written = self._with_values_of_each(function, args)
@@ -265,12 +268,29 @@ class FreeParameters(Mode):
                 return args, known
         if extra > 0:
             value = self._called(T.reshape, (value, value.shape[extra:]), {})
-        # In front of a value that is not for several rows is an axis for the one that it is for.
-        shape = there.shape if there.shape != value.shape else (1, *there.shape)
-        values = self._called(T.expand, (value, shape), {})
+        return (*args[:-1], self._for_each(value, there.shape)), []
+
+    def _with_choices_of_each(self, args: Any) -> Any:
+        """Arguments of `torch.where`: what is watched, for each row that it is put in the place of."""
         with self.looking():
-            values = values[0] if len(shape) > there.ndim else values
-        return (*args[:-1], values), []
+            known = [bool(self._known(x)) or self.copies.has(x) for x in args]
+            rows = [
+                isinstance(x, T) and x.is_floating_point() and not self._without_rows(x)
+                for x in args
+                if not self._was_fresh(x) and not self.copies.has(x)
+            ]
+            if not any(known) or not any(rows):
+                return args
+            shape = torch.broadcast_shapes(*[x.shape for x in args if isinstance(x, T)])
+        return tuple([self._for_each(x, shape) if k else x for x, k in zip(args, known, strict=True)])
+
+    def _for_each(self, value: T, shape: torch.Size) -> Any:
+        """A value that is watched, of this shape; its copies are uses."""
+        # In front of a value that is not for several rows is an axis for the one that it is for.
+        whole = shape if shape != value.shape else (1, *shape)
+        values = self._called(T.expand, (value, whole), {})
+        with self.looking():
+            return values[0] if len(whole) > len(shape) else values
 
     def _transformed(self, function: Any, args: Any, kwargs: Any) -> Any:
         """A function within one of torch.func's transforms, which take no probes."""

@@ -16,6 +16,7 @@ TIMES = {torch.mul, T.mul, T.__mul__, T.__rmul__, T.mul_, T.__imul__, torch.mult
 PRELU = {torch.prelu, F.prelu, T.prelu}
 COPIES = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
 WRITES = {T.__setitem__, T.copy_}  # the last argument to places of the first
+CHOICES = {torch.where, T.where}
 ADDED = {torch.addmm, T.addmm}
 ADDED_ENTRYWISE, LERP = {torch.addcmul, T.addcmul}, {torch.lerp, T.lerp}
 MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
