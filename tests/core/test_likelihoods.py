@@ -262,7 +262,7 @@ def test_a_column_that_is_not_there_is_refused(likelihood):
 
 @pytest.mark.parametrize("variance", [0.0, -1.0, math.inf, math.nan])
 def test_a_variance_that_is_not_positive_is_refused(variance):
-    with pytest.raises(ValueError, match=r"variance must be > 0, got"):
+    with pytest.raises(ValueError, match=r"variance must be (> 0|finite), got"):
         Gaussian(variance)
 
 
