@@ -29,38 +29,40 @@ pytestmark = pytest.mark.slow
 STEPS, EXAMPLES, LENGTH = 3, 6, 3
 
 
-class Product(nn.Module):
-    """A linear layer of its own, by one of torch's functions."""
+class Own(nn.Module):
+    """A layer that is none of torch's."""
 
     def __init__(self, weight, bias=None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
 
+
+class Product(Own):
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)
 
 
-class Columns(Product):
+class Columns(Own):
     def forward(self, x):
         return x @ self.weight
 
 
-class Heads(Product):
+class Heads(Own):
     def forward(self, x):
         return torch.einsum("...hi,hio->...ho", x, self.weight)
 
 
-class EachPosition(Product):
+class EachPosition(Own):
     def forward(self, x):
         return torch.einsum("nti,tio->nto", x, self.weight)
 
 
-class Positions(Product):
+class Positions(Own):
     def forward(self, x):
         return x + self.weight
 
 
-class Token(Product):
+class Token(Own):
     def forward(self, x):
         return torch.where(x[..., :1] > 0, self.weight, x)
 
@@ -249,8 +251,10 @@ def for_all_positions(p: Program):
 
 
 ANYWHERE = [activated, columns, residual, twice, gate, norm, beside, heads]
-WITH_POSITIONS = [attention, mixed, recurrent, convolution, each_position, positions, token, pooled]
-WITH_POSITIONS.append(for_all_positions)
+WITH_POSITIONS = [
+    *(attention, mixed, recurrent, convolution, each_position),
+    *(positions, token, pooled, for_all_positions),
+]
 
 
 class Network(nn.Module):

@@ -769,9 +769,11 @@ class _Finder:
         p, origin, operand, piece = met
         beside = isinstance(node.operation, operations.Concatenate)
         chosen = isinstance(node.operation, operations.Select)
-        others = [v for i, v in enumerate(node.inputs) if i != p][1 if chosen else 0 :]
-        other = None if beside else others[0]
-        if chosen and (node.inputs[0] is None or len(others) > 1 or other not in self.of_data):
+        operands, at = (node.inputs[1:], p - 1) if chosen else (node.inputs, p)
+        if chosen and (len(operands) != 2 or node.inputs[0] is None):
+            return False
+        other = None if beside else operands[1 - at]
+        if chosen and other not in self.of_data:
             return False
         value = node.outputs[0]
         shape = self.shape(value) if piece is None else piece.shape(self.shape(value))
@@ -781,7 +783,7 @@ class _Finder:
             inner = (*inner, ("broadcast", (shape, axes)))
         multiplies = isinstance(node.operation, operations.Multiply)
         signs = node.operation.signs if isinstance(node.operation, operations.Add) else (1, 1)
-        real = [v for v in (node.inputs[p], *others, value) if v is not None]
+        real = [v for v in (*operands, value) if v is not None]
         if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in real):
             return False
         if multiplies and other is None:
@@ -799,8 +801,7 @@ class _Finder:
         if where is None:
             return False
         path, out_index, x_operand = where
-        case = p - 1 if chosen else None
-        product = Elementwise(origin.part, inner, multiplies, 1 if chosen else signs[p], case)
+        product = Elementwise(origin.part, inner, multiplies, signs[at], at if chosen else None)
         owns = None if piece is None else window(self.shape(value), piece.axis, piece)
         size = math.prod(origin.part)
         rows = math.prod(shape) // max(origin.size, 1)
