@@ -372,11 +372,14 @@ class LayerCapture:
         Args:
             spec: the layer's, of 'dense', but for the axes, which are those of the product.
         """
-        if self.clock.discovering:
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and self.clock.discovering:
             self.first.note_call(y, self.is_trained(index))
         site, x = self.layer.sites[index], dense(x)
         if not self.wanted(index) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
+        if is_compiling:
+            return self._probed_transpose_in_graph(x, y, spec)
         again = in_backward()
         if not again:
             self.forget_what_was_discarded()
@@ -386,6 +389,19 @@ class LayerCapture:
         source = Source(self, replace(site, spec=spec._replace(axes=axes)), True)
         counts = self.transposed[2]
         return self._probed_derivative(source, Call(run), x, y, None, None, True, counts)
+
+    def _probed_transpose_in_graph(self, x: torch.Tensor, y: torch.Tensor, spec: LayerSpec) -> Any:
+        """Where torch.compile traces, to which derivatives of a product are not known."""
+        self.clock.ran(self, True, False, False)
+        axes = None if spec.axes is None else spec.axes.turned()
+        spec = spec._replace(axes=axes)
+        about = About(spec, self.clock if self.clock.sampled else None, turned=True)
+        chosen, bases = self._chosen(spec, y, x), self.bases
+        G, A, counts = self.transposed
+        if bases is None and chosen is None:
+            return probed(y, x, A, G, counts, about)
+        slot = None if bases is None else self.products
+        return probed(y, x, A, G, counts, about, slot, None, chosen, *(bases or (None, None)), None)
 
     def _probed(
         self,
@@ -663,7 +679,7 @@ class LayerCapture:
             places = mask.expand(total.shape).movedim(axis, -1).to(self.dtype)
             factor = places if factor is None else places * factor
         rest = () if factor is None else (None, factor, None, None, None, None)
-        index, about = index.broadcast_to(rows.shape[:-1]), About(spec, *[None] * 6)
+        index, about = index.broadcast_to(rows.shape[:-1]), About(spec)
         slots = self.of_sums_of_sums if of_sums else self.of_sums
         found: torch.Tensor = probed(rows, index, *slots, about, *rest)
         return found if axis == -1 else found.movedim(-1, axis)

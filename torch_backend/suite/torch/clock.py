@@ -181,6 +181,8 @@ class CaptureClock:
 
     def has_run(self, owner: LayerCapture) -> bool:
         """Whether a layer was called in this step, with its weight as it is."""
+        if torch.compiler.is_compiling():  # to which it is of this forward
+            return owner.called
         return not self.taken and owner.called
 
     def ends(self, ending: Ending) -> Run | None:

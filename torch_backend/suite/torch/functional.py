@@ -162,6 +162,9 @@ class FunctionCapture(ModeAround):
         self.turned = [capture.layer.layout == "transposed" for capture, _ in self.uses]
         self.makes = [self._makes_weights(place) for place in range(len(self.uses))]
         self.clock = self.uses[0][0].clock
+        for (capture, _), site in zip(self.uses, self.sites, strict=True):
+            if site.spec.kind in ("dense", "embedding"):  # no graph can make what its sums are kept in
+                capture.turn()
         self._met = [_Met() for _ in self.uses]
         self.ran = False
         self.tables = [capture for capture, _ in self.uses if capture.layer.spec.kind == "embedding"]
@@ -206,6 +209,9 @@ class FunctionCapture(ModeAround):
     def make_mode(self) -> _Watching | None:
         if not self._is_wanted():
             return None
+        if torch.compiler.is_compiling():  # what is read there otherwise is compiled in
+            for capture, _ in self.weights:
+                capture.called = False
         self.ran = True
         return _Watching(self)
 
@@ -315,9 +321,6 @@ class FunctionCapture(ModeAround):
             layer, site = capture.layer, self.sites[place]
             if self.is_inside(place) or site.transposed:
                 return output
-            if torch.compiler.is_compiling():
-                self.stray(place)
-                return output
             spec = site.spec
             if spec.kind == "embedding":  # a head with the table's rows
                 spec = LayerSpec("dense", diagonal=layer.diagonal, max_rows=spec.max_rows)
@@ -325,6 +328,8 @@ class FunctionCapture(ModeAround):
             if spec.kind == "dense" and (not spec.bias or capture.clock.has_run(capture)):
                 self.meets(place)
                 return capture.observe_transpose(index, x, output, spec._replace(axes=axes))
+            if torch.compiler.is_compiling():
+                self.stray(place)
         return output
 
     def counted(self, place: int) -> tuple[int, int, int] | None:

@@ -11,7 +11,7 @@ from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Call, Source, is_awaited, is_recorded
 from suite.torch.hooks import without_modes
 from suite.torch.looked_up import OfSum, UnlessBroadcast
-from suite.torch.rows import Bases, LayerSpec, Sums, keeps_half, sums
+from suite.torch.rows import Bases, LayerSpec, Sums, derivative_sums, keeps_half, sums
 from suite.torch.runs import Run
 
 
@@ -26,12 +26,13 @@ class About(NamedTuple):
     """What a backward pass through a call is to know of it."""
 
     spec: LayerSpec
-    clock: CaptureClock | UnlessBroadcast | OfSum | None  # None: the pass takes statistics
-    reading: Reading | None
-    source: Source | None
-    run: Run | None
-    told: CaptureClock | None  # of backward passes
-    asked: Callable[[Any, torch.Tensor], None] | None  # about an input and the output's gradient
+    clock: CaptureClock | UnlessBroadcast | OfSum | None = None  # None: the pass takes statistics
+    reading: Reading | None = None
+    source: Source | None = None
+    run: Run | None = None
+    told: CaptureClock | None = None  # of backward passes
+    asked: Callable[[Any, torch.Tensor], None] | None = None  # about an input and the output's gradient
+    turned: bool = False  # whether it is a product with the transpose of the layer's weight
 
 
 def passed_on(y: torch.Tensor) -> torch.Tensor:
@@ -65,7 +66,7 @@ class Probe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        spec, clock, reading, source, run, told, asked = ctx.about
+        spec, clock, reading, source, run, told, asked, _ = ctx.about
         wanted, on = ctx.needs_input_grad, gradient
         x, *rest = ctx.saved_tensors  # once: checkpoints compute what is read again
         scale, chosen, *vectors = rest or (None, None)
@@ -107,6 +108,10 @@ class Probe(torch.autograd.Function):
         bases: Bases | None,
         factor: torch.Tensor | None,
     ) -> Sums:
+        if ctx.about.turned:
+            assert x is not None
+            x, g = x.to(ctx.slot.dtype), g.to(ctx.slot.dtype)
+            return derivative_sums(spec, g, x, None, chosen, bases)
         as_it_is = g.dtype == ctx.slot.dtype
         if not as_it_is and (scale is not None or factor is not None or not keeps_half(spec, g)):
             g = g.to(ctx.slot.dtype)
