@@ -1682,6 +1682,53 @@ def test_a_compiled_transpose_before_its_layer_is_missed_aloud():
         kfac.step()
 
 
+class AlsoUsed(nn.Module):
+    """Does more with the weight of a layer than to call it."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.body, self.head, self.use = nn.Linear(6, 6), nn.Linear(6, 3), use
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        return self.head(self.use(h, self.body.weight, self.body.bias))
+
+
+ALSO = {
+    "nothing": (lambda h, w, b: h, False),
+    "a cast": (lambda h, w, b: F.linear(h.float(), w.float(), b.float()).double(), False),
+    "a copy": (lambda h, w, b: F.linear(h, w.clone(), b), False),
+    "a view": (lambda h, w, b: F.linear(h, w.view(6, 6), b), False),
+    "the transpose": (lambda h, w, b: h @ w, False),
+    "its shape": (lambda h, w, b: h.view(-1, w.shape[0]) + torch.zeros_like(w).sum(), False),
+    "the bias": (lambda h, w, b: h + b.square(), False),
+    "a function of it": (lambda h, w, b: F.linear(h, w.tanh(), b), True),
+    "a row": (lambda h, w, b: h + w[0], True),
+    "halves": (lambda h, w, b: torch.cat([h @ part for part in w.chunk(2, 1)], 1), True),
+    "in a list": (lambda h, w, b: F.linear(h, torch.cat([w, w]))[:, :6], True),
+    "a penalty": (lambda h, w, b: h + w.square().sum(), True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks off at sets of functions")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("use", ALSO)
+def test_what_else_a_model_does_with_a_weight_is_said_where_it_is_compiled_too(use, compiled):
+    torch._dynamo.reset()
+    function, missed = ALSO[use]
+    model = AlsoUsed(function).double()
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    run(torch.randn(5, 6).double()).square().mean().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kfac.step()
+    said = [str(one.message) for one in caught if "statistics miss some uses" in str(one.message)]
+    assert [": 'body'. Call" in one for one in said] == [True] * missed
+
+
 class Mixed(nn.Module):
     """Uses weights of its own, of a child, a multiple of that, or a free parameter."""
 

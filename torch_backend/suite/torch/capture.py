@@ -126,6 +126,7 @@ class LayerCapture:
         self.arounds: list[Any] = []  # what watches the sums that its lookups are in (functional.py)
         self.summed_in_graph = False  # whether it saw one in a graph that is compiled
         self.missed_in_graph = False  # whether it saw what is no such sum there, and is not followed
+        self.strayed_in_graph = False  # whether it saw a use of the weight there that is not understood
         self.ran = False  # whether it was called in this step, and not only computed again
         self.called = False  # the same, with its weight as it is, in compiled graphs, too
         self.began = 0  # how often sums began anew

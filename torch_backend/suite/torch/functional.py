@@ -234,6 +234,9 @@ class FunctionCapture(ModeAround):
     def stray(self, place: int, output: torch.Tensor | None = None) -> None:
         """A use of a weight is missed, which made this `output`, if it is one that may lead nowhere."""
         capture, _ = self.uses[place]
+        if torch.compiler.is_compiling():
+            capture.strayed_in_graph = True
+            return
         if not capture.clock.discovering:
             return
         note = functools.partial(capture.clock.strays.add, capture.layer.name)
@@ -458,8 +461,11 @@ class _Watching(Mode):
                 return output
             if by_graph or not isinstance(output, torch.Tensor) or not output.requires_grad:
                 return output
+            before = self._count()
             found = self._seen(function, args, kwargs, output)
             if self.is_traced:
+                if found is output and self._count() == before:
+                    self._stray_in_graph(args, kwargs, output)
                 self.refresh_followed()
             return found
 
@@ -647,12 +653,32 @@ class _Watching(Mode):
         for place, before in self.before.items():
             self.around.settle(place, before, place in missed)
 
+    def _count(self) -> int:
+        """Of what is known by now, and followed."""
+        return len(self.known) + len(self.made) + len(self.products)
+
+    def _stray_in_graph(self, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        """What nobody understood made this of a child's weight, unless it is a view of that.
+
+        Of functions that no graph has, autograd tells more, and `UseCounter` counts them.
+        """
+        for x in tensors_given(args, kwargs):
+            base = x if x._base is None else x._base
+            if output is x or output._base is base:
+                return
+            for known in self.known:
+                used = known.tensor is x or known.tensor is base
+                if not used or known.role == "bias" or self.around.own[known.place]:
+                    continue
+                if not self.around.is_inside(known.place):
+                    self.around.stray(known.place)
+
     def _follows(self, args: Any, kwargs: Any) -> bool:
         """Whether an argument is followed, or a view of what is: few are, in any forward."""
         if self.is_elsewhere():
             return False
         moved = [] if self.lookups is None else self.lookups.moved
-        count = len(self.known) + len(self.made) + len(self.products) + len(moved)
+        count = self._count() + len(moved)
         if self._followed[0] != count:
             tensors = [one.tensor for some in (self.known, self.made, self.products) for one in some]
             self._followed = count, {id(x) for x in (*tensors, *(one.output() for one in moved))}

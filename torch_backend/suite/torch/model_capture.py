@@ -326,7 +326,8 @@ class ModelCapture:
 
     def strays(self) -> list[str]:
         """The layers, by name, whose weights something else used; asked once, after the first step."""
-        found = dict.fromkeys([*self._uses.strays(), *sorted(self.clock.strays)])
+        in_graphs = [capture.layer.name for capture in self.by_layer if capture.strayed_in_graph]
+        found = dict.fromkeys([*self._uses.strays(), *sorted(self.clock.strays), *in_graphs])
         if self.clock.is_compiled:  # a graph holds with the hooks of modules that there were
             self._uses.leave_weights()
         else:
