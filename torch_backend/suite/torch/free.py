@@ -188,7 +188,7 @@ class FreeParameters(Mode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function, args), kwargs or {}
-        if self.is_elsewhere():
+        if self.looks_away():
             return function(*args, **kwargs)
         if is_within_functions():
             return self._transformed(function, args, kwargs)

@@ -440,6 +440,8 @@ class _Watching(Mode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function, args), kwargs or {}
+        if self.looks_away():
+            return function(*args, **kwargs)
         if not (self._follows_in_graph(args, kwargs) if self.is_traced else self._follows(args, kwargs)):
             return function(*args, **kwargs)
         with self.looking():
@@ -675,8 +677,6 @@ class _Watching(Mode):
 
     def _follows(self, args: Any, kwargs: Any) -> bool:
         """Whether an argument is followed, or a view of what is: few are, in any forward."""
-        if self.is_elsewhere():
-            return False
         moved = [] if self.lookups is None else self.lookups.moved
         count = self._count() + len(moved)
         if self._followed[0] != count:

@@ -163,9 +163,15 @@ class Mode(TorchFunctionMode):
         off = _TRACES_MODES or not self.is_traced
         return torch._C.DisableTorchFunction() if off else contextlib.nullcontext()
 
-    def is_elsewhere(self) -> bool:
-        """Whether what runs is compiled by itself, inside of a forward that is not."""
-        return torch.compiler.is_compiling() and not self.is_traced
+    def looks_away(self) -> bool:
+        """Whether what runs is compiled by itself, inside of a forward that is not, or is its graph.
+
+        Autograd has what a backend made of a graph as one function, which runs without gradients. Where
+        hooks are compiled apart from the forward, the mode is there then.
+        """
+        if torch.compiler.is_compiling():
+            return not self.is_traced
+        return self.is_traced and not torch.is_grad_enabled()
 
 
 class Apart:

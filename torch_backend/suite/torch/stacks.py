@@ -104,7 +104,7 @@ class _Watching(Mode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function, args), kwargs or {}
-        if self.is_elsewhere():
+        if self.looks_away():
             return function(*args, **kwargs)
         output = function(*args, **kwargs)
         if in_traced_graph() or function in LOOKS:

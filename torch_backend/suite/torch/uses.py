@@ -142,7 +142,7 @@ class _Counting(Mode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function, kwargs = traceable(function, args), kwargs or {}
-        if self.is_elsewhere():
+        if self.looks_away():
             return function(*args, **kwargs)
         output = function(*args, **kwargs)
         # The last takes weights for names of what it differentiates by.
