@@ -613,6 +613,22 @@ def test_a_slice_at_a_known_place_is_a_slice(start):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
 
 
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_what_a_leaf_is_unstacked_to_are_its_parts(axis):
+    stacked = {"w": jnp.stack([normal(4, 4, seed=i) for i in range(3)], axis), "b": normal(3, 4, seed=3)}
+    x = normal(6, 4)
+
+    def loss(p, x, unstack):
+        ws = jnp.unstack(p["w"], axis=axis) if unstack else jnp.moveaxis(p["w"], axis, 0)
+        for w, b in zip(ws, jnp.unstack(p["b"]) if unstack else p["b"], strict=True):
+            x = x + jnp.tanh(x @ w + b)
+        return jnp.mean(x**2)
+
+    found, expected = (value_and_grad(loss)(stacked, x, unstack) for unstack in (True, False))
+    assert set(found[2].layers) == {"['b']", *(f"['w'] part {i}" for i in range(3))}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
+
+
 def test_slices_of_a_fused_projection_are_layers_of_their_own():
     x = normal(6, 4)
 

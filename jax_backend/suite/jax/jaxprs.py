@@ -211,6 +211,15 @@ class _Flattener:
                 begin[eqn.params["axis"]], end[eqn.params["axis"]] = int(starts[i]), int(starts[i + 1])
                 outs.append(node(_slice(shape, begin, end), values, out.aval))
             return outs
+        if name == "unstack":
+            shape, axis, outs = eqn.invars[0].aval.shape, eqn.params["axis"], []
+            for i, out in enumerate(eqn.outvars):
+                begin, end = [0] * len(shape), list(shape)
+                begin[axis], end[axis] = i, i + 1
+                one = out.aval.update(shape=(*shape[:axis], 1, *shape[axis + 1 :]))
+                own = node(_slice(shape, begin, end), values, one)
+                outs.append(node(Reindex(("reshape", (one.shape, out.aval.shape))), (own,), out.aval))
+            return outs
         if name == "dynamic_slice" and all(isinstance(v, jex.Literal) for v in eqn.invars[1:]):
             shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
             known = zip((int(v.val) for v in eqn.invars[1:]), shape, sizes, strict=True)
