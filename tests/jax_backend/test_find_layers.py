@@ -8,6 +8,7 @@ by `jax.grad` of one example at a time.
 from __future__ import annotations
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_fishers import assert_exact, check, dense_block, exact_blocks, normal
 from suite.jax import eigenbases, kfac, probe, value_and_grad, verify
+from suite.jax.views import View, overlap
 
 # ---- products ------------------------------------------------------------------------------------
 
@@ -611,6 +613,43 @@ def test_a_slice_at_a_known_place_is_a_slice(start):
     found, expected = (value_and_grad(loss)(params, x, dynamic) for dynamic in (True, False))
     assert set(found[2].layers) == {"['pos']", "['w']"}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
+
+
+def _most_memory() -> float:
+    """What this process ever had, in GiB."""
+    used = pytest.importorskip("resource").getrusage(0).ru_maxrss
+    return used / 2 ** (30 if sys.platform == "darwin" else 20)
+
+
+def test_the_plan_of_a_large_leaf_in_parts_takes_no_memory():
+    leaf = jax.ShapeDtypeStruct((16, 4096, 2, 8192), jnp.bfloat16)  # 2^30 entries
+    x = jax.ShapeDtypeStruct((3, 4096), jnp.bfloat16)
+
+    def loss(p, x):
+        def layer(x, w):
+            return x + (jnp.tanh(x @ w[:, 0]) * (x @ w[:, 1])).mean(), None
+
+        return lax.scan(layer, x, p)[0].astype(jnp.float32).mean()
+
+    before = _most_memory()
+    assert len(value_and_grad(loss).plan(leaf, x).layers) == 2
+    assert _most_memory() - before < 0.5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_overlap_equals_counting_how_often_each_entry_is_read(seed):
+    rng = np.random.default_rng(seed)
+    shape = tuple(rng.integers(2, 7, size=3).tolist())
+    views, read = [], np.zeros(shape, int)
+    for _ in range(2):
+        starts = rng.integers(2, size=3).tolist()
+        limits = [int(rng.integers(a + 1, n + 1)) for a, n in zip(starts, shape, strict=True)]
+        strides = rng.integers(1, 4, size=3).tolist()
+        views.append(
+            View((("slice", (starts, limits, strides)), ("transpose", ((2, 0, 1),))), ((),) * 3)
+        )
+        read[tuple(map(slice, starts, limits, strides))] += 1
+    assert overlap(shape, views) == (read.max() > 1)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])

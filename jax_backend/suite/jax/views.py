@@ -5,6 +5,7 @@ A step is (kind, arguments): transpose, reshape, rev, slice and broadcast, for n
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -160,13 +161,11 @@ def signature(shape: Shape, view: View) -> Signature | None:
 
 def overlap(shape: Shape, views: Sequence[View]) -> bool:
     """Whether two of several views have an entry of the leaf in common."""
-    seen = np.zeros(math.prod(shape), np.uint8).reshape(shape)
-    for view in views:
-        x = apply_steps(seen, view.steps)
-        if not np.may_share_memory(seen, x) or bool(x.any()):
-            return True
-        x[...] = 1
-    return False
+    base = np.empty(math.prod(shape), np.int8).reshape(shape)  # not touched: a leaf may be of any size
+    parts = [apply_steps(base, view.steps) for view in views]
+    if not all(np.may_share_memory(base, part) for part in parts):
+        return True
+    return any(np.shares_memory(one, other) for one, other in itertools.combinations(parts, 2))
 
 
 def _merged(x: np.ndarray, axes: Shape) -> Strides:
