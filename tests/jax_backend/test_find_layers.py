@@ -263,6 +263,31 @@ def test_any_lookup_is_exact_row_by_row(case):
     np.testing.assert_allclose(own.G[0], G, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("form", ["one_hot", "hessian", "jacfwd"])
+def test_one_hot_tangents_leave_A_of_rows_beside_them_whole(form):
+    """Also those of `jax.hessian` and `jax.jacfwd` by one input, from an identity of one entry."""
+    d = 2 if form == "one_hot" else 1
+    params = {"w": normal(d, 4), "b": normal(4, seed=1), "v": normal(4, seed=2)}
+    x = normal(5, d, seed=3)
+
+    def loss(p, x):
+        def u(x):
+            return jnp.tanh(x @ p["w"] + p["b"]) @ p["v"]
+
+        def residual(x):
+            if form == "one_hot":
+                return jax.jvp(u, (x,), (jax.nn.one_hot(1, d, dtype=x.dtype),))[1] - u(x)
+            return getattr(jax, form)(u)(x).sum() - u(x)
+
+        return jnp.mean(jax.vmap(residual)(x) ** 2)
+
+    plan, statistics = check(loss, params, x)
+    assert [layer.diagonal for layer in plan.layers] == [(False, False)] * 2
+    A = statistics["['w']"].main.A[0]
+    np.testing.assert_allclose(A[-1], [*x.sum(0), 5], rtol=1e-12)  # tangents have no bias
+    np.testing.assert_allclose(A[0, :-1] - x[:, 0] @ x, [1 if d == 1 else 0, 0][:d], atol=1e-12)
+
+
 def test_a_product_with_one_hot_rows_has_a_diagonal_A():
     table, ids = normal(7, 3), jnp.array([1, 2, 1])
 

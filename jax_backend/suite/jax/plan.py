@@ -306,7 +306,9 @@ class _Assembly:
         other = [s for s, transposed in block if transposed]
 
         def counts(sites: list[Site]) -> bool:
-            return any(s.one_hot or isinstance(s.use.product, Lookup) for s in sites)
+            """Whether all rows are one-hot. Tangents may be, e_1, beside rows of numbers."""
+            looked_up = any(isinstance(s.use.product, Lookup) for s in sites)
+            return looked_up or (bool(sites) and all(s.one_hot for s in sites))
 
         elementwise = isinstance(site.use.product, Elementwise)
         diagonal = (
