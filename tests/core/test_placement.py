@@ -14,6 +14,7 @@ from suite.core.placement import (
     LayerShape,
     gradient_workers,
     makespan_bound,
+    plan_owners,
     plan_placement,
 )
 
@@ -130,6 +131,11 @@ def test_a_shuffled_model_is_as_fair():
     for seed in range(5):
         random.Random(seed).shuffle(layers)
         assert plan_placement(layers, 4, 2).makespan <= 4 / 3 * bound
+
+
+def test_owners_of_further_jobs_are_those_with_less_to_do():
+    assert plan_owners([2, 2, 2], 3) == [0, 1, 2]
+    assert plan_owners([2, 2, 2], 3, [9, 0, 3]) == [1, 1, 2]
 
 
 @pytest.mark.parametrize(

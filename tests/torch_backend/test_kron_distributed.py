@@ -150,6 +150,17 @@ def test_shares_of_the_state_add_up_and_are_fair(crew, shared, largest):
     assert parts[0]["collectives"]["Kron's exchange of directions"] == Settings().steps
 
 
+def memory_of_groups() -> int:
+    """Bytes of a rank's state of eight equal matrices in groups of their own."""
+    kron = Kron([{"params": [torch.zeros(8, 8)]} for _ in range(8)], lr=0.1, distributed="shard")
+    return sum(kron.memory_usage().values())
+
+
+def test_groups_are_shared_out_together(crew):
+    (whole,) = crew.run(memory_of_groups, 1)
+    assert crew.run(memory_of_groups, 4) == [whole // 4] * 4
+
+
 def test_without_sharing_nothing_but_the_agreement_is_sent(crew):
     settings = Settings()
     (result, _) = crew.run(train_kron, 2, settings, {"distributed": "replicate"})

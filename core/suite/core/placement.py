@@ -170,11 +170,17 @@ def plan_placement(
     )
 
 
-def plan_owners(costs: Sequence[int], world: int) -> list[int]:
-    """A rank for each of some independent jobs, so that the busiest has as little as possible."""
+def plan_owners(costs: Sequence[int], world: int, loads: Sequence[int] = ()) -> list[int]:
+    """A rank for each of some independent jobs, so that the busiest has as little as possible.
+
+    Args:
+        costs: of the jobs.
+        world: number of ranks.
+        loads: what each rank has to do already; none: nothing.
+    """
     check_integer("world", world, at_least=1)
     jobs = [_Job(cost, number, ((number, ""),)) for number, cost in enumerate(costs)]
-    schedule = _Schedule(world, [tuple(range(world))], jobs, [0] * len(jobs))
+    schedule = _Schedule(world, [tuple(range(world))], jobs, [0] * len(jobs), loads)
     schedule.improve()
     return schedule.rank_of
 
@@ -262,9 +268,11 @@ class _Schedule:
         members: Sequence[tuple[int, ...]],
         jobs: Sequence[_Job],
         group_of_unit: list[int],
+        loads: Sequence[int] = (),
     ) -> None:
         self.members, self.jobs, self.group_of_unit = members, jobs, group_of_unit
-        self.loads = [0] * world
+        self.before = list(loads) or [0] * world
+        self.loads = list(self.before)
         self.rank_of = [0] * len(jobs)
         for group in range(len(members)):
             self._fill(group)
@@ -273,8 +281,9 @@ class _Schedule:
         """Longest processing time first inside of one group."""
         ranks = self.members[group]
         for rank in ranks:
-            self.loads[rank] = 0
-        heap = [(0, rank) for rank in ranks]
+            self.loads[rank] = self.before[rank]
+        heap = [(self.loads[rank], rank) for rank in ranks]
+        heapq.heapify(heap)
         own = [i for i, job in enumerate(self.jobs) if self.group_of_unit[job.unit] == group]
         for i in sorted(own, key=lambda i: (-self.jobs[i].cost, i)):
             load, rank = heapq.heappop(heap)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -295,6 +296,7 @@ class Kron(torch.optim.Optimizer):
             cache_preconditioner=group["cache_preconditioner"],
             ranks=self._ranks,
             shard=self.distributed == "shard",
+            loads=sum((engine.loads() for engine in self._engines), Counter()),
         )
         self._engines.append(engine)
         self._made_for.append({name: group[name] for name in ("seed", *FIXED)})

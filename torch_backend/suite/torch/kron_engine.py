@@ -9,6 +9,7 @@ Over several ranks either all of them do the same, or each has a share of the bl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from suite.core import blocks, buckets, noise
 from suite.core import kron as core_kron
 from suite.torch.collectives import Ranks
 from suite.torch.kron_rounds import Piece, extent, plan_rounds
-from suite.torch.kron_shares import Share, ShareExchange, plan_shares
+from suite.torch.kron_shares import Share, ShareExchange, loads_of, plan_shares
 from suite.torch.kron_storage import KronStorage
 
 
@@ -49,6 +50,7 @@ class KronEngine:
         cache_preconditioner: bool | None,
         ranks: Ranks,
         shard: bool,
+        loads: Mapping[int, int],  # by rank, what its blocks of other groups cost
     ) -> None:
         self.parameters, self.ranks = parameters, ranks
         self.like = [_like(p) for p in parameters]
@@ -58,7 +60,7 @@ class KronEngine:
         self.devices = [p.device for p in parameters]  # which they may leave
         self.dtypes = [p.dtype for p in self.like]  # which they may leave, too, and state does not
         self.plans = [blocks.plan_blocks(p.shape, structure) for p in self.like]
-        self.shares = plan_shares(self.like, self.plans, ranks, shard)
+        self.shares = plan_shares(self.like, self.plans, ranks, shard, loads)
         self.exchange = ShareExchange(self.like, self.plans, self.shares, ranks, shard)
         own = [i for i, share in enumerate(self.shares) if share.owner == ranks.rank]
         self.buckets = tuple(  # of the shares that are here, by their number
@@ -84,6 +86,10 @@ class KronEngine:
             of_blocks = [n for s in shares for n in streams[s.parameter][s.tile][s.start : s.stop]]
             pack = self._new_pack(bucket.key, bucket.blocks, of_blocks)
             self.packs.append(pack._replace(kron=self.storage.keep(pack.kron)))
+
+    def loads(self) -> Counter[int]:
+        """By rank, what its blocks cost."""
+        return loads_of(self.shares, self.plans)
 
     def _complete(self) -> list[list[int]]:
         """The parameters all of whose blocks are done after a round, and not before it."""

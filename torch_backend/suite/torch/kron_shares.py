@@ -8,6 +8,7 @@ rank gets all parts of the gradient, preconditions the whole, and sends everyone
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,10 +35,14 @@ def plan_shares(
     plans: Sequence[blocks.BlockPlan],
     ranks: Ranks,
     shard: bool,
+    loads: Mapping[int, int],
 ) -> list[Share]:
     """All blocks of all parameters, in an order that every rank agrees on.
 
     Without `shard` every rank has all of them.
+
+    Args:
+        loads: by rank, what its blocks of other parameters cost.
     """
     whole = [
         Share(number, tile, 0, plan.tile_blocks(plan.tiles[tile]), ranks.rank)
@@ -58,9 +63,18 @@ def plan_shares(
         jobs.setdefault(key, []).append(i)
     costs = [sum(_cost(parts[i], plans) for i in members) for members in jobs.values()]
     owner: dict[int, int] = {}
-    for members, rank in zip(jobs.values(), plan_owners(costs, ranks.world), strict=True):
+    before = [loads.get(rank, 0) for rank in range(ranks.world)]
+    for members, rank in zip(jobs.values(), plan_owners(costs, ranks.world, before), strict=True):
         owner |= dict.fromkeys(members, rank)
     return [part._replace(owner=owner[i]) for i, part in enumerate(parts)]
+
+
+def loads_of(shares: Sequence[Share], plans: Sequence[blocks.BlockPlan]) -> Counter[int]:
+    """By rank, what its blocks cost."""
+    loads: Counter[int] = Counter()
+    for share in shares:
+        loads[share.owner] += _cost(share, plans)
+    return loads
 
 
 def _cost(share: Share, plans: Sequence[blocks.BlockPlan]) -> int:
