@@ -240,6 +240,19 @@ def test_flat_parameters_are_refused(crew, use_orig_params):
         assert all("use fully_shard" in text for text in said)
 
 
+def sharded_after_it() -> str:
+    model = Net()
+    kfac = kfac_of(model, model)
+    fully_shard(model)
+    return said_by(train, model, kfac, slice(dist.get_rank(), None, 2))
+
+
+def test_a_model_that_is_sharded_after_kfac_is_made_is_an_error_that_says_so(crew):
+    for said in crew.run(sharded_after_it, 2):
+        assert "got others: 'first', 'second', 'head'" in said
+        assert "After replacing parameters, as fully_shard" in said
+
+
 # ---- groups that are given ------------------------------------------------------------------------
 
 

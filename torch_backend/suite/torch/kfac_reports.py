@@ -24,7 +24,7 @@ from suite.torch.model_capture import ModelCapture, Taken
 from suite.torch.recurrent import Product
 
 _ATTACH_AGAIN = (
-    "After replacing parameters, as load_state_dict(assign=True) and transformers' "
+    "After replacing parameters, as fully_shard, load_state_dict(assign=True) and transformers' "
     "resize_token_embeddings do, detach() and attach again"
 )
 
