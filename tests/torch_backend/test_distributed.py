@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from suite.core.placement import LayerShape, plan_placement
 from suite.core.traffic import footprint
@@ -17,6 +18,7 @@ from torch_backend.distributed_jobs import (
     BATCH,
     STEPS,
     Settings,
+    backward,
     batches,
     copies_with_a_group,
     default_groups,
@@ -29,6 +31,8 @@ from torch_backend.distributed_jobs import (
     network,
     order_of_events,
     other_model_on_one_rank,
+    parameters_of,
+    share_of,
     train,
     train_adaptively,
     train_branches,
@@ -39,6 +43,8 @@ from torch_backend.distributed_jobs import (
     train_with_nan,
     treatments,
     whole_between_micro_batches,
+    world_and_rank,
+    wrapped,
 )
 
 pytestmark = pytest.mark.slow
@@ -337,8 +343,6 @@ def test_unequal_batches_of_mean_losses_weigh_by_their_counts(crew):
 
 
 def factors_after_a_step(settings: Settings) -> dict[str, torch.Tensor]:
-    from torch_backend.distributed_jobs import backward, share_of, wrapped
-
     model = network()
     run = wrapped(model, settings)
     kfac = KFAC(run, **settings.kfac)
@@ -347,6 +351,35 @@ def factors_after_a_step(settings: Settings) -> dict[str, torch.Tensor]:
     kfac.step()
     layers = kfac.state_dict()["kfac"]["layers"]
     return {f"{n}.{side}": r[side].clone() for n, r in layers.items() for side in "AG"}
+
+
+def with_ignored_labels(all_of_a_rank: bool) -> tuple[list[torch.Tensor], float | None]:
+    """Parameters, and the number of terms, where ranks have different numbers of labels."""
+    world, rank = world_and_rank()
+    model = network()
+    run = wrapped(model, Settings())
+    given: list[torch.Tensor] = []
+    base = torch.optim.SGD(run.parameters(), lr=0.1)
+    counted = {"loss_reduction": "global_mean", "terms": lambda: (given[-1] >= 0).sum()}
+    kfac = KFAC(run, base, damping=0.03, **counted)
+    for x, y in batches(torch.float64, 4, BATCH):
+        y = y.where(x[:, 0, 0, 0] > 0, -100)
+        if all_of_a_rank:
+            y[::2] = -100
+        given.append(y[rank::world])
+        loss = F.cross_entropy(run(x[rank::world]), given[-1], reduction="sum")
+        (loss * world / (y >= 0).sum()).backward()
+        kfac.step()
+        kfac.zero_grad()
+    return parameters_of(model), kfac.counted_terms
+
+
+@pytest.mark.parametrize("all_of_a_rank", [False, True])
+def test_terms_are_those_that_each_rank_counts_together(crew, all_of_a_rank):
+    expected, terms = with_ignored_labels(all_of_a_rank)
+    for parameters, counted in crew.run(with_ignored_labels, 2, all_of_a_rank):
+        assert distance(parameters, expected) < 1e-9
+        assert counted == terms
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
