@@ -253,6 +253,21 @@ def test_a_model_that_is_sharded_after_kfac_is_made_is_an_error_that_says_so(cre
         assert "After replacing parameters, as fully_shard" in said
 
 
+def inside_of_join() -> tuple[str, int]:
+    model = Net()
+    run = DDP(model)
+    kfac = kfac_of(run, run)
+    with run.join():
+        said = said_by(train, run, kfac, slice(dist.get_rank(), None, 2))
+    return said, kfac.steps
+
+
+def test_join_is_an_error_before_anything_changes(crew):
+    for said, steps in crew.run(inside_of_join, 2):
+        assert "K-FAC does not step inside of DistributedDataParallel.join()" in said
+        assert steps == 0
+
+
 # ---- groups that are given ------------------------------------------------------------------------
 
 

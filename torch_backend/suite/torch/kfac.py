@@ -544,7 +544,8 @@ class KFAC(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: layers have gradients but none was ever seen running (hooks lost to a graph
-                that was compiled before), or gradients are still scaled; nothing has changed then.
+                that was compiled before), or gradients are still scaled, or ranks are inside of
+                DistributedDataParallel.join(); nothing has changed then.
         """
         # Dynamo loses the gradients of slots. Asking for it when it is not loaded would load it.
         # Kept from one step to the next, what is asked for would be a warning where it traces.
@@ -578,6 +579,7 @@ class KFAC(torch.optim.Optimizer):
         require_unscaled(self._grad_scaler, self, self._base)
         self._engine.capture.unwind()
         self._engine.ranks.require_current("KFAC")
+        self._refuse_join()
         scale: Callable[[], float] = functools.partial(scale_of, self._grad_scaler)
         if self._sampler is not None:
             self._sampler.forget()
@@ -686,6 +688,17 @@ class KFAC(torch.optim.Optimizer):
     def __setstate__(self, kfac: dict[str, Any]) -> None:
         self._take_over(kfac, has_inverses=True)
         self._load_counts(kfac)
+
+    def _refuse_join(self) -> None:
+        """RuntimeError inside of DistributedDataParallel.join(); no public question exists."""
+        model = self._engine.model
+        if not isinstance(model, DistributedDataParallel) or self._engine.is_alone:
+            return
+        if getattr(getattr(model, "_join_config", None), "enable", False):
+            raise RuntimeError(
+                "K-FAC does not step inside of DistributedDataParallel.join(), where a rank without "
+                "data answers DDP's messages only: give all ranks as many batches"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and statistics of backward passes that no step has used.
