@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -307,6 +308,54 @@ def test_so_does_every_variant(crew, name):
 def test_single_precision(crew, wrap, strategy):
     settings = Settings(wrap, dtype=torch.float32, kfac={"gradient_worker_fraction": strategy})
     check(crew, 4, settings, within=1e-5)
+
+
+def with_passes_thrown_away(
+    settings: Settings, thrown: bool, compiled: bool = False
+) -> list[torch.Tensor]:
+    """Parameters after some steps, before which gradients of other passes were cleared."""
+    model = network()
+    run: Any = wrapped(model, settings)
+    base = torch.optim.SGD(run.parameters(), lr=0.1)
+    kfac = KFAC(run, base, damping=0.03)
+    if compiled:
+        warnings.filterwarnings("ignore", ".*not a leaf Tensor")  # dynamo looks at .grad
+        run.compile(backend="aot_eager")
+    for number, batch in enumerate(batches(torch.float64, 4, BATCH)):
+        x, y = share_of(batch, settings)
+        if thrown and number != 2:
+            backward(run, 3 * x, y, settings)
+            (run if number else base).zero_grad()
+        backward(run, x, y, settings)
+        kfac.step()
+        kfac.zero_grad()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, Settings("ddp")),
+        (2, Settings("fsdp")),
+        (2, Settings("fsdp", micro=3)),
+        (2, Settings("fsdp", micro=3, held_back=True)),
+        (4, Settings("hsdp", micro=3, held_back=True)),
+    ],
+    ids=["ddp", "fsdp", "accumulation", "held back", "hsdp, held back"],
+)
+def test_passes_whose_gradients_are_cleared_leave_nothing(crew, world, settings):
+    expected = with_passes_thrown_away(settings, False)
+    for parameters in crew.run(with_passes_thrown_away, world, settings, True):
+        assert distance(parameters, expected) < 1e-9
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes")
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_passes_of_compiled_models_whose_gradients_are_cleared_leave_nothing(crew, wrap):
+    settings = Settings(wrap, micro=2)
+    expected = with_passes_thrown_away(settings, False)
+    for parameters in crew.run(with_passes_thrown_away, 2, settings, True, True):
+        assert distance(parameters, expected) < 1e-9
 
 
 @pytest.mark.parametrize("fisher", ["empirical", "type-2"])

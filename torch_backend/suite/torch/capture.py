@@ -768,8 +768,7 @@ class LayerCapture:
         Args:
             again: whether a checkpoint runs the layer for the backward pass.
         """
-        # Then None may mean that a micro-batch's are not reduced yet, or summed up elsewhere.
-        if self.held_back or self.taken_elsewhere:
+        if self.taken_elsewhere:  # or are a micro-batch's, which fully_shard has not reduced yet
             return
         if self.clock.pass_elsewhere():  # whose gradients are still to come
             return
@@ -796,7 +795,7 @@ class LayerCapture:
 
         For forward passes that torch.compile compiled, which do not ask.
         """
-        if self.pass_handles or self.held_back:
+        if self.pass_handles:
             return
         own, before = weakref.ref(self), -1
 
