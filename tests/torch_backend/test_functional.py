@@ -1700,6 +1700,8 @@ ALSO = {
     "a copy": (lambda h, w, b: F.linear(h, w.clone(), b), False),
     "a view": (lambda h, w, b: F.linear(h, w.view(6, 6), b), False),
     "the transpose": (lambda h, w, b: h @ w, False),
+    "its dtype": (lambda h, w, b: h.float().type_as(w) + h.float().to(w), False),
+    "its shape, as such": (lambda h, w, b: h.repeat(2, 1)[:6].mT.reshape_as(w).view_as(w), False),
     "its shape": (lambda h, w, b: h.view(-1, w.shape[0]) + torch.zeros_like(w).sum(), False),
     "the bias": (lambda h, w, b: h + b.square(), False),
     "a function of it": (lambda h, w, b: F.linear(h, w.tanh(), b), True),

@@ -60,6 +60,7 @@ from suite.torch.operations import (
     ADDITIONS,
     CASTS,
     JOINS,
+    SHAPED_LIKE,
     SUMS,
     T,
     is_subtracted,
@@ -467,7 +468,7 @@ class _Watching(Mode):
             found = self._seen(function, args, kwargs, output)
             if self.is_traced:
                 if found is output and self._count() == before:
-                    self._stray_in_graph(args, kwargs, output)
+                    self._stray_in_graph(function, args, kwargs, output)
                 self.refresh_followed()
             return found
 
@@ -659,11 +660,13 @@ class _Watching(Mode):
         """Of what is known by now, and followed."""
         return len(self.known) + len(self.made) + len(self.products)
 
-    def _stray_in_graph(self, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+    def _stray_in_graph(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         """What nobody understood made this of a child's weight, unless it is a view of that.
 
         Of functions that no graph has, autograd tells more, and `UseCounter` counts them.
         """
+        if function in CASTS or function in SHAPED_LIKE:
+            return
         for x in tensors_given(args, kwargs):
             base = x if x._base is None else x._base
             if output is x or output._base is base:

@@ -21,6 +21,7 @@ ADDED = {torch.addmm, T.addmm}
 ADDED_ENTRYWISE, LERP = {torch.addcmul, T.addcmul}, {torch.lerp, T.lerp}
 MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
 CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T.clone}
+SHAPED_LIKE = {T.view_as, T.reshape_as, T.expand_as}  # their second argument
 VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip

@@ -24,7 +24,7 @@ from suite.torch.hooks import (
     when_reached,
 )
 from suite.torch.made_weights import node_of, reached_from
-from suite.torch.operations import CASTS, WRITES
+from suite.torch.operations import CASTS, SHAPED_LIKE, WRITES
 
 # Kinds whose module passes its weight to one function in every call.
 _COUNTED = ("dense", "convolution", "transposed", "embedding", "bag")
@@ -162,7 +162,7 @@ class _Counting(Mode):
             weight = self._weight(args[0])
             if weight and output is not args[0]:
                 self.casts[id(output)] = output, weight
-        if function in CASTS or any(self._weight(x) for x in made):
+        if function in CASTS or function in SHAPED_LIKE or any(self._weight(x) for x in made):
             return  # a view: what takes it is the use
         given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
         for weight in [self._weight(operand) for operands in given for operand in operands]:
