@@ -981,6 +981,23 @@ def test_a_layer_that_the_optimizer_moves_later_is_covered_from_then_on():
     assert not torch.allclose(model[0].weight.grad, plain)
 
 
+@pytest.mark.parametrize("with_base", [False, True])
+def test_gradients_that_are_one_number_for_many_can_be_written_to(with_base):
+    found = []
+    for dense in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1) if with_base else None)
+        model(torch.randn(5, 4)).sum().backward()
+        for p in model.parameters():
+            p.grad = torch.ones(()).expand(p.shape)
+            p.grad = p.grad.clone(memory_format=torch.contiguous_format) if dense else p.grad
+        kfac.step()
+        found += [x for p in model.parameters() for x in (p, p.grad)]
+    for own, other in zip(found[:4], found[4:], strict=True):
+        assert same(own, other)
+
+
 def test_gradients_without_a_backward_pass_are_an_error_that_says_what_made_them():
     def attached():
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))

@@ -400,8 +400,16 @@ def require_not_hidden(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def settle(parameters: Iterable[Any]) -> None:
-    """Lay gradients out as their parameters; tensor parallelism may leave sums over ranks to be done."""
+    """Lay gradients out as their parameters; tensor parallelism may leave sums over ranks to be done.
+
+    One number for many, as `torch.autograd.grad` has a sum's, cannot be written to.
+    """
     for p in parameters:
         g = p.grad
-        if g is not None and is_sharded(g) and tuple(g.placements) != tuple(p.placements):
-            p.grad = g.redistribute(placements=p.placements)
+        if g is None:
+            continue
+        if is_sharded(g):
+            if tuple(g.placements) != tuple(p.placements):
+                p.grad = g.redistribute(placements=p.placements)
+        elif g.layout is torch.strided and 0 in g.stride():
+            p.grad = g.contiguous()
