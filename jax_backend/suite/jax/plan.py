@@ -170,12 +170,17 @@ class _Assembly:
             reason = self.excluded(leaf, own)
             if not reason and any(not isinstance(s.use.product, Elementwise) for s in own):
                 reason = "a layer's weight, but also added or multiplied elementwise"
-            if not reason and len({signature(self.shapes[leaf], s.view) for s in own}) > 1:
+            alike: dict[Signature | None, list[tuple[Site, bool]]] = {}
+            for s in own:
+                alike.setdefault(signature(self.shapes[leaf], s.view), []).append((s, False))
+            views = [block[0][0].view for block in alike.values()]
+            if not reason and len(views) > 1 and (None in alike or overlap(self.shapes[leaf], views)):
                 reason = "used in ways that overlap without being equal"
             if reason:
                 self.reasons[leaf] = reason
-            else:
-                layers.append(self.layer(leaf, None, [(s, False) for s in own], None))
+                continue
+            for number, block in enumerate(alike.values()):
+                layers.append(self.layer(leaf, number if len(alike) > 1 else None, block, None))
         for leaf in self.uses.others:
             if leaf not in self.reasons and leaf not in sites and leaf not in self.uses.biases:
                 self.reasons[leaf] = self.excluded(leaf, [])
