@@ -955,6 +955,40 @@ def test_a_head_exchanged_for_another_is_reported_and_stays_plain(to_base):
     assert routes["2.weight"].shape == (5, 3)
 
 
+@pytest.mark.parametrize("around", [True, False])
+def test_a_head_that_was_exchanged_takes_no_part_in_steps(around):
+    """Its last gradient may be there for ever: whoever clears gradients knows those of the new one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, base if around else None, damping=0.01, lr=0.1)
+
+    def step() -> list[torch.Tensor]:
+        """Gradients of the first layer, before the step."""
+        base.zero_grad()
+        (10 * model(torch.randn(5, 4, dtype=torch.float64))).square().mean().backward()
+        found = [p.grad.clone() for p in model[0].parameters()]
+        kfac.step()
+        return found
+
+    step()
+    old, model[2] = model[2], nn.Linear(3, 5).double()
+    if around:
+        base.param_groups[0]["params"] = list(model.parameters())
+    else:
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+    left = old.weight.grad.clone()
+    with pytest.warns(RuntimeWarning, match="not covered when.*'2.weight', '2.bias'"):
+        step()
+    gradients = step()  # without a warning: that has been said
+    assert torch.equal(old.weight.grad, left)
+    # ν = √(0.001 / (lr² Σ⟨direction, gradient⟩)), of what is still a layer.
+    clip = kfac.metrics()["kl_clip_coefficient"]
+    clipped = [p.grad for p in model[0].parameters()]
+    product = sum(float((d * g).sum()) for d, g in zip(clipped, gradients, strict=True)) / clip
+    assert clip == pytest.approx((0.001 / (0.1**2 * product)) ** 0.5, rel=1e-9)
+
+
 def test_what_was_named_by_skip_layers_may_be_moved_later_without_a_word():
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2), nn.Linear(2, 2))
     model[3].requires_grad_(False)

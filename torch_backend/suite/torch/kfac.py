@@ -360,7 +360,6 @@ class KFAC(torch.optim.Optimizer):
         covered = {id(p): p for layer in self._engine.layers for p in layer.parameters()}
         super().__init__(list(covered.values()), {"lr": lr} if optimizer is None else {})
         self._base = optimizer
-        self._known_groups = 0 if optimizer is None else len(optimizer.param_groups)
         self._steps = 0
         self._handed_over: Any = None  # state to a process that was started with this, which shares it
         self._is_graphed = False  # whether GraphedStep records this step
@@ -447,14 +446,7 @@ class KFAC(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         self._base.add_param_group(param_group)
-        self._tell_of_new_groups()
-
-    def _tell_of_new_groups(self) -> None:
-        """Of groups that the base optimizer was given by now."""
-        if self._base is not None:
-            for group in self._base.param_groups[self._known_groups :]:
-                self._engine.reports.added(group["params"])
-            self._known_groups = len(self._base.param_groups)
+        self._engine.reports.added(self._base.param_groups[-1]["params"])
 
     @property
     def model(self) -> nn.Module:
@@ -574,8 +566,6 @@ class KFAC(torch.optim.Optimizer):
         kl_clip = self.hyperparameter("kl_clip")
         self._engine.reports.periods(self._engine.rule, factor_update_steps, inv_update_steps)
         self._at("factor_update_steps", self._steps + 1)  # what is wrong with it is said now
-        self._tell_of_new_groups()
-        lr_of, moves = self._lr_of(), self._moves()
         require_unscaled(self._grad_scaler, self, self._base)
         self._engine.capture.unwind()
         self._engine.ranks.require_current("KFAC")
@@ -586,10 +576,12 @@ class KFAC(torch.optim.Optimizer):
             scale = self._sampler.scale
         taken = self._engine.capture.take_statistics(scale)
         parameters = self._parameters()
+        lr_of, moves = self._lr_of(), _among(parameters)
         settle(parameters)
         due = self._spread_inverses or self._steps % inv_update_steps == 0
         doubted, reads = self._overdue.doubted, not self._is_graphed
         agreed = self._engine.agree(parameters, taken, moves, doubted, reads=reads)
+        self._engine.reports.joined(parameters)
         if not self._compared and agreed.present:
             self._engine.require_the_same_parameters(agreed)
             if self._grad_scaler is None and self._sampler is None:
@@ -647,13 +639,6 @@ class KFAC(torch.optim.Optimizer):
 
     def _named_parameters(self) -> dict[str, Any]:
         return self._engine.reports.parameters()
-
-    def _moves(self) -> Callable[[nn.Parameter], bool]:
-        """Whether a parameter's gradient is the optimizer's business, and cleared by it."""
-        if self._base is None:
-            return lambda parameter: True
-        moved = _moved_by(self._base)
-        return lambda parameter: id(parameter) in moved
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -726,7 +711,7 @@ class KFAC(torch.optim.Optimizer):
 
     def routing(self) -> Routing:
         """What happens to every parameter of the model and the optimizer, and why; prints as a table."""
-        of_model = self._engine.routing(self._moves())
+        of_model = self._engine.routing(_among(self._parameters()))
         return Routing((*of_model.routes, *self._beside_the_model()))
 
     def _beside_the_model(self) -> Iterator[Route]:
@@ -919,6 +904,12 @@ KFACPreconditioner = KFAC
 
 def _moved_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _among(parameters: Sequence[torch.Tensor]) -> Callable[[nn.Parameter], bool]:
+    """Whether a parameter is one of these, whose gradients the optimizer uses, and clears."""
+    own = {id(p) for p in parameters}
+    return lambda parameter: id(parameter) in own
 
 
 def _is_short(setting: Any) -> bool:

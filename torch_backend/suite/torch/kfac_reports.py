@@ -43,6 +43,8 @@ class Reports:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._named = named_with_owners(model)
         self._known = self.named_parameters()
+        # Those, and what the optimizer was given since.
+        self._met: dict[int, torch.Tensor] = {id(p): p for p in self._known.values()}
         self._has_seen = self._torn_reported = False
         self._has_compiled = False  # any layer
         self._said_periods = self._said_idle = False
@@ -255,17 +257,24 @@ class Reports:
 
     def added(self, parameters: Iterable[torch.Tensor]) -> None:
         """Warn of what the optimizer moves from now on and only a new K-FAC would cover."""
-        added = {id(p) for p in parameters}
+        added = {id(p): p for p in parameters}
+        self._met |= added
         frozen = {id(p) for p in self._frozen}
         self._frozen = [p for p in self._frozen if id(p) not in added]
         known = {id(p) for p in self._known.values()} - frozen
-        names = [name for name, p in self.parameters().items() if id(p) in added - known]
+        names = [name for name, p in self.parameters().items() if id(p) in added.keys() - known]
         if names:
             listed = ", ".join(repr(self._name_of(name)) for name in names)
             warn_user(
                 "these parameters were not covered when K-FAC was attached and keep their gradients "
                 f"plain until you detach() and attach again: {listed}"
             )
+
+    def joined(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Warn, of each once, about what has a gradient and came later than K-FAC: a new head."""
+        new = [p for p in parameters if p.grad is not None and id(p) not in self._met]
+        if new:
+            self.added(new)
 
     def strays(self) -> None:
         """Once: warn about weights that something else than their layers uses."""
