@@ -428,6 +428,30 @@ def test_a_loss_scale_changes_nothing(fisher):
         assert_close(direction, expected)
 
 
+class ActorCritic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.actor, self.critic = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 1)
+
+    def forward(self, x):
+        h = torch.tanh(self.trunk(x))
+        return self.actor(h), self.critic(h)
+
+
+@pytest.mark.parametrize("fisher", ["mc", "type-2"])
+def test_a_head_that_the_likelihood_is_not_about_is_named_and_stays_plain(fisher):
+    model, x = double(ActorCritic), numbers(6, 4)
+    likelihood = {"fisher": fisher, "likelihood": "categorical", "output_of": lambda found: found[0]}
+    kfac = KFAC(model, kl_clip=None, **likelihood)
+    logits, value = model(x)
+    (logits.logsumexp(1).mean() + value.square().mean()).backward()
+    plain = model.critic.weight.grad.clone()
+    said = "Not seen are layers that the tensor of output_of= is not made of, .*: 'critic'$"
+    with pytest.warns(RuntimeWarning, match=said):
+        kfac.step()
+    assert torch.equal(model.critic.weight.grad, plain)
+
+
 class Pooled(nn.Module):
     """No linear layer after the pooling: the last layer has more positions than the loss has terms."""
 

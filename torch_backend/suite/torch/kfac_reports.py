@@ -214,13 +214,16 @@ class Reports:
         self._unseen.difference_update(unseen)
         if unseen:
             names = ", ".join(repr(self.layers[i].name) for i in unseen)
+            sampled = (
+                "layers that the tensor of output_of= is not made of, " * self.capture.clock.sampled
+            )
             warn_user(
                 "these layers got a gradient but were not seen running, and keep it plain (times "
-                "kl_clip's coefficient) until they are. Not seen are calls in eval mode, by torch.func, "
-                "with nested tensors, or inside of another's autograd.Function as by odeint_adjoint, "
-                "what a module does with its own parameters outside of every forward (a method that a "
-                "training loop calls), and functions that K-FAC does not know, of a weight, of what is "
-                f"made of one, or with another bias: {names}"
+                f"kl_clip's coefficient) until they are. Not seen are {sampled}calls in eval mode, by "
+                "torch.func, with nested tensors, or inside of another's autograd.Function as by "
+                "odeint_adjoint, what a module does with its own parameters outside of every forward (a "
+                "method that a training loop calls), and functions that K-FAC does not know, of a "
+                f"weight, of what is made of one, or with another bias: {names}"
             )
 
     def stale(self, layers: Sequence[int]) -> None:
