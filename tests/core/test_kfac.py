@@ -499,6 +499,20 @@ def test_directions_from_rows_are_those_of_the_gradient_they_make(xp, bias):
 
 
 @pytest.mark.parametrize("bias", [False, True])
+def test_no_rows_fit_a_gradient_of_zeros_alone(xp, bias):
+    A, G = positive_definite(1, 5), positive_definite(1, 3)
+    a, g = normal(1, 0, 5), normal(1, 0, 3)
+    fits = functools.partial(_fits, xp, a, g, probes_for(xp.asarray(A), xp.asarray(G)), bias)
+    assert fits(np.zeros((1, 3, 5))).all()
+    assert not fits(normal(1, 3, 5)).any()
+    rows = a[..., : 5 - bias], g
+    parts = xp.run(KFAC("inverse").apply_to_rows, *map(xp.asarray, (A, G, *rows)), bias=bias)
+    assert not to_numpy(parts[0]).any()
+    assert to_numpy(parts[0]).shape == (1, 3, 5 - bias)
+    assert not bias or not to_numpy(parts[1]).any()
+
+
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_do_not_fit_a_gradient_whose_direction_is_off_by_a_matrix_of_rank_one(xp, seed, bias):
     A, G = positive_definite(1, 40), positive_definite(1, 30)

@@ -152,6 +152,27 @@ def test_the_trajectory_is_the_same(monkeypatch, name):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+class Experts(Model):
+    """Each example goes to one of two, of which one now and then gets none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        chosen = x[:, 0] > 1
+        parts = self.again(h[chosen]), torch.tanh(h[~chosen])
+        return self.head(torch.relu_(self.bare(torch.cat(parts)[(~chosen).argsort().argsort()])))
+
+
+@pytest.mark.parametrize("method", ["inverse", "eigen", "newton_schulz"])
+def test_an_expert_that_gets_no_rows_after_others_is_left_where_it_is(monkeypatch, method):
+    settings = {"compute_method": method, "kl_clip": None}
+    thin = Run(monkeypatch, True, Experts)
+    found = thin.train(settings, steps=12)
+    assert thin.uses > 2 * 12
+    expected = Run(monkeypatch, False, Experts).train(settings, steps=12)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:statistics miss some uses:RuntimeWarning")
 def test_second_moments_of_an_eigenbasis_are_those_of_directions_from_rows(monkeypatch):
     """For one refresh: where eigenvalues are equal, the next one's basis depends on rounding."""

@@ -507,7 +507,7 @@ def rows_fit(
         of_gradient = of_gradient + rest * xp.astype(bias, dtype)[..., None, :]
         of_rows = of_rows + rest
     of_gradient, of_rows, left_rows = (
-        xp.reshape(x, (*x.shape[:-2], ways, -1, x.shape[-1]))
+        xp.reshape(x, (*x.shape[:-2], ways, x.shape[-2] // ways, x.shape[-1]))  # of no rows, too
         for x in (of_gradient, of_rows, linalg.times_transposed(left, g))
     )
     expected = linalg.times_transposed(probes.left, of_gradient)
