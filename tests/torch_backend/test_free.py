@@ -775,6 +775,54 @@ def test_batches_of_other_sizes_and_in_other_parts_average_like_any(reduction):
             assert_close(product, weighted_mean(expected[name], 0.95))
 
 
+class Last(nn.Module):
+    """A linear layer with a mask, or with noise in its weights (NoisyNet), behind all others."""
+
+    def __init__(self, noisy):
+        super().__init__()
+        self.body, self.noisy = nn.Linear(4, 5), noisy
+        self.weight, self.bias = nn.Parameter(numbers(3, 5, seed=1)), nn.Parameter(numbers(3, seed=2))
+        self.register_buffer("by_weight", numbers(3, 5, seed=3))
+        self.register_buffer("by_bias", numbers(3, seed=4))
+        if noisy:
+            self.of_weight, self.of_bias = nn.Parameter(numbers(3, 5)), nn.Parameter(numbers(3))
+
+    def forward(self, x):
+        weight, bias = self.weight * (self.by_weight > 0), self.bias
+        if self.noisy:
+            weight, bias = (
+                self.weight + self.of_weight * self.by_weight,
+                bias + self.of_bias * self.by_bias,
+            )
+        return F.linear(torch.tanh(self.body(x)), weight, bias)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("noisy", [True, False])
+@pytest.mark.parametrize("discard", [True, False])
+def test_what_a_backward_pass_comes_to_first_is_kept_in_every_step(noisy, parts, discard):
+    """Probes of a weight and a bias are behind one output, before the bias itself has a gradient."""
+    model = double(lambda: Last(noisy))
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    names = [name for name, _ in model.named_parameters() if "body" not in name]
+    own, expected = [model.get_parameter(name) for name in names], {name: [] for name in names}
+    for seed in range(4):
+        kfac.zero_grad()
+        batch = numbers(6, 4, seed=seed)
+        if discard:
+            loss_of(model(3 * batch)).backward()
+            model.zero_grad()
+        for x in batch.chunk(parts):
+            (loss_of(model(x)) / parts).backward()
+        kfac.step()
+        gradients = [torch.autograd.grad(loss_of(model(x), "sum"), own) for x in batch.split(1)]
+        for name, found in zip(names, zip(*gradients, strict=True), strict=True):
+            expected[name].append(torch.stack(found).square().mean(0).flatten().numpy())
+    for name, (A, G) in held(kfac).items():
+        if name in expected:
+            assert_close((A * G.reshape(1, 1))[0], weighted_mean(expected[name], 0.95))
+
+
 class Experts(nn.Module):
     """One of three for each example, with all their weights in stacks."""
 

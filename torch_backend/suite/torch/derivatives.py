@@ -138,6 +138,7 @@ class DerivativeProbe(torch.autograd.Function):
             on = source.capture.passed(source, ctx.call, gradient, given, scale, not ctx.turned)
         if not wanted[2] or not waits or not (clock.sampling or is_awaited(ctx.slot)):
             return on, *(None,) * 14
+        clock.passes()
         run, first = ctx.call.run, ctx.call.is_first()
         counted = (run is None or run.reached()) and first
         spec, dtype = source.site.spec, ctx.slot.dtype

@@ -652,9 +652,12 @@ def _probed(
     run = None
     if counts and watched.capture is not None:
         run = watched.recorded.ran(watched.capture, False, in_backward(), False, True)
-    apply = _FreeProbe.apply if torch.compiler.is_compiling() else _FreeProbeOfDuals.apply
+    is_compiling = torch.compiler.is_compiling()
+    apply = _FreeProbe.apply if is_compiling else _FreeProbeOfDuals.apply
+    told = None if is_compiling else watched.recorded
+    rest = in_place, source, run, told, member
     with without_modes():
-        probed: T = apply(output, other, *slots, how, watched.clock, ends, in_place, source, run, member)
+        probed: T = apply(output, other, *slots, how, watched.clock, ends, *rest)
     return probed
 
 
@@ -691,7 +694,8 @@ class _Source(NamedTuple):
         def probe(y: T) -> T:
             slots = watched.slot, watched.ones, watched.counts
             following = self._replace(turned=not self.turned)
-            given = gradient, *slots, self.how, watched.clock, ends, False, following, None, None
+            rest = following, None, watched.recorded, None
+            given = gradient, *slots, self.how, watched.clock, ends, False, *rest
             probed: T = _FreeProbeOfDuals.apply(y, *given)
             return probed
 
@@ -729,9 +733,11 @@ class _FreeProbe(torch.autograd.Function):
         in_place: bool,
         source: _Source | None,
         run: Run | None,
+        told: Any,
         member: Member | None,
     ) -> T:
-        ctx.source, ctx.slot, ctx.run, ctx.member = source, ones, run, member
+        """`told`: the clock, of backward passes."""
+        ctx.source, ctx.slot, ctx.run, ctx.told, ctx.member = source, ones, run, told, member
         ctx.save_for_backward(other, ends)
         ctx.how, ctx.shape, ctx.dtype, ctx.clock = how, slot.shape, slot.dtype, clock
         ctx.in_place = in_place
@@ -749,7 +755,9 @@ class _FreeProbe(torch.autograd.Function):
             waits = waits and is_awaited(ctx.slot)
         run: Run | None = ctx.run
         if not ctx.needs_input_grad[2] or not waits or not (run is None or run.is_awaited()):
-            return on, *(None,) * 11
+            return on, *(None,) * 12
+        if run is None and ctx.told is not None:
+            ctx.told.passes()  # a run says so itself
         counts = run is None or run.reached()
         turned = ctx.source is not None and ctx.source.turned  # of a derivative of the product
         counts = counts and not turned and ctx.how.into_first is not None
@@ -774,11 +782,11 @@ class _FreeProbe(torch.autograd.Function):
                 assert other is not None
                 g, other = ctx.member.gathers(g * (other * ctx.member.derivative(ctx.dtype))), None
                 if g is None:
-                    return on, *(None,) * 11
+                    return on, *(None,) * 12
             squares = elementwise_second_moment_sum(g, other, kind, shape, ends, reduce=reduce)
             squares = squares.reshape(ctx.shape)
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
-        return on, None, squares, one, counts_like(one, 1, positions), *(None,) * 7
+        return on, None, squares, one, counts_like(one, 1, positions), *(None,) * 8
 
 
 class _FreeProbeOfDuals(_FreeProbe):

@@ -280,7 +280,8 @@ def _probed(output: T, rows: _Rows, watched: _Watched) -> T:
     if rows.x.requires_grad and not torch.compiler.is_compiling():
         recorded = watched.capture
     run = watched.capture.clock.ran(watched.capture, False, in_backward(), False)
-    given = rows, watched.diagonal, watched.clock, rows.ends, *watched.bases, recorded, run
+    told = None if torch.compiler.is_compiling() else watched.capture.clock
+    given = rows, watched.diagonal, watched.clock, rows.ends, *watched.bases, recorded, run, told
     with without_modes():
         probed: T = apply(output, dense(rows.x), *slots, *given)
     return probed
@@ -304,11 +305,16 @@ class _StackProbe(torch.autograd.Function):
         vectors_G: T | None,
         recorded: LayerCapture | None,
         run: Run | None,
+        told: CaptureClock | None,
     ) -> T:
-        """`recorded`: whose uses in derivatives are missed, if there are any."""
+        """
+        Args:
+            recorded: whose uses in derivatives are missed, if there are any.
+            told: of backward passes.
+        """
         ctx.save_for_backward(x, ends, vectors_A, vectors_G)
         ctx.of_input, ctx.of_output = rows.of_input, rows.of_output
-        ctx.diagonal, ctx.clock, ctx.recorded, ctx.run = diagonal, clock, recorded, run
+        ctx.diagonal, ctx.clock, ctx.recorded, ctx.run, ctx.told = diagonal, clock, recorded, run, told
         ctx.dtype = G.dtype
         ctx.shapes = A.shape, G.shape, None if products is None else products.shape
         return passed_on(y)
@@ -324,7 +330,9 @@ class _StackProbe(torch.autograd.Function):
             waits = waits and is_awaited(capture.G)
         waits = waits and (ctx.run is None or ctx.run.is_awaited())
         if not ctx.needs_input_grad[3] or not waits:
-            return on, *(None,) * 13
+            return on, *(None,) * 14
+        if ctx.run is None and ctx.told is not None:
+            ctx.told.passes()  # a run says so itself
         counted = ctx.run is None or ctx.run.reached()
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             inputs = ctx.of_input(x.detach().to(ctx.dtype))
@@ -349,7 +357,7 @@ class _StackProbe(torch.autograd.Function):
             ]
             positions = math.prod(outputs.shape[:-1]) if counted else 0
             counts = counts_like(outputs, outputs.shape[-2], positions)
-        return on, None, *sums[:2], counts, sums[2], *(None,) * 8
+        return on, None, *sums[:2], counts, sums[2], *(None,) * 9
 
 
 class _StackProbeOfDuals(_StackProbe):
