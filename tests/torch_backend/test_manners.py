@@ -1153,6 +1153,28 @@ def test_passes_that_are_thrown_away_leave_nothing(how, freeze, parts, skip):
             torch.testing.assert_close(found[1][name][key], tensor, rtol=1e-9, atol=1e-12)
 
 
+def test_a_pass_is_thrown_away_before_its_layer_is_frozen():
+    """An actor's loss goes through its critic, which is frozen meanwhile, after a batch that failed."""
+    found = []
+    for thrown in (False, True):
+        torch.manual_seed(0)
+        model = Recomputing("").double()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for seed, frozen in enumerate([True, False, True]):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)).double()
+            if thrown:
+                (9 * model(2 * x).logsumexp(-1).mean()).backward()
+            model.zero_grad()
+            model.body.requires_grad_(not frozen)
+            model(x).logsumexp(-1).mean().backward()
+            model.body.requires_grad_(True)
+            kfac.step()
+        found.append(kfac.state_dict()["kfac"]["layers"])
+    for name, record in found[0].items():
+        for key, tensor in record.items():
+            torch.testing.assert_close(found[1][name][key], tensor, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
 @pytest.mark.parametrize("how", ["", "compiled", "a compiled layer"])

@@ -188,6 +188,7 @@ def test_gradients_that_are_zeroed_in_place_keep_the_statistics_of_their_pass():
     assert_alike(trained(copy.deepcopy(model), by_task), trained(model, at_once))
 
 
+@pytest.mark.filterwarnings("ignore:these parameters were not covered:RuntimeWarning")  # the new one
 def test_a_weight_that_another_module_had_too_and_has_no_more_is_still_trained():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Tanh(), nn.Linear(5, 5, bias=False)).double()
@@ -226,6 +227,7 @@ def test_a_call_with_detached_weights_in_their_place_leaves_no_trace(place):
     assert before.grad.abs().max() > 0
 
 
+@pytest.mark.filterwarnings("ignore:these parameters were not covered:RuntimeWarning")  # the new one
 @pytest.mark.parametrize("how", ["exchanged", "by functional_call"])
 def test_a_layer_with_another_bias_is_still_trained(how):
     model, x, _ = made("linear")

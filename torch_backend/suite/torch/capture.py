@@ -780,8 +780,7 @@ class LayerCapture:
         return any(self._sum(slot) is not None for slot in (self.G, *self.transposed[1:2]))
 
     def _has_no_gradients(self) -> bool:
-        trained = [p for p in self.layer.parameters() if p.requires_grad]  # others never have one
-        return bool(trained) and all(p.grad is None for p in trained)
+        return all(p.grad is None for p in self.layer.parameters())
 
     def note_gradients(self) -> None:
         """A backward pass is over: hooks may have taken its gradients elsewhere as they came."""
