@@ -354,6 +354,53 @@ def test_parameters_of_a_module_s_own(kind, order):
         assert_close((A * G).reshape(squares.shape), terms * squares)
 
 
+@pytest.mark.parametrize("shape", ["one slope", "a slope for each channel", "channels before places"])
+def test_slopes_of_a_prelu(shape):
+    """∂u/∂x = p ∂u/∂y where x < 0: a product entry by entry, whose slope is a use of p."""
+    places = shape == "channels before places"
+
+    def make():
+        act = nn.PReLU() if shape == "one slope" else nn.PReLU(4 if places else 8)
+        return nn.Sequential(nn.Linear(3, 8), act, nn.Linear(8, 1))
+
+    model, x, uses = double(make), numbers(6, 3), []
+
+    def network(x, act):
+        h = model[0](x)
+        return model[2](act(h.unflatten(1, (4, 2))).flatten(1) if places else act(h))
+
+    kfac = KFAC(model, kl_clip=None)
+    penalty(lambda x: network(x, model[1]), x).backward()
+    kfac.step()
+    model.zero_grad()
+
+    def act(h):
+        p = model[1].weight[:, None].expand(4, 2) if places else model[1].weight.expand(8)
+        return torch.where(
+            h > 0, h, Times.apply(h.clamp(max=0), p.expand_as(h[0]), uses, False, True, True)
+        )
+
+    penalty(lambda x: network(x, act), x).backward()
+    squares = sum((u.x * u.g).square().sum(0) for u in uses)
+    squares = {"one slope": squares.sum()[None], "channels before places": squares.sum(-1)}.get(
+        shape, squares
+    )
+    A, G = held(kfac)["1.weight"]
+    assert_close((A * G.reshape(1, 1))[0], 6 * squares)
+
+
+def test_second_derivatives_of_a_prelu_are_reported():
+    model = double(lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Tanh(), nn.Linear(4, 1)))
+    plain = copy.deepcopy(model)
+    kfac = KFAC(model, kl_clip=None)
+    for net in (model, plain):
+        laplacian(net, inside()).square().mean().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(gradient(p), gradient(q))
+    with pytest.warns(RuntimeWarning, match="has no part in their statistics: '1.weight'$"):
+        kfac.step()
+
+
 def test_a_function_that_gets_the_weight_and_a_weight_norm():
     class Functional(nn.Module):
         def __init__(self):

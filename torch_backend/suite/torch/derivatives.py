@@ -69,9 +69,10 @@ def follow(x: torch.Tensor, probe: Callable[[torch.Tensor], torch.Tensor]) -> No
         x = torch.autograd.graph.get_gradient_edge(x).node.variable  # type: ignore[attr-defined]
     now = torch._C._current_graph_task_id()
 
-    def arrived(gradient: torch.Tensor) -> torch.Tensor | None:
-        here = torch._C._current_graph_task_id() == now and gradient.requires_grad
-        return probe(gradient) if here else None
+    def arrived(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None or torch._C._current_graph_task_id() != now:
+            return None
+        return probe(gradient) if gradient.requires_grad else None
 
     handle = x.register_hook(arrived)
     engine: Any = torch.autograd.Variable._execution_engine

@@ -601,7 +601,7 @@ def _probed(
     """
     others = [x for i, x in enumerate(args[:2]) if i != place and isinstance(x, T)]
     slot, shape = watched.slot, watched.slot.shape
-    kind, other, axes, followed = "", None, None, True
+    kind, other, axes, followed, negative = "", None, None, True, False
     if function in SUMS or (function in COPIES and place == 0 and _broadcasts(shape, output.shape)):
         kind = "sum"
     elif function in TIMES and len(others) == 1:
@@ -612,7 +612,7 @@ def _probed(
         kind, other = "product", _factor(function, args, place)
         followed = not others[0].requires_grad  # in derivatives
     elif function in PRELU and place == 1:
-        kind, other = "product", others[0].clamp(max=0)
+        kind, other, negative = "product", others[0], True
         if other.ndim > 1 and len(shape) == 1:  # one for each channel, or for all
             slot = slot.reshape(-1, *(1,) * (other.ndim - 2))
     elif function is F.linear and place == 1 and len(shape) == 2:
@@ -644,10 +644,11 @@ def _probed(
         return None  # a factor of a matrix's rows: its gradient is a sum over them, not a row of x
     counts = kind in _FEATURES and not without_rows(other)
     into_first = (kind in ("right", "grouped")) != watched.turned if counts else None
-    how, source = _How(kind, axes, watched.reduce, into_first), None
+    how, source = _How(kind, axes, watched.reduce, into_first, negative), None
     unfollowed = in_place or not followed
     if isinstance(other, T) and other.requires_grad | unfollowed and not torch.compiler.is_compiling():
-        source = _Source(watched, how, not unfollowed and not output.dtype.is_complex)
+        understood = not unfollowed and not output.dtype.is_complex
+        source = _Source(watched._replace(slot=slot), how, understood)
     slots = slot if member is None else member.origin.slot, watched.ones, watched.counts
     run = None
     if counts and watched.capture is not None:
@@ -668,6 +669,7 @@ class _How(NamedTuple):
     axes: Axes | None  # where features are, if not last
     reduce: bool
     into_first: bool | None  # whether the parameter lies (in, out); None: this is no product of rows
+    negative: bool = False  # whether of what it is multiplied with only what is negative counts (PReLU)
 
 
 class _Source(NamedTuple):
@@ -693,9 +695,12 @@ class _Source(NamedTuple):
 
         def probe(y: T) -> T:
             slots = watched.slot, watched.ones, watched.counts
-            following = self._replace(turned=not self.turned)
+            x, following = gradient, self._replace(turned=not self.turned)
+            if self.how.negative:
+                x = gradient * (other < 0)
+                following = following._replace(how=self.how._replace(negative=False), understood=False)
             rest = following, None, watched.recorded, None
-            given = gradient, *slots, self.how, watched.clock, ends, False, *rest
+            given = x, *slots, following.how, watched.clock, ends, False, *rest
             probed: T = _FreeProbeOfDuals.apply(y, *given)
             return probed
 
@@ -764,13 +769,14 @@ class _FreeProbe(torch.autograd.Function):
         counts = counts and (run is None or run.counts_as(ctx.how.into_first))
         positions = _positions(ctx.how, gradient) if counts else 0
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-            (kind, axes, reduce, _), shape = ctx.how, tuple(ctx.shape)
+            (kind, axes, reduce, _, negative), shape = ctx.how, tuple(ctx.shape)
             if gradient.dtype.is_complex:  # of what is real the gradient is the real part
                 if other is not None:
                     gradient, other, kind = gradient * other.detach().conj(), None, "sum"
                 gradient = gradient.real
             g = gradient.to(ctx.dtype)
             other = None if other is None else other.detach().to(ctx.dtype)
+            other = other.clamp(max=0) if negative and other is not None else other
             if turned:
                 g, other = other, g
             if axes is not None:
