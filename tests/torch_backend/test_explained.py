@@ -187,6 +187,7 @@ EXPLAINED = {
     "both": (mlp, with_penalty(lambda p: p.square().sum() + p.abs().sum())),
     "gradient penalty": (mlp, with_gradient_penalty),
     "evaluation": (mlp, with_evaluation),
+    "evaluation, a weight of columns": (lambda: nn.Sequential(Transposed()), with_evaluation),
     "other gradients": (mlp, after_other_gradients),
     "hook": (mlp, with_hook),
     "reentrant checkpoint": (mlp, lambda model: checkpointed(model, True)),

@@ -275,12 +275,12 @@ class LayerCapture:
         if weight is None:  # perhaps a tensor that is no parameter took its place
             weight = vars(module).get(name)
         if weight is not None and not weight.is_leaf:
-            self._cannot_tell()
+            self.cannot_tell()
         own = weight is self.layer.weight.parameter or weight is None or not weight.is_leaf
         self.with_others |= not own
         return own
 
-    def _cannot_tell(self) -> None:
+    def cannot_tell(self) -> None:
         """A part of the weight's gradient may be of what is not probed, or no product of rows."""
         if self.explained is not None:
             self.explained.is_off = True
@@ -314,14 +314,14 @@ class LayerCapture:
             self.first.note_call(y, trained)
             watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
             if torch.is_grad_enabled() and (not watched or is_transformed(y)):
-                self._cannot_tell()
+                self.cannot_tell()
             if self.come_first():
-                self._cannot_tell()
+                self.cannot_tell()
             if watched:
                 on_transformed(y, functools.partial(self.clock.transformed.add, self.layer.name))
         x = dense(x)
         if getattr(x, "is_nested", False) or getattr(y, "is_nested", False):
-            self._cannot_tell()
+            self.cannot_tell()
             return y
         if self.kept is not None and trained and self._keeps(site, x, y):
             y = self.kept.probe(x, y)
@@ -361,7 +361,7 @@ class LayerCapture:
             self.first.note_call(y, True)
             self.first.calls_of_made += made is not None
         if counts and torch.is_grad_enabled() and not is_training(self.clock, self.layer.sites[index]):
-            self._cannot_tell()
+            self.cannot_tell()
         site, x = self.layer.sites[index], dense(x)
         if not self.wanted(index) or not isinstance(x, torch.Tensor) or not y.numel() or is_sharded(y):
             return y
@@ -472,7 +472,7 @@ class LayerCapture:
             if whole and made is None and scale is None and not (turned or in_place):
                 asked = functools.partial(self.explained.add, spec, site.transposed)
             else:
-                self._cannot_tell()
+                self.cannot_tell()
         found = (ProbeInPlace.apply if in_place else probed)(
             y,
             None if spec.kind == "bias" else x,  # what is saved must not be changed in place
@@ -510,7 +510,7 @@ class LayerCapture:
         Returns:
             The gradient to go on with.
         """
-        self._cannot_tell()
+        self.cannot_tell()
         if self.clock.pausing:
             return gradient
         name, is_norm = self.layer.name, source.site.spec.kind == "norm"
@@ -544,7 +544,7 @@ class LayerCapture:
         Args:
             positions: the slot for the call's positions, if not its own.
         """
-        self._cannot_tell()
+        self.cannot_tell()
         site, is_norm = source.site, source.site.spec.kind == "norm"
         slots: tuple[torch.Tensor, ...] = (self.A, self.G, self.counts)
         own = self.transposed if site.transposed else slots

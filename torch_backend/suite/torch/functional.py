@@ -209,6 +209,9 @@ class FunctionCapture(ModeAround):
 
     def make_mode(self) -> _Watching | None:
         if not self._is_wanted():
+            if not torch.compiler.is_compiling() and self.clock.discovering and torch.is_grad_enabled():
+                for capture, _ in self.uses:
+                    capture.cannot_tell()
             return None
         if torch.compiler.is_compiling():  # what is read there otherwise is compiled in
             for capture, _ in self.weights:
