@@ -1153,6 +1153,48 @@ def test_passes_that_are_thrown_away_leave_nothing(how, freeze, parts, skip):
             torch.testing.assert_close(found[1][name][key], tensor, rtol=1e-9, atol=1e-12)
 
 
+class TiedAroundCheckpoint(nn.Module):
+    """The table's gradient comes last, and a checkpoint's pass of its own is over before."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.table, self.body, self.head = (
+            nn.Embedding(7, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 7, bias=False),
+        )
+        self.head.weight, self.reentrant = self.table.weight, reentrant
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        h = self.table(x)
+        if fails:
+            h.register_hook(lambda gradient: 1 / 0)
+        return self.head(torch.tanh(checkpoint(self.body, h, use_reentrant=self.reentrant)))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_pass_that_raised_leaves_nothing(reentrant):
+    """As one that ran out of memory."""
+    found = []
+    for raised in (False, True):
+        torch.manual_seed(0)
+        model = TiedAroundCheckpoint(reentrant).double()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for seed in range(2):
+            x = torch.randint(7, (6,), generator=torch.Generator().manual_seed(seed))
+            if raised:
+                with pytest.raises(ZeroDivisionError):
+                    F.cross_entropy(model(6 - x, True), x).backward()
+                model.zero_grad()
+            F.cross_entropy(model(x), x).backward()
+            kfac.step()
+            kfac.zero_grad()
+        found.append(kfac.state_dict()["kfac"]["layers"])
+    for name, record in found[0].items():
+        for key, tensor in record.items():
+            torch.testing.assert_close(found[1][name][key], tensor, rtol=1e-9, atol=1e-12)
+
+
 def test_a_pass_is_thrown_away_before_its_layer_is_frozen():
     """An actor's loss goes through its critic, which is frozen meanwhile, after a batch that failed."""
     found = []

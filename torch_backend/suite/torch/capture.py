@@ -167,6 +167,7 @@ class LayerCapture:
         self.kept: KeptRows | None = None  # set to keep rows of the passes
         self.held_back = False  # whether fully_shard may hold gradients back until it reduces them
         self.taken_elsewhere = False  # whether gradients were when the last backward pass was over
+        self.may_be_taken = False  # the same of a pass inside of one that runs, which may add some yet
         self._noted: list[tuple[int, int]] = []  # which sums there were then
         if layer.spec.kind != "free":
             for i, site in enumerate(layer.sites):
@@ -768,7 +769,9 @@ class LayerCapture:
         Args:
             again: whether a checkpoint runs the layer for the backward pass.
         """
-        if self.taken_elsewhere:  # or are a micro-batch's, which fully_shard has not reduced yet
+        if (
+            self.taken_elsewhere or self.may_be_taken
+        ):  # or are a micro-batch's, which fully_shard has not reduced yet
             return
         if self.clock.pass_elsewhere():  # whose gradients are still to come
             return
@@ -782,11 +785,20 @@ class LayerCapture:
     def _has_no_gradients(self) -> bool:
         return all(p.grad is None for p in self.layer.parameters())
 
-    def note_gradients(self) -> None:
-        """A backward pass is over: hooks may have taken its gradients elsewhere as they came."""
+    def note_gradients(self, *, inside: bool) -> None:
+        """A backward pass is over: hooks may have taken its gradients elsewhere as they came.
+
+        Args:
+            inside: whether another runs, as around a reentrant checkpoint's.
+        """
         sums = [slot.grad for slot in (self.G, *self.transposed[1:2]) if slot.grad is not None]
         marks = [(id(x), x._version) for x in sums]
-        if marks and marks != self._noted:  # else the pass did not come here
+        self.may_be_taken = False
+        if not marks or marks == self._noted:
+            return  # the pass did not come here
+        if inside:
+            self.may_be_taken = self._has_no_gradients()
+        else:
             self._noted, self.taken_elsewhere = marks, self._has_no_gradients()
 
     def watch_passes(self) -> None:

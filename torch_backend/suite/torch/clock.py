@@ -172,8 +172,11 @@ class CaptureClock:
     def passed(self, now: int, *, raised: bool) -> None:
         """A backward pass is over."""
         self._passing.discard(now)
-        for capture in () if raised else self.captures:
-            capture.note_gradients()
+        for capture in self.captures:
+            if raised:
+                capture.may_be_taken = False
+            else:
+                capture.note_gradients(inside=bool(self._passing))
 
     def pass_elsewhere(self) -> bool:
         """Whether a backward pass runs, and that in another thread."""
