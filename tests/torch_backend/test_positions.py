@@ -288,6 +288,23 @@ def test_layers_that_run_once_for_all_examples_are_named(how, examples, fisher):
     assert [one.rpartition(": ")[2] for one in said] == ([", ".join(map(repr, names))] if names else [])
 
 
+@pytest.mark.parametrize(
+    "how", ["added", "normalized", "concatenated", "one for all", "looked up by each"]
+)
+def test_a_forward_pass_that_no_loss_is_made_of_changes_nothing_that_is_named(how):
+    torch.manual_seed(0)
+    model = OnceForAll(how)
+    kfac, x = KFAC(model), torch.randn(EXAMPLES, LENGTH, WIDTH)
+    model(x).square().mean().backward()
+    logged = model(x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kfac.step()
+    assert logged.requires_grad
+    names = [str(one.message).rpartition(": ")[2] for one in caught]
+    assert names == [", ".join(map(repr, own)) for own in ONCE_FOR_ALL[how][:1] if own]
+
+
 class Prompted(nn.Module):
     """A prompt that is made once, in front of every example, for a model that is not trained."""
 

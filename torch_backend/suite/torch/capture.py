@@ -573,9 +573,13 @@ class LayerCapture:
         return probed
 
     def _note_lookup(self, one: LookedUp) -> None:
-        """Those of now, as far as what they found is still there, the last one at the end."""
-        alive = [other for other in self.looked_up if other.output() is not None]
-        self.looked_up = [*alive, one][-_MOST_LOOKUPS:]
+        """Those of now, the last one at the end, as far as what they found is still there.
+
+        In the first step those that backward passes came to, too.
+        """
+        asks = self.clock.discovering
+        here = [x for x in self.looked_up if x.output() is not None or (asks and x.unless.was_reached)]
+        self.looked_up = [*here, one][-_MOST_LOOKUPS:]
 
     def observe_sum(
         self,
@@ -725,9 +729,10 @@ class LayerCapture:
             return False
         if self.layer.spec.kind != "embedding":
             return True
-        if not self.looked_up:
+        reached = [one for one in self.looked_up if one.unless.was_reached]
+        if not reached:
             return False
-        found = self.looked_up[-1]
+        found = reached[-1]
         if found.x.shape == (examples,) or found.unless.was_broadcast:
             return False
         return self.first.was_for_all_only()

@@ -18,10 +18,12 @@ class UnlessBroadcast:
 
     def __init__(self, clock: CaptureClock | None) -> None:
         self.clock, self.was_broadcast = clock, False
+        self.was_reached = False  # by a backward pass
         self.passed_by: Callable[[], None] | None = None  # to be called where a sum's probe was
 
     @property
     def sampling(self) -> bool:
+        self.was_reached = True
         if self.passed_by is not None and not self.was_broadcast:
             self.passed_by()
         return not self.was_broadcast and (self.clock is None or self.clock.sampling)
