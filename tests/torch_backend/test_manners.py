@@ -1153,6 +1153,49 @@ def test_passes_that_are_thrown_away_leave_nothing(how, freeze, parts, skip):
             torch.testing.assert_close(found[1][name][key], tensor, rtol=1e-9, atol=1e-12)
 
 
+class Own(nn.Module):
+    """A stack of matrices, or a parameter by itself."""
+
+    def __init__(self, stack: bool) -> None:
+        super().__init__()
+        self.own, self.stack = nn.Parameter(torch.randn(2, 4, 3) if stack else torch.randn(4)), stack
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x.unflatten(0, (2, -1)), self.own) if self.stack else x * self.own
+
+
+class OwnInCheckpoint(nn.Module):
+    def __init__(self, stack: bool) -> None:
+        super().__init__()
+        self.inner = Own(stack)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("stack", [True, False])
+def test_passes_through_nothing_but_a_reentrant_checkpoint_are_thrown_away(stack):
+    found = []
+    for thrown in (False, True):
+        torch.manual_seed(0)
+        model = OwnInCheckpoint(stack).double()
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), terms=6)
+        for seed in range(3):
+            x = (
+                torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+                .double()
+                .requires_grad_()
+            )
+            if thrown:
+                (9 * model(2 * x)).square().mean().backward()
+            model.zero_grad()
+            model(x).square().mean().backward()
+            kfac.step()
+        found.append(kfac.state_dict()["kfac"]["layers"]["inner.own"])
+    for key, tensor in found[0].items():
+        torch.testing.assert_close(found[1][key], tensor, rtol=1e-9, atol=1e-12)
+
+
 class TiedAroundCheckpoint(nn.Module):
     """The table's gradient comes last, and a checkpoint's pass of its own is over before."""
 
