@@ -772,3 +772,60 @@ def _arrays(returned):
     (value, (outputs, label)), grads, statistics = returned
     assert label == "label"
     return (value, (outputs,)), grads, statistics
+
+
+def watched(look):
+    """(loss, parameters, data): `look` is given values of all kinds, and returns nothing."""
+
+    def loss(p, x):
+        look(*p.values(), p["w"].T, x, jnp.sum(p["v"] ** 2))
+        found = p["positions"][jnp.arange(3)][None]
+        normed = p["w"] / jnp.linalg.norm(p["w"])
+        masked = jnp.where(jnp.triu(jnp.ones((4, 3), bool)), p["v"], 0.0)
+        look(found, normed, masked, 2 * p["b"], p["v"] @ jnp.ones((3, 4)))
+        h = jnp.tanh((p["table"][x] + found) @ normed + p["b"][None, None])
+
+        @jax.checkpoint
+        def step(h, w):
+            look(w, h @ w)
+            return jnp.tanh(h @ w), None
+
+        h, _ = lax.scan(step, h, p["stack"])
+        scaled = h * p["scale"][None, None]
+        look(scaled, p["scale"] * 2)
+
+        def head(row):
+            look(row, p["v"])
+            return row @ masked
+
+        products = jax.vmap(head)(scaled + p["shift"][None, None])
+        return lax.cond(jnp.sum(x) > 0, lambda y: (look(y), jnp.mean(y**2))[1], jnp.sum, products)
+
+    shapes = {"table": (7, 4), "positions": (5, 4), "w": (4, 4), "b": (4,), "stack": (2, 4, 4)}
+    shapes |= {"scale": (4,), "shift": (4,), "v": (4, 3)}
+    params = {name: normal(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    return loss, params, jnp.arange(12).reshape(4, 3) % 7
+
+
+def test_what_is_printed_is_no_use():
+    seen = []
+    loss, params, x = watched(lambda *values: jax.debug.callback(lambda *v: seen.append(v), *values))
+    silent, _, _ = watched(lambda *values: None)
+    plan, statistics = check(loss, params, x)
+    jax.effects_barrier()
+    assert seen
+    expected, others = check(silent, params, x)
+    assert str(plan) == str(expected)
+    assert all(r.treatment == "kfac" for r in plan.routing), str(plan)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), statistics, others)
+
+
+def test_a_norm_of_a_weight_may_be_printed_in_order():
+    params, x = {"w": normal(4, 3)}, normal(5, 4, seed=1)
+
+    def loss(p, x):
+        jax.debug.callback(lambda norm: None, jnp.linalg.norm(p["w"]), ordered=True)
+        return jnp.mean((x @ p["w"]) ** 2)
+
+    _, statistics = check(loss, params, x)
+    np.testing.assert_allclose(statistics["['w']"].main.A[0], x.T @ x, rtol=1e-12)

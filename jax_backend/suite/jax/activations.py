@@ -63,7 +63,7 @@ class Activations:
 
     def follow(self, node: jaxprs.Node) -> None:
         """Facts about activations."""
-        op, out = node.operation, node.outputs[0] if node.outputs else -1
+        op, out = node.operation, node.outputs[0]
         first = node.inputs[0] if node.inputs else None
         if isinstance(op, operations.Reindex) and (first is None or self.is_number(first)):
             self.numbers.add(out)

@@ -504,7 +504,7 @@ class _Finder:
 
     def scale_later(self, node: jaxprs.Node) -> None:
         """(scale * 1/σ) * (x - mean) is scale * ((x - mean) * 1/σ), which a shift may be added to."""
-        op, out = node.operation, node.outputs[0] if node.outputs else -1
+        op, out = node.operation, node.outputs[0]
         for place, value in enumerate(node.inputs):
             known = None if value is None else self.early.get(value)
             if value is None or known is None or self.readers[value] != 1 or node.custom is not None:
@@ -643,7 +643,7 @@ class _Finder:
 
     def sum_lookups(self, node: jaxprs.Node) -> None:
         """See to it that a lookup once for all examples has the gradients of each."""
-        out, carried = node.outputs[0] if node.outputs else -1, []
+        out, carried = node.outputs[0], []
         if not isinstance(node.operation, operations.Add) or node.custom is not None:
             return
         # There the lookup is one for all devices, and what it is added to differs between them.

@@ -50,7 +50,7 @@ class Node:
     name: str  # the primitive's
     operation: Any
     inputs: tuple[int | None, ...]  # None for literals
-    outputs: tuple[int, ...]
+    outputs: tuple[int, ...]  # at least one
     loops: Loops
     custom: Custom | None
     params: Mapping[str, Any] | None = field(default=None, compare=False)  # the primitive's
@@ -245,7 +245,8 @@ class _Flattener:
         pairs = zip(values, eqn.invars, strict=True)
         written = [value for value, v in pairs if _is_ref(v) and name not in _READS]
         outputs = (*outs_, *written)
-        self.add(Node(path, name, operation, tuple(values), outputs, loops, custom, eqn.params))
+        if outputs:  # what only looks (`jax.debug.print`) is no use
+            self.add(Node(path, name, operation, tuple(values), outputs, loops, custom, eqn.params))
         if key is not None:
             self.same[key] = outs_
         return outs_

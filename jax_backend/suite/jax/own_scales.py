@@ -71,7 +71,7 @@ class OwnScales:
                 matrices[leaf] = i
         found = []
         for at, node in enumerate(nodes):
-            op, out = node.operation, node.outputs[0] if node.outputs else -1
+            op, out = node.operation, node.outputs[0]
             if out not in self.live or node.custom is not None or not node.inputs:
                 continue
             first = node.inputs[0]
