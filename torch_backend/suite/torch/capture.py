@@ -774,9 +774,8 @@ class LayerCapture:
         Args:
             again: whether a checkpoint runs the layer for the backward pass.
         """
-        if (
-            self.taken_elsewhere or self.may_be_taken
-        ):  # or are a micro-batch's, which fully_shard has not reduced yet
+        # Or are a micro-batch's, which fully_shard has not reduced yet.
+        if self.taken_elsewhere or self.may_be_taken:
             return
         if self.clock.pass_elsewhere():  # whose gradients are still to come
             return
