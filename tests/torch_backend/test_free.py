@@ -725,6 +725,32 @@ def test_data_in_a_buffer_has_rows(kind):
     assert_close(A * G[:, 0], per_row.square().sum(0).reshape(1, -1))
 
 
+class Noisy(nn.Module):
+    """Noise that is a module's own, and no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.deviation = (
+            nn.Parameter(numbers(3, 4, seed=1)),
+            nn.Parameter(numbers(3, 4, seed=2)),
+        )
+        self.noise = numbers(3, 4, seed=3)
+
+    def forward(self, x):
+        return F.linear(x, self.mean + self.deviation * self.noise)
+
+
+def test_what_a_module_keeps_in_the_shape_of_its_parameters_has_no_rows():
+    model, x = double(Noisy), numbers(6, 4)
+    y = model(x).detach().requires_grad_()
+    loss_of(y, "sum").backward()
+    per_row = y.grad[:, :, None] * x[:, None, :]
+    factors = held(stepped(model, x.clone().requires_grad_(), reduction="sum"))
+    for name, factor in (("mean", 1.0), ("deviation", model.noise)):
+        A, G = factors[name]
+        assert_close(A * G[:, 0], (per_row * factor).square().sum(0).reshape(1, -1))
+
+
 def test_free_parameters_are_followed_in_the_module_that_owns_them_and_under_gradient_accumulation():
     x = numbers(*SEQUENCE)
     whole = double(lambda: Free(FREE["x * p"][0], [(4,)], x))

@@ -94,6 +94,10 @@ class FreeCapture(ModeAround):
             of_inside += one._all_watched()
             own += [] if child is None else child._buffers.values()
         self.ran = self.ran or len(inside) > 0
+        if module is not None and not torch.compiler.is_compiling():  # noise of weights, it may be
+            shapes = {one.tensor.shape for one in watched}
+            kept = [x for x in vars(module).values() if isinstance(x, torch.Tensor)]
+            own += [x for x in kept if not x.requires_grad and x.shape in shapes]
         constants = [x for x in own if x is not None]
         return FreeParameters(watched, constants, weights, of_inside, self.running_modes)
 
