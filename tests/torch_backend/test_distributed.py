@@ -248,6 +248,12 @@ VARIANTS: dict[str, tuple[int, Settings]] = {
     "sum": (4, Settings(loss="sum", kfac={"loss_reduction": "sum", "damping": 1.0})),
     "type-2": (3, Settings(kfac={"fisher": "type-2", "likelihood": "categorical"})),
     "type-2, fsdp": (3, Settings("fsdp", kfac={"fisher": "type-2", "likelihood": "categorical"})),
+    "type-2, held back": (
+        2,
+        Settings(
+            "fsdp", micro=3, held_back=True, kfac={"fisher": "type-2", "likelihood": "categorical"}
+        ),
+    ),
     "type-2, static graph": (
         2,
         Settings(ddp={"static_graph": True}, kfac={"fisher": "type-2", "likelihood": "categorical"}),

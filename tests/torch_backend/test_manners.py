@@ -1283,15 +1283,20 @@ def test_a_first_pass_is_thrown_away_after_gradients_were_cleared(how):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
-@pytest.mark.parametrize("how", ["", "not reentrant", "reentrant", "compiled", "a compiled layer"])
-def test_gradients_may_be_summed_elsewhere_as_they_come(how):
+@pytest.mark.parametrize(
+    ("how", "fisher"),
+    [(how, "empirical") for how in ("", "not reentrant", "reentrant", "compiled", "a compiled layer")]
+    + [(how, "type-2") for how in ("", "not reentrant")],
+)
+def test_gradients_may_be_summed_elsewhere_as_they_come(how, fisher):
     """In another dtype, or a bucket: micro-batches add up all the same; what is thrown away still is."""
     torch._dynamo.reset()
     found = []
     for elsewhere in (False, True):
         torch.manual_seed(0)
         model = Recomputing(how).double()
-        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        settings = {"fisher": fisher, "likelihood": None if fisher == "empirical" else "categorical"}
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
         run, totals, hooks = run_of(model, how), {}, []
 
         def take(p, totals=totals):

@@ -795,8 +795,8 @@ class LayerCapture:
         Args:
             inside: whether another runs, as around a reentrant checkpoint's.
         """
-        sums = [slot.grad for slot in (self.G, *self.transposed[1:2]) if slot.grad is not None]
-        marks = [(id(x), x._version) for x in sums]
+        sums = [self._sum(slot) for slot in (self.G, *self.transposed[1:2])]
+        marks = [(id(x), x._version) for x in sums if x is not None]
         self.may_be_taken = False
         if not marks or marks == self._noted:
             return  # the pass did not come here

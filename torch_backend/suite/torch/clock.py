@@ -157,10 +157,11 @@ class CaptureClock:
     def passes(self) -> None:
         """A backward pass has come to a layer, before it adds to any sum.
 
-        Layers ask what was discarded, and when it is over where gradients are.
+        Layers ask what was discarded, and when it is over where gradients are. A pass of our own has
+        none: the loss's, around it, says where they are.
         """
         now = torch._C._current_graph_task_id()
-        if now == -1 or now in self._passing:
+        if now == -1 or now in self._passing or self.sampling:
             return
         if not self._passing and self.wanted and not self.pausing and not self.sampled:
             for capture in self.captures:

@@ -123,6 +123,7 @@ class FisherSampler:
         count = self.samples if self.fisher == "mc" else columns
         outputs = f.detach()
         scale = self.scale()
+        self.clock.passes()
         self.clock.sampling = True
         model = self.model()
         sharded = [] if model is None else sharded_modules(model)
@@ -172,7 +173,7 @@ class FisherSampler:
                 counted = any(slot is s for s in capture.counted_slots())
                 gradient = gradient * (1.0 / count if counted else outer)
                 known = capture.sampled.get(id(slot))
-                capture.sampled[id(slot)] = gradient if known is None else known + gradient
+                capture.sampled[id(slot)] = gradient if known is None else known.add_(gradient)
             at += len(slots)
 
 
