@@ -285,6 +285,25 @@ def test_it_is_compiled_once_with_statistics_and_once_without(make):
     assert awake == [{False}, {True}, {False}, {True}, {False}]  # all of them
 
 
+@pytest.mark.parametrize("which", [1, 2, 3], ids=["norm", "hidden", "head"])
+def test_what_a_frozen_layer_sees_is_no_statistics_of_it_when_it_is_trained_again(which):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 3)).double()
+    models = [model, copy.deepcopy(model)]
+    runs = models[0], torch.compile(models[1], backend="aot_eager", fullgraph=True)
+    optimizers = [KFAC(m, torch.optim.SGD(m.parameters(), lr=0.1), inv_update_steps=1) for m in models]
+    for step in range(5):
+        x, y = torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,))
+        for one, run, optimizer in zip(models, runs, optimizers, strict=True):
+            one[which].requires_grad_(step not in (1, 2))
+            optimizer.zero_grad()
+            F.cross_entropy(run(x), y).backward()
+            optimizer.step()
+        assert optimizers[0].counted_terms == optimizers[1].counted_terms == 8
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
 class ByEinsum(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -105,12 +105,16 @@ class Agreements:
         functional = self.capture.functional_layers()
         unseen = [i for i, t in enumerate(taken) if present[i] and t is None and clock.wanted]
         idle = self._with_zeros([i for i in unseen if i in doubted]) if reads else set()
+        used = taken
+        if clock.is_compiled:  # no graph asks which layers are frozen: they tell of terms alone
+            pairs = zip(self.layers, taken, strict=True)
+            used = [None if _is_frozen(layer) else t for layer, t in pairs]
         flags = [
             present,
             [i in unseen and i not in idle for i in range(count)],
-            [t is not None for t in taken],
-            [t is not None and t.products is not None for t in taken],
-            [t is not None and t.transposed is not None for t in taken],
+            [t is not None for t in used],
+            [t is not None and t.products is not None for t in used],
+            [t is not None and t.transposed is not None for t in used],
             [i in parted for i in range(count)],
             [capture.incomplete for capture in self.capture.by_layer],
             [i in functional for i in range(count)],
@@ -244,6 +248,10 @@ class Agreements:
                 "there are more, give terms=lambda: n"
             )
         return torch.zeros_like(rows[0])
+
+
+def _is_frozen(layer: Layer) -> bool:
+    return not any(p.requires_grad or p.grad is not None for p in layer.parameters())
 
 
 def _number_like(like: torch.Tensor, number: Any) -> torch.Tensor:
