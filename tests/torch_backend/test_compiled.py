@@ -5,6 +5,7 @@ The oracle is the model as it is, whose own tests compare it to dense formulas.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 
@@ -300,6 +301,35 @@ def test_what_a_frozen_layer_sees_is_no_statistics_of_it_when_it_is_trained_agai
             F.cross_entropy(run(x), y).backward()
             optimizer.step()
         assert optimizers[0].counted_terms == optimizers[1].counted_terms == 8
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+class Masked(nn.Linear):
+    def __init__(self, as_bool: bool) -> None:
+        super().__init__(4, 6)
+        self.as_bool = as_bool
+        self.register_buffer("mask", (torch.arange(24).view(6, 4) % 3 > 0).double())
+
+    def forward(self, x):
+        mask = self.mask.bool() if self.as_bool else self.mask
+        return F.linear(x, self.weight * mask, self.bias)
+
+
+@pytest.mark.parametrize("as_bool", [True, False])
+def test_masks_of_weights_are_known_by_their_dtype(as_bool):
+    torch._dynamo.reset()
+    model = nn.Sequential(Masked(as_bool), nn.Linear(6, 3)).double()
+    models = [model, copy.deepcopy(model)]
+    runs = models[0], torch.compile(models[1], backend="aot_eager", fullgraph=True)
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,))
+    for one, run in zip(models, runs, strict=True):
+        optimizer = KFAC(one, torch.optim.SGD(one.parameters(), lr=0.1))
+        F.cross_entropy(run(x), y).backward()
+        missed = one is models[1] and not as_bool
+        with pytest.warns(RuntimeWarning, match="'0'") if missed else contextlib.nullcontext():
+            optimizer.step()
+    if as_bool:
         for p, q in zip(*(m.parameters() for m in models), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
