@@ -305,6 +305,24 @@ def test_what_a_frozen_layer_sees_is_no_statistics_of_it_when_it_is_trained_agai
             torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
+def test_a_spectral_norm_is_that_of_each_of_two_passes():
+    """A discriminator's, of what is real and what is made."""
+    torch._dynamo.reset()
+    norm = nn.utils.parametrizations.spectral_norm
+    model = nn.Sequential(nn.Linear(4, 6), norm(nn.Linear(6, 6)), nn.Linear(6, 1)).double()
+    models = [model, copy.deepcopy(model)]
+    models[1][1].compile(backend="aot_eager")
+    optimizers = [KFAC(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in models]
+    for _ in range(3):
+        real, made = torch.randn(2, 8, 4, dtype=torch.float64)
+        for one, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            (F.softplus(-one(real)).mean() + F.softplus(one(made)).mean()).backward()
+            optimizer.step()
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
 class Masked(nn.Linear):
     def __init__(self, as_bool: bool) -> None:
         super().__init__(4, 6)

@@ -126,6 +126,9 @@ class LayerCapture:
         self.arounds: list[Any] = []  # what watches the sums that its lookups are in (functional.py)
         self.summed_in_graph = False  # whether it saw one in a graph that is compiled
         self.missed_in_graph = False  # whether it saw what is no such sum there, and is not followed
+        # 1 / σ of the last call there: as a result it is made in the graph's forward, and not in its
+        # backward pass, of vectors that other calls have changed by then.
+        self.scale_in_graph: torch.Tensor | None = None
         self.strayed_in_graph = False  # whether it saw a use of the weight there that is not understood
         self.ran = False  # whether it was called in this step, and not only computed again
         self.called = False  # the same, with its weight as it is, in compiled graphs, too
@@ -438,6 +441,8 @@ class LayerCapture:
         if site.scaling or spec.kind == "bag":
             with torch.no_grad():
                 x, scale = prepared(site, x, y, args, kwargs)
+            if site.scaling == "spectral_norm" and torch.compiler.is_compiling():
+                self.scale_in_graph = scale
         if made is not None and spec.bias:
             # The bias, a coordinate of x, is not longer. What rows share belongs to the others: the mean
             # of their squares, and beside the bias their mean. So x is another layer's input no more.
