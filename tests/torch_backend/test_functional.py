@@ -1549,6 +1549,110 @@ def test_a_head_with_a_tables_rows(how, parts):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-13)
 
 
+COMPILES = pytest.mark.skipif(
+    torch.__version__ < (2, 8), reason="torch.compile breaks off at sets of functions"
+)
+MIXTURES = {
+    "product": lambda p, w: p @ w,
+    "linear": lambda p, w: F.linear(p, w.t()),
+    "addmm": lambda p, w: torch.addmm(p.new_zeros(4), p, w),
+    "from the left": lambda p, w: (w.t() @ p.mT).mT,
+    "einsum": lambda p, w: torch.einsum("nv,vd->nd", p, w),
+    "features first": lambda p, w: torch.einsum("vn,vd->dn", p.mT, w).mT,
+    "of sequences": lambda p, w: (p.unflatten(0, (-1, 2)) @ w).flatten(0, 1),
+}
+
+
+class Mixing(nn.Module):
+    """Mixtures of a table's rows, as of a Gumbel softmax, and perhaps lookups beside them."""
+
+    def __init__(self, how, looks_up=False):
+        super().__init__()
+        self.logits, self.table = nn.Linear(5, 7), nn.Embedding(7, 4)
+        self.how, self.looks_up, self.head = how, looks_up, nn.Linear(4, 3)
+
+    def mixed(self, p):
+        return MIXTURES[self.how](p, self.table.weight)
+
+    def looked_up(self, ids):
+        return self.table(ids)
+
+    def forward(self, x):
+        p = self.logits(x).softmax(-1)
+        h = self.mixed(p)
+        if self.looks_up:
+            h = h + self.looked_up(p.argmax(-1))
+        return self.head(h.tanh())
+
+
+class MixingByLayer(Mixing):
+    """The same, a linear layer for the table."""
+
+    def __init__(self, how, looks_up=False):
+        super().__init__(how, looks_up)
+        weight = self.table.weight.detach().t().clone()
+        self.table = nn.Linear(7, 4, bias=False)
+        self.table.weight = nn.Parameter(weight)
+
+    def mixed(self, p):
+        return self.table(p)
+
+    def looked_up(self, ids):
+        return self.table(F.one_hot(ids, 7).to(self.table.weight))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=COMPILES)], ids=["", "compiled"])
+@pytest.mark.parametrize("looks_up", [False, True], ids=["", "looked up, too"])
+@pytest.mark.parametrize("how", MIXTURES)
+def test_mixtures_of_a_tables_rows(how, looks_up, compiled):
+    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)).double()
+    ends = []
+    for kind in (MixingByLayer, Mixing):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = kind(how, looks_up).double()
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        # The table's side is diagonal anyway; here the layer's is, too.
+        kfac = KFAC(model, base, damping=0.1, kl_clip=None, max_factor_size=6)
+        runs = kind is Mixing and compiled
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if runs else model
+        for _ in range(3):
+            kfac.zero_grad()
+            for part in x.split(6):
+                (loss_of(run(part)) / 2).backward()
+            kfac.step()
+        A, G = held(kfac)["table"]
+        assert A.ndim == 2
+        weight = model.table.weight
+        weights = [model.logits.weight, weight.t() if kind is MixingByLayer else weight]
+        ends.append([A, G, *weights, model.head.weight])
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-13)
+
+
+def test_mixtures_have_rows_of_their_own():
+    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)).double()
+    torch.manual_seed(0)
+    model, kept = Mixing("product").double(), []
+    mixed = model.mixed
+
+    def keeping(p):
+        kept[:] = p, mixed(p)
+        kept[1].retain_grad()
+        return kept[1]
+
+    model.mixed = keeping
+    kfac = KFAC(model, kl_clip=None)
+    loss_of(model(x)).backward()
+    p, h = kept
+    kfac.step()
+    A, G = held(kfac)["table"]
+    assert_close(A, p.detach().square().mean(0, keepdim=True))
+    assert_close(G, 12 * (h.grad.mT @ h.grad)[None])
+
+
 HEADS = "head by linear", "head by product", "head by einsum"
 
 
@@ -1615,7 +1719,7 @@ def test_a_head_in_an_autograd_function_is_missed_aloud(how):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
-@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks off at sets of functions")
+@COMPILES
 @pytest.mark.parametrize(
     ("make", "settings"),
     [
@@ -1667,7 +1771,7 @@ def test_a_compiled_model_has_transposes_in_its_statistics(make, settings):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
 @pytest.mark.filterwarnings("ignore:these layers got a gradient but:RuntimeWarning")
-@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks off at sets of functions")
+@COMPILES
 def test_a_compiled_transpose_before_its_layer_is_missed_aloud():
     class Backwards(Tied):
         def forward(self, x):
@@ -1714,7 +1818,7 @@ ALSO = {
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
-@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks off at sets of functions")
+@COMPILES
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("use", ALSO)
 def test_what_else_a_model_does_with_a_weight_is_said_where_it_is_compiled_too(use, compiled):
@@ -1754,7 +1858,7 @@ class Mixed(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:these layers got a gradient but:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:statistics miss some uses:RuntimeWarning")
-@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile breaks off at sets of functions")
+@COMPILES
 @pytest.mark.parametrize(
     ("kind", "every"), [("own", 1), ("own", 2), ("free", 2), ("child", 1), ("multiple", 2)]
 )

@@ -339,6 +339,18 @@ class FunctionCapture(ModeAround):
                 self.stray(place)
         return output
 
+    def meet_mixtures(self, places: list[int], x: Any, output: Any, axes: Axes | None) -> Any:
+        """The output of a product with a table, x's mixtures of its rows, with a probe behind it."""
+        for place in places:
+            capture, index = self.uses[place]
+            if self.is_inside(place):
+                return output
+            spec, diagonal = self.sites[place].spec, capture.layer.diagonal
+            self.meets(place)
+            mixing = LayerSpec("dense", diagonal=diagonal, max_rows=spec.max_rows, axes=axes)
+            return capture.observe_function(index, x, output, mixing)
+        return output
+
     def counted(self, place: int) -> tuple[int, int, int] | None:
         """Uses of a weight so far, calls, and calls of what was made of it; None: nobody counts."""
         capture, _ = self.uses[place]
@@ -545,9 +557,13 @@ class _Watching(Mode):
         if function in (F.linear, *PRODUCTS):
             tables = any([self.around.is_table(place) for place in places])  # noqa: C419
             opposite = self._opposite(given.get("weight"), turned) if tables or not places else []
-            if opposite and "alpha" not in given and "beta" not in given:
+            plain = "alpha" not in given and "beta" not in given
+            if opposite and plain:
                 self._note_call(output, given["input"])
                 return self.around.meet_transpose(opposite, given["input"], output, axes)
+            mixed = [] if places else self._tables(given.get("weight"), turned)
+            if mixed and plain:
+                return self.around.meet_mixtures(mixed, given["input"], output, axes)
         if not places:
             return self._meet_made(function, given, output)
         self._note_call(output, given["input"])
@@ -612,10 +628,12 @@ class _Watching(Mode):
             if self.around.fits(p, weight.shape, found)
         ]
         if not places and weight.ndim == 2:
-            opposite = self._opposite(weight, turned)
+            opposite, mixed = self._opposite(weight, turned), self._tables(weight, turned)
             if opposite:
                 self._note_call(output, x)
                 return self.around.meet_transpose(opposite, x, output, axes)
+            if mixed:
+                return self.around.meet_mixtures(mixed, x, output, axes)
         given = {"input": x, "bias": None}
         for p in places:
             if self.around.awaits_bias(p, given):
@@ -820,6 +838,11 @@ class _Watching(Mode):
         tables, others = (self._places(weight, role) for role in roles)
         found = [p for p in tables if self.around.is_table(p)]
         return found or [p for p in others if not self.around.is_table(p)]
+
+    def _tables(self, weight: Any, turned: bool) -> list[int]:
+        """The tables of whose rows a product is made: x W, and not x Wᵀ as in a head."""
+        found = self._places(weight, "weight" if turned else "transpose")
+        return [place for place in found if self.around.is_table(place)]
 
     def _places(self, tensor: Any, role: str) -> list[int]:
         return [known.place for known in self._found(tensor, role)]
