@@ -330,7 +330,7 @@ class FunctionCapture(ModeAround):
                 return output
             spec = site.spec
             if spec.kind == "embedding":  # a head with the table's rows
-                spec = LayerSpec("dense", diagonal=layer.diagonal, max_rows=spec.max_rows)
+                spec = _product_with(layer, spec)
             # A bias that follows this product is none of the layer's inputs.
             if spec.kind == "dense" and (not spec.bias or capture.clock.has_run(capture)):
                 self.meets(place)
@@ -345,10 +345,9 @@ class FunctionCapture(ModeAround):
             capture, index = self.uses[place]
             if self.is_inside(place):
                 return output
-            spec, diagonal = self.sites[place].spec, capture.layer.diagonal
             self.meets(place)
-            mixing = LayerSpec("dense", diagonal=diagonal, max_rows=spec.max_rows, axes=axes)
-            return capture.observe_function(index, x, output, mixing)
+            spec = _product_with(capture.layer, self.sites[place].spec)
+            return capture.observe_function(index, x, output, spec._replace(axes=axes))
         return output
 
     def counted(self, place: int) -> tuple[int, int, int] | None:
@@ -876,6 +875,11 @@ class _Watching(Mode):
         turned = [k for role in ("weight", "transpose") for k in self._found(tensor, role)]
         self.known += [k._replace(tensor=output) for k in turned if k.tensor is not tensor]
         self._view(tensor, output)
+
+
+def _product_with(table: Layer, spec: LayerSpec) -> LayerSpec:
+    """What a product with a table, or with its transpose, is like."""
+    return LayerSpec("dense", diagonal=table.diagonal, max_rows=spec.max_rows)
 
 
 def _writes_numbers(function: Any, args: Any, kwargs: Any) -> bool:
