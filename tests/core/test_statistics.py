@@ -258,6 +258,36 @@ def test_elementwise_second_moments_are_the_squares_of_every_rows_gradient(xp, k
     assert_close(got, expected)
 
 
+@pytest.mark.parametrize(
+    ("own", "other", "out"),
+    [
+        ("i", "nti", "nt"),  # a vector
+        ("i", "int", "tn"),
+        ("i", "nti", "tin"),  # entry by entry
+        ("it", "nti", "nti"),
+        ("hi", "nthi", "nth"),  # a vector for each head
+        ("ihd", "nthi", "dnth"),  # a matrix for each
+        ("eio", "nti", "nteo"),  # all for each row
+        ("oi", "ni", "on"),
+        ("oai", "nai", "no"),
+        ("j", "i", "ij"),
+        ("ij", "j", "i"),  # of one row
+    ],
+)
+def test_contractions_have_the_squares_of_every_rows_gradient(xp, own, other, out):
+    sizes = {"n": 3, "t": 2, "h": 2, "i": 4, "o": 5, "d": 3, "e": 2, "a": 3, "j": 5}
+    p, x, y = (np.zeros([sizes[label] for label in labels]) for labels in (own, other, out))
+    x, g, expected = normal(*x.shape, seed=1), normal(*y.shape, seed=2), np.zeros(p.shape)
+    for at in np.ndindex(p.shape):
+        unit = np.zeros(p.shape)
+        unit[at] = 1.0
+        expected[at] = np.sum((g * np.einsum(f"{other},{own}->{out}", x, unit)) ** 2)
+    kind = {"kind": "contraction", "labels": (own, other, out), "shape": p.shape}
+    got = xp.run(elementwise_second_moment_sum, xp.asarray(g), xp.asarray(x), **kind)
+    assert got.shape == p.shape
+    assert_close(got, expected)
+
+
 # How many rows each group has, and how many there are behind the last one's.
 GROUPS = [((2, 1, 3), 0), ((0, 4, 0, 1), 2), ((0, 0, 7, 0), 0), ((5,), 1), ((0, 0), 3), ((0, 0), 0),
           ((1,) * 9, 0), ((9, 1, 1, 1, 1, 1), 0)]  # fmt: skip

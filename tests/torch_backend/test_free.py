@@ -611,6 +611,127 @@ FREE = {
         SEQUENCE,
         (3, 2, 2),
     ),
+    "a vector's products": (
+        lambda x, p: torch.tanh(x @ p)[..., None],
+        lambda x, p: torch.tanh((x * p).sum(-1, keepdim=True)),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "a vector in front": (
+        lambda x, p: torch.matmul(p.exp(), x.mT)[..., None] + 1,
+        lambda x, p: (x * p.exp()).sum(-1, keepdim=True) + 1,
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "torch.mv": (
+        lambda x, p: torch.mv(x.flatten(0, 1), p).reshape(3, 2, 1) ** 2,
+        lambda x, p: (x * p).sum(-1, keepdim=True) ** 2,
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "torch.inner": (
+        lambda x, W: torch.inner(x, W),
+        lambda x, W: torch.einsum("ntoi,nti->nto", W, x),
+        [(5, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "torch.outer": (
+        lambda x, p: torch.outer(x.flatten(), p).reshape(3, 8, 5),
+        lambda x, p: x.reshape(3, 8, 1) * p,
+        [(5,)],
+        SEQUENCE,
+        (3, 8),
+    ),
+    "torch.baddbmm": (
+        lambda x, W, b: torch.baddbmm(b, x.transpose(0, 1), W).transpose(0, 1),
+        lambda x, W, b: torch.einsum("nti,ntio->nto", x, W) + b[:, :, 0],
+        [(2, 4, 5), (2, 1, 5)],
+        SEQUENCE,
+        (3,),
+    ),
+    "einsum of each entry": (
+        lambda x, p: torch.einsum("nti,i->nti", x, p).tanh(),
+        lambda x, p: (x * p).tanh(),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "einsum of each entry of an example": (
+        lambda x, p: torch.einsum("it,...ti->...ti", p, x).tanh(),
+        lambda x, p: (x * p.mT).tanh(),
+        [(4, 2)],
+        SEQUENCE,
+        (3,),
+    ),
+    "einsum of each entry, other places": (
+        lambda x, p: torch.einsum("nti,i->tin", x, p).permute(2, 0, 1).tanh(),
+        lambda x, p: (x * p).tanh(),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "einsum with a vector for each head": (
+        lambda x, p: torch.einsum("nthi,hi->nth", x.unflatten(-1, (2, 2)), p),
+        lambda x, p: (x.unflatten(-1, (2, 2)) * p).sum(-1),
+        [(2, 2)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "einsum with a matrix for each head": (
+        lambda x, p: torch.einsum("ihd,nthi->dnth", p, x.unflatten(-1, (2, 2))).permute(1, 2, 3, 0)[
+            ..., 0
+        ],
+        lambda x, p: torch.einsum("nthi,ntihd->nthd", x.unflatten(-1, (2, 2)), p)[..., 0],
+        [(2, 2, 3)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "einsum with experts' matrices": (
+        lambda x, p: torch.einsum("nti,eio->nteo", x, p).sum(2),
+        lambda x, p: torch.einsum("nti,nteio->nteo", x, p).sum(2),
+        [(2, 4, 3)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "positions by index_select": (
+        lambda x, p: x + torch.index_select(p, dim=0, index=PLACES.flatten()).reshape(3, 2, 4).exp(),
+        lambda x, p: x + looked_up(p).exp(),
+        [(5, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "positions by gather": (
+        lambda x, p: x + p.gather(0, PLACES.reshape(6, 1).expand(6, 4)).reshape(3, 2, 4),
+        lambda x, p: x + looked_up(p),
+        [(6, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "positions by F.embedding": (
+        lambda x, p: x + F.embedding(PLACES, p, padding_idx=4),
+        lambda x, p: x + looked_up(p.where(torch.arange(5)[:, None] != 4, p.detach())),
+        [(5, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "places turned": (
+        lambda x, p: x * p.roll(1, 0).flip(-1),
+        lambda x, p: x * p.roll(1, -2).flip(-1),
+        [(2, 4)],
+        SEQUENCE,
+        (3,),
+    ),
+    "a distribution's scale": (
+        lambda x, p: torch.distributions.Normal(x, p.exp()).log_prob(x.sin()),
+        lambda x, p: torch.distributions.Normal(x, p.exp()).log_prob(x.sin()),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
     "two in one": (
         lambda x, p, q: x * p + q,
         lambda x, p, q: x * p + q,
@@ -1122,6 +1243,52 @@ class Inverse(nn.Module):
 
     def forward(self, x):
         return x * (1 / self.scale)
+
+
+WRITTEN_OTHERWISE = ["a vector's products", "a vector in front", "torch.mv", "torch.inner",
+                     "torch.outer", "torch.baddbmm", "einsum of each entry",
+                     "einsum of each entry of an example", "einsum with a vector for each head",
+                     "einsum with experts' matrices", "positions by index_select",
+                     "positions by gather", "positions by F.embedding", "places turned",
+                     "a distribution's scale"]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("name", WRITTEN_OTHERWISE)
+def test_products_and_views_that_are_written_otherwise_compile(name):
+    torch._dynamo.reset()
+    operation, _, shapes, shape, _ = FREE[name]
+    x, found = numbers(*shape), []
+    for compiled in (False, True):
+        model = double(lambda: Free(operation, shapes, x))
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), kl_clip=None)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        for _ in range(2):
+            kfac.zero_grad()
+            run(x).square().mean().backward()
+            kfac.step()
+        found.append(list(model.parameters()))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda x, p: x + F.embedding(PLACES, p, max_norm=1.0),
+        lambda x, p: x @ torch.einsum("ii->i", p[:4])[:, None],
+        lambda x, p: p.T @ torch.ones(5, dtype=torch.float64) + x,
+    ],
+    ids=["renewed rows", "a diagonal", "no rows"],
+)
+def test_what_is_written_otherwise_and_not_understood_is_named(how):
+    x = numbers(*SEQUENCE)
+    model = double(lambda: Free(lambda x, p: how(x, p) + p[0], [(5, 4)], x))
+    kfac = KFAC(model)
+    model(x).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'own.0'"):
+        kfac.step()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own

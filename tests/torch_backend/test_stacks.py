@@ -89,6 +89,16 @@ class All(Stacks):
         return torch.matmul(hidden, self.down).sum(0)
 
 
+class AddedTo(Stacks):
+    """As an ensemble has them: with a sum by the same function."""
+
+    def forward(self, x):
+        hidden = torch.tanh(
+            torch.baddbmm(x.new_ones(N, 1, H), x.expand(N, *x.shape), self.up.transpose(1, 2)) - 1
+        )
+        return torch.baddbmm(x.new_zeros(()), hidden, self.down).sum(0)
+
+
 class Einsum(Stacks):
     def forward(self, x):
         hidden = torch.tanh(torch.einsum("nde, ehd -> neh", x[..., None].expand(-1, -1, N), self.up))
@@ -191,7 +201,7 @@ class Layers(nn.Module):
 
 
 KINDS = [Chosen, ByNumber, Grouped, All, Einsum, Broadcast, InFront, Selected]
-KINDS += [Looped, Enumerated, Unbound, Named]
+KINDS += [AddedTo, Looped, Enumerated, Unbound, Named]
 
 
 def network(kind, outputs=2):
@@ -302,7 +312,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
 @pytest.mark.parametrize("how", ["parts", "checkpoint", "reentrant", "compiled", "copied", "pickled"])
-@pytest.mark.parametrize("kind", [Chosen, Grouped, All, Einsum])
+@pytest.mark.parametrize("kind", [Chosen, Grouped, All, AddedTo, Einsum])
 def test_it_is_seen_however_the_model_runs(kind, how):
     torch._dynamo.reset()
     model = network(kind)

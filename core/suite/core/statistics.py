@@ -226,6 +226,7 @@ def elementwise_second_moment_sum(
     ends: Array | None = None,
     *,
     reduce: bool = False,
+    labels: tuple[str, str, str] | None = None,
 ) -> Array:
     """Of a parameter's `shape`: Σ over the rows that share an element of its gradient's square.
 
@@ -233,12 +234,14 @@ def elementwise_second_moment_sum(
         gradient: of the loss by the output y of an operation on the parameter p.
         other: what p was multiplied with; None for 'sum'.
         kind: 'sum' (y = x + p), 'product' (x p, elementwise), 'linear' (x pᵀ), 'right' (x p), 'left'
-            (p x) or 'grouped' (x p[i] of the rows before ends[i]). p was broadcast to what the operation
-            needed.
+            (p x), 'grouped' (x p[i] of the rows before ends[i]) or 'contraction' (see `labels`). p was
+            broadcast to what the operation needed.
         shape: of p.
         ends: (groups,), of 'grouped': the row behind each group's last, see `linalg.grouped_products`.
         reduce: of 'sum' and 'product': a row is all of an example. Examples are on the axis in front, or
             the first along which p was broadcast.
+        labels: of a contraction, y = einsum('other,own->out', x, p): (own, other, out), with a character
+            for each axis. Each of p's is one of x or of y, and each other axis is one of both.
     """
     xp = array_namespace(gradient)
     if reduce and kind in ("sum", "product"):
@@ -251,6 +254,8 @@ def elementwise_second_moment_sum(
     if other is None:
         return _sum_to(squares, shape)
     others = other * other
+    if labels is not None:
+        return _contracted(squares, others, labels, shape)
     if kind == "product":
         return _sum_to(squares * others, shape)
     if kind == "grouped":
@@ -262,6 +267,26 @@ def elementwise_second_moment_sum(
         others = xp.reshape(others, (-1, others.shape[-1]))
     product = xp.matmul(xp.matrix_transpose(others), squares)
     return xp.matrix_transpose(product) if kind == "linear" else _sum_to(product, shape)
+
+
+def _contracted(y: Array, x: Array, labels: tuple[str, str, str], shape: tuple[int, ...]) -> Array:
+    """einsum('other,out->own', x, y) for p's `shape`."""
+    xp, (own, other, out) = array_namespace(y), labels
+    groups = [c for c in own if c in other and c in out]
+    rows = [c for c in out if c not in own]
+    into, outs = ([c for c in own if c not in some] for some in (out, other))
+    sizes = dict(zip(own, shape, strict=True)) | dict(zip(out, y.shape, strict=True))
+
+    def stacked(z: Array, its: str, features: list[str]) -> Array:
+        z = xp.permute_dims(z, tuple([its.index(c) for c in [*groups, *rows, *features]]))
+        return xp.reshape(
+            z, tuple([math.prod([sizes[c] for c in some]) for some in (groups, rows, features)])
+        )
+
+    product = xp.matmul(xp.matrix_transpose(stacked(x, other, into)), stacked(y, out, outs))
+    order = [*groups, *into, *outs]
+    found = xp.reshape(product, tuple([sizes[c] for c in order]))
+    return xp.permute_dims(found, tuple([order.index(c) for c in own]))
 
 
 def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:

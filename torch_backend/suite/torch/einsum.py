@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from suite.torch.operations import ADDED_STACKS, MATRIX, T
 from suite.torch.rows import Axes
 
 _ELLIPSIS = "."
+_OF_VECTORS = {torch.mv, T.mv}
+_OUTER, _INNER = {torch.outer, T.outer}, {torch.inner, T.inner}
 
 
 class Labels(NamedTuple):
@@ -125,6 +128,42 @@ def labels_of_call(equation: Any, place: int, weight: torch.Tensor, x: Any) -> L
         return None
     alike = [sizes.get(label, n) == n for label, n in zip(labels.other, x.shape, strict=True)]
     return labels if all(alike) else None
+
+
+def contraction_of_call(equation: Any, place: int, weight: torch.Tensor, x: Any) -> Labels | None:
+    """The labels where an entry of a weight meets one of x, or one of the result, for each row.
+
+    None: so it is not.
+
+    Args: as of `labels_of_call`.
+    """
+    labels = labels_of_call(equation, place, weight, x)
+    if labels is None or any([len({*some}) < len(some) for some in labels]):  # noqa: C419
+        return None
+    own, other, out = labels
+    met = all([label in other or label in out for label in own])  # noqa: C419
+    return labels if met and all([label in own or label in out for label in other]) else None  # noqa: C419
+
+
+def as_einsum(function: Any, args: Any) -> tuple[str, Sequence[Any]] | None:
+    """The equation and the operands, the last of the arguments, of a function that is such a product."""
+    if function is torch.einsum:
+        equation, operands = operands_of(args)
+        return equation, operands
+    if function in ADDED_STACKS:
+        return "bij,bjk->bik", args[1:]
+    if len(args) != 2 or not all([isinstance(x, torch.Tensor) for x in args]):  # noqa: C419
+        return None
+    if function in _OUTER:
+        return "i,j->ij", args
+    if function in _INNER:
+        return ("...i,i->..." if args[1].ndim == 1 else "...i,oi->...o"), args
+    if function in MATRIX | _OF_VECTORS and function is not T.__rmatmul__:
+        if args[1].ndim == 1:
+            return "...i,i->...", args
+        if args[0].ndim == 1:
+            return "i,...ij->...j", args
+    return None
 
 
 def operands_of(args: Any) -> tuple[Any, Sequence[Any]]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from suite.core.statistics import elementwise_second_moment_sum
 from suite.torch.copies import Copies
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
-from suite.torch.einsum import operands_of, rows_of_call
+from suite.torch.einsum import Labels, as_einsum, contraction_of_call, operands_of, rows_of_call
 from suite.torch.gates import Member, Origin, Products
 from suite.torch.hooks import (
     Mode,
@@ -58,6 +58,7 @@ from suite.torch.operations import (
     SHIFTED,
     SPLITS,
     SUMS,
+    TAKES,
     TIMES,
     VIEWS,
     WRITES,
@@ -77,6 +78,7 @@ from suite.torch.runs import Run
 _FEATURES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("linear", "right", "grouped"), (-1,)),
     "left": (-2,),
+    "contraction": (),  # see `_How.labels`
 }
 # Functions of each entry: their derivatives, by arguments and values.
 _ENTRYWISE: dict[Any, Any] = {
@@ -96,6 +98,7 @@ _ENTRYWISE: dict[Any, Any] = {
          T.clamp_max), lambda x, y: (x == y).to(y.dtype)
     ),
 }  # fmt: skip
+_OF_LOOKUP = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _SOFTPLUS = F.softplus  # whose derivative is another with another `beta`
 
 
@@ -220,6 +223,8 @@ class FreeParameters(Mode):
         if function is torch.einsum:
             equation, operands = operands_of(args)
             args = (equation, *operands)
+        if function is torch.broadcast_tensors and not kwargs:
+            return self._broadcast(args)
         if function is F.scaled_dot_product_attention:
             args, kwargs = self._with_mask_of_each(args, kwargs)
         if function in CHOICES and not kwargs:
@@ -242,6 +247,11 @@ class FreeParameters(Mode):
             output = self._seen(function, args, kwargs, before, output)
         self._ids = None  # of what is known now
         return output
+
+    def _broadcast(self, args: Any) -> tuple[Any, ...]:
+        """`torch.broadcast_tensors`: what is watched is expanded."""
+        shape = torch.broadcast_shapes(*[x.shape for x in args])
+        return tuple([x if x.shape == shape else self._called(T.expand, (x, shape), {}) for x in args])
 
     def _with_mask_of_each(self, args: Any, kwargs: Any) -> Any:
         """An attention's arguments: a mask that is watched, which is added, for each score."""
@@ -324,6 +334,7 @@ class FreeParameters(Mode):
         Args:
             before: the arguments as they were.
         """
+        function, args, kwargs = _of_first(function, args, kwargs)
         operands = [x for x in args if isinstance(x, T)]
         given = [*operands, *(x for x in kwargs.values() if isinstance(x, T))]
         if self.inside and any(x.requires_grad for x in tensors_in(output, set())):
@@ -364,6 +375,9 @@ class FreeParameters(Mode):
                     turned = watched.turned != turns_over(function, args, kwargs)
                     made = watched._replace(tensor=output, slot=slot, turned=turned, origin=origin)
                     self.watched.append(made)
+                elif (function in TAKES or function is _rows_of_table) and place == 0:
+                    slot = function(watched.slot, *args[1:], **kwargs)
+                    self.watched.append(watched._replace(tensor=output, slot=slot, origin=None))
                 elif function in CASTS and place == 0:
                     origin = None if self.is_traced else watched.of()
                     self.watched.append(watched._replace(tensor=output, origin=origin))
@@ -552,6 +566,20 @@ def _of(function: Any, rest: Any, kwargs: Any, x: T) -> Any:
     return function(x, *rest, **kwargs)
 
 
+def _of_first(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A function and its arguments, those of `F.embedding` with the table in front."""
+    if function is not F.embedding:
+        return function, args, kwargs
+    given = dict(zip(_OF_LOOKUP, args, strict=False)) | kwargs
+    if any([given.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")]):  # noqa: C419
+        return function, args, kwargs
+    return _rows_of_table, (given["weight"], given["input"], given.get("padding_idx")), {}
+
+
+def _rows_of_table(table: T, index: T, padding_index: int | None) -> T:
+    return F.embedding(index, table, padding_index)
+
+
 def _divides(x: Any) -> bool:
     """Whether it is a number to divide by."""
     return isinstance(x, int | float) and x != 0
@@ -601,7 +629,7 @@ def _probed(
     """
     others = [x for i, x in enumerate(args[:2]) if i != place and isinstance(x, T)]
     slot, shape = watched.slot, watched.slot.shape
-    kind, other, axes, followed, negative = "", None, None, True, False
+    kind, other, axes, labels, followed, negative = "", None, None, None, True, False
     if function in SUMS or (function in COPIES and place == 0 and _broadcasts(shape, output.shape)):
         kind = "sum"
     elif function in TIMES and len(others) == 1:
@@ -632,19 +660,15 @@ def _probed(
             kind = "left" if place == 1 else "right"
     elif ends is not None and len(shape) == 3 and args[0].ndim == 2:
         kind, other = "grouped", args[0]
-    elif function is torch.einsum:
-        given = args[0], place - 1, watched.tensor, args[3 - place]
-        found = rows_of_call(*given) if len(args) == 3 else None
-        if found is not None and not found.halves.order:
-            kind = "right" if found.halves.turned else "linear"
-            other, axes = args[3 - place], found.axes
+    else:
+        kind, other, slot, axes, labels = _contraction(function, args, place, watched)
     if not kind or (output.dtype.is_complex and kind not in ("sum", "product")):
         return None
     if watched.widened and kind not in ("sum", "product"):
         return None  # a factor of a matrix's rows: its gradient is a sum over them, not a row of x
     counts = kind in _FEATURES and not without_rows(other)
-    into_first = (kind in ("right", "grouped")) != watched.turned if counts else None
-    how, source = _How(kind, axes, watched.reduce, into_first, negative), None
+    into_first = (kind in ("right", "grouped", "contraction")) != watched.turned if counts else None
+    how, source = _How(kind, axes, watched.reduce, into_first, negative, labels), None
     unfollowed = in_place or not followed
     if isinstance(other, T) and other.requires_grad | unfollowed and not torch.compiler.is_compiling():
         understood = not unfollowed and not output.dtype.is_complex
@@ -662,6 +686,27 @@ def _probed(
     return probed
 
 
+def _contraction(
+    function: Any, args: Any, place: int, watched: Watched
+) -> tuple[str, T | None, T, Axes | None, Labels | None]:
+    """How an einsum, or what is one, uses the operand at `place`: kind, other, slot, axes and labels."""
+    slot, written = watched.slot, as_einsum(function, args)
+    equation, operands = written or ("", ())
+    at = place - (len(args) - len(operands))
+    if len(operands) != 2 or at < 0:
+        return "", None, slot, None, None
+    other = operands[1 - at]
+    given = equation, at, watched.tensor, other
+    found, labels = rows_of_call(*given), contraction_of_call(*given)
+    if found is not None and not found.halves.order:
+        return ("right" if found.halves.turned else "linear"), other, slot, found.axes, None
+    if labels is None or labels.other != labels.out:
+        return ("contraction" if labels else ""), other, slot, None, labels
+    own, _, out = labels  # an entry for each of x, or for some
+    slot = slot.permute([own.index(label) for label in out if label in own])
+    return "product", other, slot[tuple([slice(None) if x in own else None for x in out])], None, None
+
+
 class _How(NamedTuple):
     """What `elementwise_second_moment_sum` has to know of a use."""
 
@@ -670,6 +715,7 @@ class _How(NamedTuple):
     reduce: bool
     into_first: bool | None  # whether the parameter lies (in, out); None: this is no product of rows
     negative: bool = False  # whether of what it is multiplied with only what is negative counts (PReLU)
+    labels: Labels | None = None  # of a contraction
 
 
 class _Source(NamedTuple):
@@ -712,6 +758,9 @@ class _Source(NamedTuple):
 def _positions(how: _How, output: T) -> int:
     """How many rows the output of a product has."""
     axes = _FEATURES[how.kind] if how.axes is None else how.axes.y[-how.axes.features[1] :]
+    if how.labels is not None:
+        own, other, out = how.labels
+        axes = tuple([out.index(label) for label in own if label not in other])
     if how.kind == "left" and how.axes is None and output.ndim > 2:
         axes = -2, -1  # what is mixed are positions, of each example
     return output.numel() // max(math.prod([output.shape[axis] for axis in axes]), 1)
@@ -769,7 +818,7 @@ class _FreeProbe(torch.autograd.Function):
         counts = counts and (run is None or run.counts_as(ctx.how.into_first))
         positions = _positions(ctx.how, gradient) if counts else 0
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-            (kind, axes, reduce, _, negative), shape = ctx.how, tuple(ctx.shape)
+            (kind, axes, reduce, _, negative, labels), shape = ctx.how, tuple(ctx.shape)
             if gradient.dtype.is_complex:  # of what is real the gradient is the real part
                 if other is not None:
                     gradient, other, kind = gradient * other.detach().conj(), None, "sum"
@@ -789,7 +838,8 @@ class _FreeProbe(torch.autograd.Function):
                 g, other = ctx.member.gathers(g * (other * ctx.member.derivative(ctx.dtype))), None
                 if g is None:
                     return on, *(None,) * 12
-            squares = elementwise_second_moment_sum(g, other, kind, shape, ends, reduce=reduce)
+            how = {"reduce": reduce, "labels": labels}
+            squares = elementwise_second_moment_sum(g, other, kind, shape, ends, **how)
             squares = squares.reshape(ctx.shape)
         one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
         return on, None, squares, one, counts_like(one, 1, positions), *(None,) * 8

@@ -17,7 +17,7 @@ PRELU = {torch.prelu, F.prelu, T.prelu}
 COPIES = {T.expand, T.expand_as, T.repeat, torch.broadcast_to, torch.tile, T.tile}
 WRITES = {T.__setitem__, T.copy_}  # the last argument to places of the first
 CHOICES = {torch.where, T.where}
-ADDED = {torch.addmm, T.addmm}
+ADDED, ADDED_STACKS = {torch.addmm, T.addmm}, {torch.baddbmm, T.baddbmm}
 ADDED_ENTRYWISE, LERP = {torch.addcmul, T.addcmul}, {torch.lerp, T.lerp}
 MATRIX = {torch.matmul, T.matmul, T.__matmul__, T.__rmatmul__, torch.mm, T.mm, torch.bmm, T.bmm}
 CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T.clone}
@@ -25,6 +25,9 @@ SHAPED_LIKE = {T.view_as, T.reshape_as, T.expand_as}  # their second argument
 VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
+# Entries of a tensor in other places, which are no view of it.
+TAKES = {torch.index_select, T.index_select, torch.gather, T.gather, torch.take_along_dim,
+         T.take_along_dim, torch.roll, T.roll, torch.flip, T.flip}  # fmt: skip
 JOINS = {torch.cat, torch.concat, torch.concatenate, torch.hstack}
 LISTS = JOINS | {torch.stack, torch.vstack}
 _OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -36,7 +39,7 @@ _PERMUTE = {T.permute, torch.permute}
 # only the operator that transformers has for what those cannot do, which is known by its name.
 _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
-SHIFTED = ADDED | ADDED_ENTRYWISE  # products that the first operand is added to
+SHIFTED = ADDED | ADDED_STACKS | ADDED_ENTRYWISE  # products that the first operand is added to
 LOOKS = {T._base.__get__}  # no uses of a view: another mode looks whose it is
 QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
 ARITHMETIC = SUMS | TIMES | QUOTIENTS

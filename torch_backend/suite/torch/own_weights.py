@@ -38,10 +38,12 @@ _FUNCTIONS: dict[Any, tuple[int, tuple[str, ...], bool]] = {
     torch.mm: (0, ("input", "weight"), True),
     torch.addmm: (0, ("", "input", "weight"), True),
     torch.bmm: (0, ("input", "weight"), True),
+    torch.baddbmm: (0, ("", "input", "weight"), True),
 }
 _METHODS = {"matmul": torch.matmul, "mm": torch.mm, "bmm": torch.bmm}
 # Those that take a stack of matrices whole, and those that take nothing else.
-_OF_STACKS, _OF_STACKS_ALONE = (torch.matmul, torch.bmm, torch.einsum), (torch.bmm, torch.einsum)
+_OF_STACKS_ALONE = torch.bmm, torch.baddbmm, torch.einsum
+_OF_STACKS = torch.matmul, *_OF_STACKS_ALONE
 _CASTS = {"to", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone"}
 _SIDES = ("weight", "bias")
 _MOST_FUNCTIONS = 50  # that are read of one module

@@ -34,7 +34,7 @@ from suite.torch.hooks import (
     when_reached,
     without_modes,
 )
-from suite.torch.operations import CASTS, LOOKS, MATRIX, T, ends_of_groups, turns
+from suite.torch.operations import ADDED_STACKS, CASTS, LOOKS, MATRIX, T, ends_of_groups, turns
 from suite.torch.probe import passed_on
 from suite.torch.rows import Bases, counts_like
 from suite.torch.runs import Run
@@ -192,6 +192,8 @@ def _rows(function: Any, args: Any, kwargs: Any, watched: _Watched) -> _Rows | N
     if ends is not None:
         grouped = args[1] is watched.tensor and watched.turned and args[0].ndim == 2
         return _Rows(args[0], _same, _same, ends) if grouped and watched.tensor.ndim == 3 else None
+    if function in ADDED_STACKS and not kwargs and args[0] is not watched.tensor:
+        function, args = torch.bmm, args[1:]
     if function not in MATRIX or kwargs or len(args) != 2 or function is T.__rmatmul__:
         return None
     place = int(args[1] is watched.tensor)
