@@ -218,6 +218,12 @@ CASES = {
         lambda g, x: statistics.elementwise_second_moment_sum(g, x, "right", (g.shape[0], 4, 2)),
         (normal(B, 5, 2), normal(B, 5, 4)),
     ),
+    "statistics.complex_second_moment_sum": (
+        lambda a, b, c, d: statistics.complex_second_moment_sum(
+            (a, b), (c, d), "right", (a.shape[0], 4, 2)
+        ),
+        (normal(B, 5, 2), normal(B, 5, 2, seed=1), normal(B, 5, 4), normal(B, 5, 4, seed=1)),
+    ),
     "kfac.rows_fit": (
         lambda A, G, a, g: kfac.rows_fit((g.mT @ a, None), a, g, kfac.probes_for(A, G)),
         (positive_definite(B, 4), positive_definite(B, 3), normal(B, 6, 4), normal(B, 6, 3)),

@@ -22,6 +22,7 @@ from suite.core.statistics import (
     LayerStatistics,
     add_transposed,
     batch_norm_second_moment_sum,
+    complex_second_moment_sum,
     cross_moment_sum,
     elementwise_second_moment_sum,
     grouped_second_moment_sum,
@@ -286,6 +287,45 @@ def test_contractions_have_the_squares_of_every_rows_gradient(xp, own, other, ou
     got = xp.run(elementwise_second_moment_sum, xp.asarray(g), xp.asarray(x), **kind)
     assert got.shape == p.shape
     assert_close(got, expected)
+
+
+COMPLEX = [(kind, *shapes, None) for kind in USES for shapes in USES[kind]]
+COMPLEX += [("contraction", (2, 4), (3, 5, 2, 4), ("hi", "nthi", "nth"))]
+COMPLEX += [("contraction", (4, 3, 5), (2, 4, 5), ("iox", "bix", "box"))]
+
+
+@pytest.mark.parametrize(("kind", "shape", "other_shape", "labels"), COMPLEX, ids=str)
+def test_complex_parameters_have_the_squares_of_every_rows_parts(xp, kind, shape, other_shape, labels):
+    """A row's gradient by p is g times the conjugate of what p's entry is multiplied with."""
+
+    def complexes(*shape, seed):
+        return normal(*shape, seed=seed) + 1j * normal(*shape, seed=seed + 1)
+
+    def y_of(p, x):
+        if labels is None:
+            return output(kind, p, x)
+        return np.einsum(f"{labels[1]},{labels[0]}->{labels[2]}", x, p)
+
+    x = complexes(*other_shape, seed=1)
+    g = complexes(*y_of(np.zeros(shape), x).shape, seed=3)
+    expected = np.zeros((2, *shape))
+    for at in np.ndindex(shape):
+        unit = np.zeros(shape)
+        unit[at] = 1.0
+        rows = g * np.conj(y_of(unit, x) - y_of(np.zeros(shape), x))
+        expected[(0, *at)], expected[(1, *at)] = np.sum(rows.real**2), np.sum(rows.imag**2)
+
+    def parts(z):
+        return xp.asarray(z.real.copy()), xp.asarray(z.imag.copy())
+
+    other, options = (
+        None if kind == "sum" else parts(x),
+        {"kind": kind, "shape": shape, "labels": labels},
+    )
+    got = xp.run(complex_second_moment_sum, parts(g), other, **options)
+    for one, part in zip(got, expected, strict=True):
+        assert one.shape == shape
+        assert_close(one, part)
 
 
 # How many rows each group has, and how many there are behind the last one's.

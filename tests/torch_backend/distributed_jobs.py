@@ -366,6 +366,35 @@ def train_branches(kfac_settings: dict[str, Any], by_rank: bool) -> list[torch.T
     return parameters_of(model)
 
 
+class Spectrum(nn.Module):
+    """A spectral convolution, whose weight is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(0.3 * torch.randn(3, 5, 3, dtype=torch.complex128))
+        self.head = nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        f = torch.einsum("nik,iok->nok", torch.fft.rfft(x)[..., :3], self.weight)
+        return self.head(torch.tanh(torch.fft.irfft(f, n=x.shape[-1])).mean(-1))
+
+
+def train_spectrum(kfac_settings: dict[str, Any]) -> list[torch.Tensor]:
+    world, rank = world_and_rank()
+    model = Spectrum()
+    run: nn.Module = DistributedDataParallel(model) if world > 1 else model
+    kfac = KFAC(run, torch.optim.SGD(run.parameters(), lr=0.1), damping=0.03, **kfac_settings)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        x = torch.randn(24, 3, 8, generator=generator, dtype=torch.float64)[rank::world]
+        y = torch.randint(3, (24,), generator=generator)[rank::world]
+        F.cross_entropy(run(x), y).backward()
+        kfac.step()
+        kfac.zero_grad()
+    return [torch.view_as_real(p) if p.is_complex() else p for p in parameters_of(model)]
+
+
 def train_in_turn(kfac_settings: dict[str, Any]) -> tuple[list[torch.Tensor], list[bool]]:
     """Left and right are trained in turn, gradients being zeros meanwhile; and who wants statistics."""
     world, rank = world_and_rank()

@@ -41,6 +41,7 @@ from torch_backend.distributed_jobs import (
     train_in_turn,
     train_on_old_gloo,
     train_positions,
+    train_spectrum,
     train_with_nan,
     treatments,
     whole_between_micro_batches,
@@ -443,6 +444,13 @@ def test_ranks_that_see_different_layers_do_not_wait_for_each_other(crew, world,
     settings = {"gradient_worker_fraction": strategy}
     expected = train_branches({}, False)
     for parameters in crew.run(train_branches, world, settings, True):
+        assert distance(parameters, expected) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_complex_parameters_have_one_trajectory(crew, strategy):
+    expected = train_spectrum({})
+    for parameters in crew.run(train_spectrum, 4, {"gradient_worker_fraction": strategy}):
         assert distance(parameters, expected) < 1e-9
 
 

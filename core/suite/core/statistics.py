@@ -253,7 +253,51 @@ def elementwise_second_moment_sum(
     squares = gradient * gradient
     if other is None:
         return _sum_to(squares, shape)
-    others = other * other
+    return _products(squares, other * other, kind, shape, ends, labels)
+
+
+def complex_second_moment_sum(
+    gradient: tuple[Array, Array],
+    other: tuple[Array, Array] | None,
+    kind: str,
+    shape: tuple[int, ...],
+    ends: Array | None = None,
+    *,
+    reduce: bool = False,
+    labels: tuple[str, str, str] | None = None,
+) -> tuple[Array, Array]:
+    """`elementwise_second_moment_sum` of a complex parameter's real part, and of its imaginary part.
+
+    With g the gradient by y whose parts are those by the parts of y, the gradient by p of a row is g x̄.
+
+    Args: as there, but for real and imaginary parts of `gradient` and `other`.
+    """
+    a, b = gradient
+    if other is None or kind in ("sum", "product"):
+        rows = (a, b) if other is None else (a * other[0] + b * other[1], b * other[0] - a * other[1])
+        real, imaginary = (
+            elementwise_second_moment_sum(x, None, "sum", shape, reduce=reduce) for x in rows
+        )
+        return real, imaginary
+    c, d = other
+    xp, rest = array_namespace(a), (kind, shape, ends, labels)
+    # The squares of a row's real and imaginary part: their sum |g|² |x|², and their difference Re(g x̄)².
+    both = _products(a * a + b * b, c * c + d * d, *rest)
+    difference = _products(a * a - b * b, c * c - d * d, *rest) + 4.0 * _products(a * b, c * d, *rest)
+    zero = xp.zeros_like(both)
+    return xp.maximum(both + difference, zero) / 2.0, xp.maximum(both - difference, zero) / 2.0
+
+
+def _products(
+    squares: Array,
+    others: Array,
+    kind: str,
+    shape: tuple[int, ...],
+    ends: Array | None,
+    labels: tuple[str, str, str] | None,
+) -> Array:
+    """Σ over rows of `squares`, like y, times `others`, like x; arguments as above."""
+    xp = array_namespace(squares)
     if labels is not None:
         return _contracted(squares, others, labels, shape)
     if kind == "product":

@@ -475,22 +475,23 @@ class FoundLayers:
         left = {
             key: p for key, p in (own | entries).items() if not self._is_left_out(_join(name, key), p)
         }
+        real = {key: p for key, p in left.items() if not p.is_complex()}
         held = Counter(id(p) for p in (*module._parameters.values(), *entries.values()))  # by two names
         matrices = {
             key
-            for key, p in left.items()
+            for key, p in real.items()
             if p.ndim > 1 and held[id(p)] == 1 and not self.tensor_axes[id(p)]
         }
         weights: list[OwnWeight] = []
         if matrices:
             first = {key: next(iter(some.values())) for key, some in lists.items() if some}
-            read = own_weights(module, left, first)
+            read = own_weights(module, real, first)
             weights = [one for found in read for one in _of_each(found, lists)]
         biases = Counter(found.bias for found in weights)
         for found in weights:
             if found.name not in matrices:
                 continue
-            weight, bias = left[found.name], left.get(found.bias)
+            weight, bias = left[found.name], real.get(found.bias)
             if weight.ndim != found.ndim or len(weight) % found.groups:
                 continue
             if weight.ndim > 2 and not found.axes and len(self._owners[id(weight)]) > 1:
@@ -505,7 +506,7 @@ class FoundLayers:
                 bias = None
             self._own_weight(name, module, found, weight, bias)
             left = {key: p for key, p in left.items() if p is not weight and p is not bias}
-        for norm in own_norms(module, left) if left else []:
+        for norm in own_norms(module, left.keys() & real.keys()) if left else []:
             used = [left[norm.name], *([left[norm.bias]] if norm.bias else [])]
             used = used if self._together(used[0], used[-1]) else used[:1]
             if not any(len(self._owners[id(p)]) > 1 or self.tensor_axes[id(p)] for p in used):
@@ -565,7 +566,7 @@ class FoundLayers:
 
     def _is_left_out(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether it has no block, for a reason that is noted."""
-        named, reason = self._matches([name]), why_not(parameter)
+        named, reason = self._matches([name]), why_not(parameter, by_entries=True)
         if reason or named:
             self._reasons.setdefault(id(parameter), reason or "named by skip_layers")
             return True

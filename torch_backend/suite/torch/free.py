@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from suite.core.statistics import elementwise_second_moment_sum
+from suite.core.statistics import complex_second_moment_sum, elementwise_second_moment_sum
 from suite.torch.copies import Copies
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
 from suite.torch.einsum import Labels, as_einsum, contraction_of_call, operands_of, rows_of_call
@@ -106,7 +106,7 @@ class Watched(NamedTuple):
     """A parameter, or a view of one, and where its sums go."""
 
     tensor: T  # kept alive: it is known by its identity
-    slot: T  # of the same shape
+    slot: T  # of the same shape; complex: of real and imaginary parts
     ones: T  # (1, 1, 1), the slot of G
     counts: T  # (2,), the slot of the counts
     clock: Any = None  # says when statistics are taken, where not in every backward pass
@@ -587,7 +587,7 @@ def _divides(x: Any) -> bool:
 
 def _derivative(function: Any, args: Any, kwargs: Any, output: T) -> T | None:
     """Of a function of each entry of its first argument; None: it is none."""
-    if output.dtype.is_complex:
+    if output.dtype.is_complex or args[0].dtype.is_complex:
         return None
     x, y = args[0].detach(), output.detach()
     if function is over:
@@ -662,11 +662,13 @@ def _probed(
         kind, other = "grouped", args[0]
     else:
         kind, other, slot, axes, labels = _contraction(function, args, place, watched)
-    if not kind or (output.dtype.is_complex and kind not in ("sum", "product")):
+    if not kind or (watched.slot.is_complex() and not output.is_complex()):
+        return None
+    if output.is_complex() and not watched.slot.is_complex() and kind not in ("sum", "product"):
         return None
     if watched.widened and kind not in ("sum", "product"):
         return None  # a factor of a matrix's rows: its gradient is a sum over them, not a row of x
-    counts = kind in _FEATURES and not without_rows(other)
+    counts = kind in _FEATURES and not without_rows(other) and not output.is_complex()
     into_first = (kind in ("right", "grouped", "contraction")) != watched.turned if counts else None
     how, source = _How(kind, axes, watched.reduce, into_first, negative, labels), None
     unfollowed = in_place or not followed
@@ -766,6 +768,12 @@ def _positions(how: _How, output: T) -> int:
     return output.numel() // max(math.prod([output.shape[axis] for axis in axes]), 1)
 
 
+def _parts(x: T) -> tuple[T, T]:
+    """The real and the imaginary one."""
+    real, imaginary = torch.view_as_real(x.resolve_conj()).unbind(-1)
+    return real, imaginary
+
+
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     """Whether only axes of length 1, or new ones in front, grew."""
     # A list, because torch.compile does not see through a generator here.
@@ -794,6 +802,7 @@ class _FreeProbe(torch.autograd.Function):
         ctx.source, ctx.slot, ctx.run, ctx.told, ctx.member = source, ones, run, told, member
         ctx.save_for_backward(other, ends)
         ctx.how, ctx.shape, ctx.dtype, ctx.clock = how, slot.shape, slot.dtype, clock
+        ctx.dtype_of_ones = ones.dtype  # real
         ctx.in_place = in_place
         if in_place:  # whoever changed a tensor goes on with that, not with what is returned
             ctx.mark_dirty(y)
@@ -819,7 +828,7 @@ class _FreeProbe(torch.autograd.Function):
         positions = _positions(ctx.how, gradient) if counts else 0
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             (kind, axes, reduce, _, negative, labels), shape = ctx.how, tuple(ctx.shape)
-            if gradient.dtype.is_complex:  # of what is real the gradient is the real part
+            if gradient.is_complex() and not ctx.dtype.is_complex:  # of what is real: the real part
                 if other is not None:
                     gradient, other, kind = gradient * other.detach().conj(), None, "sum"
                 gradient = gradient.real
@@ -839,9 +848,13 @@ class _FreeProbe(torch.autograd.Function):
                 if g is None:
                     return on, *(None,) * 12
             how = {"reduce": reduce, "labels": labels}
-            squares = elementwise_second_moment_sum(g, other, kind, shape, ends, **how)
+            if ctx.dtype.is_complex:
+                by_parts = _parts(g), None if other is None else _parts(other)
+                squares = torch.complex(*complex_second_moment_sum(*by_parts, kind, shape, ends, **how))
+            else:
+                squares = elementwise_second_moment_sum(g, other, kind, shape, ends, **how)
             squares = squares.reshape(ctx.shape)
-        one = torch.ones((1, 1, 1), dtype=ctx.dtype, device=gradient.device)
+        one = torch.ones((1, 1, 1), dtype=ctx.dtype_of_ones, device=gradient.device)
         return on, None, squares, one, counts_like(one, 1, positions), *(None,) * 8
 
 

@@ -63,7 +63,7 @@ class GradientExchange:
         )
         result = {
             i: [
-                torch.zeros(p.shape, dtype=p.parameter.dtype, device=self.layers[i].device)
+                torch.zeros(p.shape, dtype=p.dtype, device=self.layers[i].device)
                 for p in self.layers[i].pieces
             ]
             for i in mine
@@ -180,9 +180,7 @@ class GradientExchange:
                     if source != rank and size_of(box):
                         receivers.setdefault((source, box), []).append(rank)
                 for (source, box), ranks in receivers.items():
-                    parcel = Parcel(
-                        layer.name, shape_of(box), piece.parameter.dtype, source, tuple(ranks)
-                    )
+                    parcel = Parcel(layer.name, shape_of(box), piece.dtype, source, tuple(ranks))
                     self._outbound.append(_Shipment(i, j, box, parcel))
         # Layers of one size after the other, as directions are computed.
         sizes = list(dict.fromkeys(layer.sizes for layer in self.layers))

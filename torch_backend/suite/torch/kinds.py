@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from suite.torch.dtensors import is_sharded
 from suite.torch.layers import CONVOLUTIONS, TRANSPOSED
 from suite.torch.recurrent import WRITTEN_OUT
 from suite.torch.rows import LayerSpec
@@ -165,14 +166,20 @@ def _normed(direction: Any, magnitude: Any) -> tuple[nn.Parameter | None, nn.Par
     return direction, None, "weight_norm by columns"
 
 
-def why_not(parameter: nn.Parameter) -> str:
-    """Why a parameter cannot be preconditioned; '' if it can."""
+def why_not(parameter: nn.Parameter, *, by_entries: bool = False) -> str:
+    """Why a parameter cannot be preconditioned; '' if it can.
+
+    Args:
+        by_entries: whether it has a diagonal, as complex ones may have of their parts.
+    """
     if not parameter.requires_grad:
         return "frozen"
     if parameter.numel() == 0:
         return "empty"
-    if parameter.is_complex():
-        return "complex parameters are not covered"
+    if parameter.is_complex() and is_sharded(parameter):
+        return "sharded complex parameters are not covered"
+    if parameter.is_complex() and not by_entries:
+        return "complex weights of layers are not covered"
     return ""
 
 

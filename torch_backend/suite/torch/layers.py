@@ -35,7 +35,14 @@ class Piece:
     tensor_axes: int = 0  # of its mesh, see dtensors.py: then it is this rank's block
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of its numbers: a complex parameter is one of its parts, on an axis more."""
+        return self.parameter.dtype.to_real()
+
+    @property
     def shape(self) -> tuple[int, ...]:
+        if self.parameter.is_complex():
+            return (*self.parameter.shape, 2)
         if self.stop is None:
             return block_shape(self.parameter, self.tensor_axes)
         return (self.stop - self.start, *self.parameter.shape[1:])
@@ -43,10 +50,14 @@ class Piece:
     def grad(self) -> torch.Tensor | None:
         """The gradient of these rows, in its own storage."""
         gradient = self.parameter.grad
+        if gradient is not None and gradient.is_conj():  # whose parts are no view
+            self.parameter.grad = gradient = gradient.resolve_conj()
         return None if gradient is None else self.rows_of(gradient)
 
     def rows_of(self, like_parameter: torch.Tensor) -> torch.Tensor:
         """These rows of a tensor that has all."""
+        if like_parameter.is_complex():
+            return torch.view_as_real(like_parameter)
         return like_parameter if self.stop is None else like_parameter[self.start : self.stop]
 
     def is_here(self) -> bool:
@@ -109,7 +120,7 @@ class Layer:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.weight.parameter.dtype
+        return self.weight.dtype
 
     @property
     def device(self) -> torch.device:

@@ -24,7 +24,8 @@ CASTS = {T.to, T.type_as, T.float, T.half, T.bfloat16, T.double, T.contiguous, T
 SHAPED_LIKE = {T.view_as, T.reshape_as, T.expand_as}  # their second argument
 VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, T.reshape,
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
-         torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow}  # fmt: skip
+         torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow,
+         torch.view_as_complex, torch.view_as_real}  # fmt: skip
 # Entries of a tensor in other places, which are no view of it.
 TAKES = {torch.index_select, T.index_select, torch.gather, T.gather, torch.take_along_dim,
          T.take_along_dim, torch.roll, T.roll, torch.flip, T.flip}  # fmt: skip
@@ -100,6 +101,8 @@ def ends_of_groups(function: Any, args: Any, kwargs: Any) -> Any:
 
 def viewed(function: Any, rest: Any, kwargs: Any, slot: T) -> T:
     """A view of a slot; what was copied on the way can be viewed as the slot itself cannot."""
+    if function is torch.view_as_complex:  # which lies in memory as it pleases
+        return torch.complex(*slot.unbind(-1))
     try:
         return function(slot, *rest, **kwargs)
     except RuntimeError:

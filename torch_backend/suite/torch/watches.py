@@ -116,7 +116,8 @@ class FreeCapture(ModeAround):
         clock = capture.clock if capture.clock.sampled else None
         finds_out = torch.compiler.is_compiling() or capture.clock.discovering
         strays = capture.clock.strays if finds_out else None
-        slots = capture.A, capture.G, capture.counts
+        squares = torch.complex(*capture.A.unbind(-1)) if parameter.is_complex() else capture.A
+        slots = squares, capture.G, capture.counts
         reduce = capture.layer.spec.reduce
         name = capture.layer.name
         return Watched(parameter, *slots, clock, strays, name, capture.clock, capture, reduce=reduce)

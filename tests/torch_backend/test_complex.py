@@ -1,0 +1,283 @@
+"""Complex parameters of a module's own, as of a Fourier neural operator: the diagonal of their parts."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import assert_close
+from suite.torch import KFAC
+from torch_backend.rows_by_loops import both_reductions, double, held, loss_of, numbers, stepped
+
+
+def complexes(*shape, seed=0):
+    return torch.complex(numbers(*shape, seed=seed), numbers(*shape, seed=seed + 1))
+
+
+class Used(nn.Module):
+    """An operation between the spectrum of x and complex parameters."""
+
+    def __init__(self, operation, shapes):
+        super().__init__()
+        made = (0.5 * complexes(*shape, seed=10 + i) for i, shape in enumerate(shapes))
+        self.own = nn.ParameterList(map(nn.Parameter, made))
+        self.operation, self.before = operation, nn.Linear(4, 4)
+        self.head = nn.Linear(numbers(3, 2, 4).shape[1] * 2, 3)
+
+    def forward(self, x, own=None):
+        y = self.operation(torch.fft.fft(self.before(x)), *(own or self.own))
+        y = torch.view_as_real(y.reshape(len(x), 2, -1).mean(-1)).flatten(1)
+        return self.head(torch.tanh(y))
+
+
+# operation(rows, *parameters), the same with parameters (*rows, *shape), shapes, the axes of the rows
+USES = {
+    "x + p": (lambda x, p: x + p, lambda x, p: x + p, [(4,)], (3, 2)),
+    "x * p": (lambda x, p: x * p, lambda x, p: x * p, [(4,)], (3, 2)),
+    "real x * p": (lambda x, p: x.real * p, lambda x, p: x.real * p, [(2, 4)], (3,)),
+    "x * 2 p": (lambda x, p: x * (2 * p), lambda x, p: x * (2 * p), [(4,)], (3, 2)),
+    "modes": (
+        lambda x, p: torch.einsum("nit,iot->not", x[..., :3], p),
+        lambda x, p: torch.einsum("nit,niot->not", x[..., :3], p),
+        [(2, 4, 3)],
+        (3,),
+    ),
+    "x @ W": (
+        lambda x, W: x @ W,
+        lambda x, W: torch.einsum("nti,ntio->nto", x, W),
+        [(4, 5)],
+        (3, 2),
+    ),
+    "linear, with a shift": (
+        lambda x, W, b: nn.functional.linear(x, W) + b,
+        lambda x, W, b: torch.einsum("nti,ntoi->nto", x, W) + b,
+        [(5, 4), (5,)],
+        (3, 2),
+    ),
+    "W @ x": (
+        lambda x, W: W.transpose(0, 1) @ x,
+        lambda x, W: torch.einsum("nkio,nik->nok", W, x),
+        [(2, 3)],
+        (3, 4),
+    ),
+    "a vector": (lambda x, p: x @ p, lambda x, p: (x * p).sum(-1), [(4,)], (3, 2)),
+    "two views of one": (
+        lambda x, p: x[..., 1:] * p[0] + p[1, None],
+        lambda x, p: x[..., 1:] * p[:, :, 0] + p[:, :, 1],
+        [(2, 3)],
+        (3, 2),
+    ),
+}
+
+
+@both_reductions
+@pytest.mark.parametrize("name", USES)
+def test_complex_parameters_have_the_diagonal_of_their_parts(name, reduction):
+    """A parameter of its own for every row: autograd gives each row's gradient."""
+    operation, by_row, shapes, rows = USES[name]
+    x, model = numbers(3, 2, 4), double(lambda: Used(operation, shapes))
+    other = copy.deepcopy(model)
+    per_row = [p.detach().expand(*rows, *p.shape).clone().requires_grad_() for p in model.own]
+    other.operation = by_row
+    y = other(x, per_row)
+    torch.testing.assert_close(y, model(x))
+    loss_of(y, reduction).backward()
+    kfac = stepped(model, x, reduction=reduction)
+    terms = len(x) if reduction == "mean" else 1
+    for i, p in enumerate(per_row):
+        A, G = held(kfac)[f"own.{i}"]
+        expected = torch.view_as_real(p.grad).square().sum(tuple(range(len(rows))))
+        # A sum of products has its squares by the difference of two sums.
+        torch.testing.assert_close(A * G[:, 0], terms * expected.reshape(1, -1), rtol=1e-9, atol=1e-12)
+        assert kfac.routing()[f"own.{i}"].treatment == "kfac"
+
+
+def test_reduce_sums_over_each_example():
+    operation, by_row, shapes, rows = USES["x * p"]
+    x, model = numbers(3, 2, 4), double(lambda: Used(operation, shapes))
+    other = copy.deepcopy(model)
+    per_row = [p.detach().expand(*rows, *p.shape).clone().requires_grad_() for p in model.own]
+    other.operation = by_row
+    loss_of(other(x, per_row), "sum").backward()
+    A, G = held(stepped(model, x, reduction="sum", weight_sharing="reduce"))["own.0"]
+    expected = torch.view_as_real(per_row[0].grad.sum(1)).square().sum(0)
+    assert_close(A * G[:, 0], expected.reshape(1, -1))
+
+
+class Spectral(nn.Module):
+    """A spectral convolution, of complex weights, or of real ones in their place."""
+
+    def __init__(self, *, by_parts=False):
+        super().__init__()
+        weight, shift = 0.3 * complexes(2, 4, 3), 0.3 * complexes(4, 1, seed=3)
+        if by_parts:
+            weight, shift = map(torch.view_as_real, (weight, shift))
+        self.weight, self.shift = nn.Parameter(weight.clone()), nn.Parameter(shift.clone())
+        self.by_parts = by_parts
+
+    def forward(self, x):
+        weight, shift = self.weight, self.shift
+        if self.by_parts:
+            weight, shift = torch.view_as_complex(weight), torch.view_as_complex(shift)
+        f = torch.fft.rfft(x)
+        out = torch.zeros(len(x), 4, f.shape[-1], dtype=f.dtype)
+        out[:, :, :3] = torch.einsum("bix,iox->box", f[:, :, :3], weight) + shift
+        return torch.fft.irfft(out, n=x.shape[-1])
+
+
+class Operator(nn.Module):
+    def __init__(self, *, by_parts=False):
+        super().__init__()
+        self.lift, self.spectral, self.head = (
+            nn.Linear(1, 2),
+            Spectral(by_parts=by_parts),
+            nn.Linear(4, 1),
+        )
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.spectral(self.lift(x).mT)).mT)
+
+
+def parts(model):
+    return [
+        torch.view_as_real(p) if p.is_complex() else p
+        for p in map(torch.Tensor.detach, model.parameters())
+    ]
+
+
+def trained(model, steps=6, run=None, chunks=1, **settings):
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    kfac = KFAC(model, base, damping=0.01, **settings)
+    for step in range(steps):
+        kfac.zero_grad()
+        for x in numbers(6, 8, 1, seed=step).chunk(chunks):
+            ((model if run is None else run)(x).sin().square().mean() / chunks).backward()
+        kfac.step()
+    return kfac
+
+
+def assert_alike(model, other):
+    for a, b in zip(parts(model), parts(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"compute_method": "inverse", "kl_clip": 0.1}, {"chunks": 2}, {"packed_factors": True},
+     {"factor_update_steps": 2, "inv_update_steps": 3}, {"fisher": "type-2", "likelihood": "gaussian"}],
+    ids=str,
+)  # fmt: skip
+def test_complex_parameters_are_those_of_their_parts(settings):
+    model, other = (double(lambda by=by: Operator(by_parts=by)) for by in (False, True))
+    before = parts(copy.deepcopy(model))
+    kfac = trained(model, **settings)
+    trained(other, **settings)
+    assert_alike(model, other)
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(parts(model), before, strict=True))
+    route = kfac.routing()["spectral.weight"]
+    assert (route.treatment, route.factors, route.shape) == ("kfac", "diag 48", (2, 4, 3))
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_been():
+    model = double(Operator)
+    other = copy.deepcopy(model)
+    trained(model)
+    kfac = trained(other, steps=3)
+    kept = io.BytesIO()
+    torch.save({"model": other.state_dict(), "kfac": kfac.state_dict()}, kept)
+    kept.seek(0)
+    state = torch.load(kept, weights_only=True)
+    resumed = double(Operator)
+    resumed.load_state_dict(state["model"])
+    base = torch.optim.SGD(resumed.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    kfac = KFAC(resumed, base, damping=0.01)
+    kfac.load_state_dict(state["kfac"])
+    for step in range(3, 6):
+        kfac.zero_grad()
+        resumed(numbers(6, 8, 1, seed=step)).sin().square().mean().backward()
+        kfac.step()
+    assert all(map(torch.equal, parts(model), parts(resumed)))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes")
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_a_compiled_model_is_the_same(by_parts):
+    torch._dynamo.reset()
+    model = double(lambda: Operator(by_parts=by_parts))
+    other = copy.deepcopy(model)
+    trained(other)
+    trained(model, run=torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert_alike(model, other)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_part_that_is_not_finite_changes_nothing(part):
+    model = double(Operator)
+    kfac = trained(model, steps=2)
+    before, state = parts(copy.deepcopy(model)), copy.deepcopy(kfac.state_dict()["kfac"]["layers"])
+    kfac.zero_grad()
+    model(numbers(6, 8, 1)).square().mean().backward()
+    torch.view_as_real(model.spectral.weight.grad)[0, 0, 0, part] = float("inf")
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        kfac.step()
+    assert kfac.skipped_steps == 1
+    assert all(map(torch.equal, parts(model), before))
+    after = kfac.state_dict()["kfac"]["layers"]
+    assert all(torch.equal(after[name]["G"], record["G"]) for name, record in state.items())
+
+
+def test_gradients_that_are_conjugates_by_a_mark_are_written_to():
+    model = double(Operator)
+    other = copy.deepcopy(model)
+    for one in (model, other):
+        kfac = KFAC(one, kl_clip=None)
+        one(numbers(6, 8, 1)).square().mean().backward()
+        if one is other:
+            weight = one.spectral.weight
+            weight.grad = weight.grad.conj().resolve_conj().conj()
+            assert weight.grad.is_conj()
+        kfac.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda x, p: x * p.exp(),
+        lambda x, p: x * (p * 1j),
+        lambda x, p: x * p.conj(),
+        lambda x, p: x * p.abs(),
+        lambda x, p: x + p.real,
+    ],
+    ids=["function", "turned", "conjugate", "length", "real part"],
+)
+def test_uses_that_are_not_understood_are_named(how):
+    model = double(lambda: Used(lambda x, p: how(x, p) + p, [(4,)]))
+    kfac = KFAC(model)
+    model(numbers(3, 2, 4)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'own.0'"):
+        kfac.step()
+
+
+def test_complex_layers_keep_their_gradient_and_are_named():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = nn.Linear(4, 4, dtype=torch.complex128), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.head(self.inner(x + 0j).real)
+
+    model = double(Complex)
+    kfac = stepped(model, numbers(3, 4))
+    route = kfac.routing()["inner.weight"]
+    assert (route.treatment, route.reason) == ("plain", "complex weights of layers are not covered")
+    assert kfac.routing()["inner.bias"].treatment == "plain"
