@@ -732,6 +732,27 @@ FREE = {
         SEQUENCE,
         (3, 2),
     ),
+    "entries repeated": (
+        lambda x, p: x * p.repeat_interleave(2),
+        lambda x, p: x * p.mT.flatten(-2),
+        [(2,)],
+        SEQUENCE,
+        (3, 2, 2),
+    ),
+    "a diagonal matrix": (
+        lambda x, p: x @ torch.diag(p.exp()),
+        lambda x, p: x * p.exp(),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "a sum of entries": (
+        lambda x, p: x * p.exp().sum(0),
+        lambda x, p: x * p.exp().sum(-2),
+        [(3, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
     "two in one": (
         lambda x, p, q: x * p + q,
         lambda x, p, q: x * p + q,
@@ -759,6 +780,45 @@ def test_a_free_parameter_has_the_diagonal_of_its_rows_gradients(name, reduction
         A, G = factors[f"own.{i}"]
         expected = p.grad.square().sum(tuple(range(len(rows)))).reshape(1, -1)
         assert_close(A * G[:, 0], terms * expected)
+
+
+OF_ENTRIES = {
+    "p ** 3": lambda p: p**3,
+    "p ** -1": lambda p: torch.pow(p, -1),
+    "p.pow(1.5)": lambda p: p.abs().pow(1.5),
+    "2 ** p": lambda p: 2**p,
+    "log1p": lambda p: p.square().log1p(),
+    "expm1": torch.expm1,
+    "sin": torch.sin,
+    "cos": lambda p: p.cos(),
+    "erf": torch.erf,
+    "silu": F.silu,
+    "elu": lambda p: F.elu(p, alpha=0.5),
+    "leaky_relu": nn.LeakyReLU(0.3),
+    "logsigmoid": F.logsigmoid,
+    "softplus": nn.Softplus(beta=2.0),
+    "softplus, linear": lambda p: F.softplus(p, 3.0, 1.0),
+    "maximum": lambda p: torch.maximum(p, torch.zeros_like(p)),
+    "masked_fill": lambda p: p.exp().masked_fill(torch.arange(4) == 2, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", OF_ENTRIES)
+def test_functions_of_each_entry_are_followed(name):
+    function, x = OF_ENTRIES[name], numbers(*SEQUENCE)
+    model = double(lambda: Free(lambda x, p: x * function(p), [(4,)], x))
+    p = model.own[0].detach().expand(3, 2, 4).clone().requires_grad_()
+    loss_of(model.after(x * function(p))).backward()
+    A, G = held(stepped(model, x))["own.0"]
+    assert_close(A * G[:, 0], 3 * p.grad.square().sum((0, 1)).reshape(1, -1))
+
+
+def test_a_function_of_entries_and_of_rows_is_named():
+    model = double(lambda: Free(lambda x, p: torch.clamp(p, min=x) + p, [(4,)], numbers(*SEQUENCE)))
+    kfac = KFAC(model)
+    model(numbers(*SEQUENCE)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'own.0'"):
+        kfac.step()
 
 
 @pytest.mark.parametrize(
@@ -1250,6 +1310,7 @@ WRITTEN_OTHERWISE = ["a vector's products", "a vector in front", "torch.mv", "to
                      "einsum of each entry of an example", "einsum with a vector for each head",
                      "einsum with experts' matrices", "positions by index_select",
                      "positions by gather", "positions by F.embedding", "places turned",
+                     "entries repeated", "a diagonal matrix", "a sum of entries",
                      "a distribution's scale"]  # fmt: skip
 
 

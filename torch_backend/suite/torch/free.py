@@ -22,6 +22,7 @@ from suite.core.statistics import complex_second_moment_sum, elementwise_second_
 from suite.torch.copies import Copies
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
 from suite.torch.einsum import Labels, as_einsum, contraction_of_call, operands_of, rows_of_call
+from suite.torch.entrywise import derivative_of
 from suite.torch.gates import Member, Origin, Products
 from suite.torch.hooks import (
     Mode,
@@ -31,7 +32,6 @@ from suite.torch.hooks import (
     is_batched,
     is_within_functions,
     on_transformed,
-    over,
     packs_with,
     root_of,
     tensors_given,
@@ -52,7 +52,6 @@ from suite.torch.operations import (
     LISTS,
     LOOKS,
     MATRIX,
-    NEGATIONS,
     PRELU,
     QUOTIENTS,
     SHIFTED,
@@ -80,26 +79,7 @@ _FEATURES: dict[str, tuple[int, ...]] = {
     "left": (-2,),
     "contraction": (),  # see `_How.labels`
 }
-# Functions of each entry: their derivatives, by arguments and values.
-_ENTRYWISE: dict[Any, Any] = {
-    **dict.fromkeys(NEGATIONS, lambda x, y: -torch.ones_like(y)),
-    **dict.fromkeys((torch.abs, T.abs, T.__abs__), lambda x, y: x.sign()),
-    **dict.fromkeys((torch.exp, T.exp), lambda x, y: y),
-    **dict.fromkeys((torch.sigmoid, T.sigmoid, F.sigmoid), lambda x, y: y * (1 - y)),
-    **dict.fromkeys((torch.tanh, T.tanh, F.tanh), lambda x, y: 1 - y * y),
-    **dict.fromkeys((torch.reciprocal, T.reciprocal), lambda x, y: -y * y),
-    **dict.fromkeys((torch.sqrt, T.sqrt), lambda x, y: 0.5 / y),
-    **dict.fromkeys((torch.rsqrt, T.rsqrt), lambda x, y: -0.5 * y**3),
-    **dict.fromkeys((torch.square, T.square), lambda x, y: 2 * x),
-    **dict.fromkeys((torch.log, T.log), lambda x, y: 1 / x),
-    **dict.fromkeys((torch.relu, T.relu, F.relu), lambda x, y: (x > 0).to(y.dtype)),
-    **dict.fromkeys(
-        (torch.clamp, T.clamp, torch.clip, T.clip, torch.clamp_min, T.clamp_min, torch.clamp_max,
-         T.clamp_max), lambda x, y: (x == y).to(y.dtype)
-    ),
-}  # fmt: skip
 _OF_LOOKUP = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-_SOFTPLUS = F.softplus  # whose derivative is another with another `beta`
 
 
 class Watched(NamedTuple):
@@ -366,7 +346,9 @@ class FreeParameters(Mode):
         if in_place:  # what it was is no more
             self.watched = [x for x in self.watched if x.tensor is not output]
         for place, operand, known in uses:
-            derivative = _derivative(function, args, kwargs, output) if known and place == 0 else None
+            derivative = None
+            if known and place == 0 and self._is_of_entries(given, output):
+                derivative = derivative_of(function, args, kwargs, output)
             for watched in known:
                 if function in VIEWS and place == 0:
                     slot, origin = viewed(function, args[1:], kwargs, watched.slot), watched.origin
@@ -538,6 +520,11 @@ class FreeParameters(Mode):
             return self._without_rows(other) or other.shape == args[place].shape
         return self._without_rows(other)
 
+    def _is_of_entries(self, given: Sequence[T], output: Any) -> bool:
+        """Whether what a function was given has no rows, and it made as much of it as it was given."""
+        rowless = all([self._without_rows(x) or self._was_fresh(x) for x in given])  # noqa: C419
+        return rowless and isinstance(output, T) and output.shape == given[0].shape
+
     def _known(self, operand: Any) -> list[Watched]:
         if self.inside and id(operand) in self.inside and self._is_seen_inside(operand):
             return []
@@ -583,18 +570,6 @@ def _rows_of_table(table: T, index: T, padding_index: int | None) -> T:
 def _divides(x: Any) -> bool:
     """Whether it is a number to divide by."""
     return isinstance(x, int | float) and x != 0
-
-
-def _derivative(function: Any, args: Any, kwargs: Any, output: T) -> T | None:
-    """Of a function of each entry of its first argument; None: it is none."""
-    if output.dtype.is_complex or args[0].dtype.is_complex:
-        return None
-    x, y = args[0].detach(), output.detach()
-    if function is over:
-        return -y / x if isinstance(args[1], int | float) else None
-    if function is _SOFTPLUS:
-        return x.sigmoid() if len(args) == 1 and not kwargs else None
-    return _ENTRYWISE[function](x, y) if function in _ENTRYWISE else None
 
 
 def _factor(function: Any, args: Any, place: int) -> Any:

@@ -26,9 +26,11 @@ VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, 
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow,
          torch.view_as_complex, torch.view_as_real}  # fmt: skip
-# Entries of a tensor in other places, which are no view of it.
+# Entries of a tensor in other places, or sums of some: what each is multiplied with is 1.
 TAKES = {torch.index_select, T.index_select, torch.gather, T.gather, torch.take_along_dim,
-         T.take_along_dim, torch.roll, T.roll, torch.flip, T.flip}  # fmt: skip
+         T.take_along_dim, torch.roll, T.roll, torch.flip, T.flip, torch.repeat_interleave,
+         T.repeat_interleave, torch.diag, T.diag, torch.diag_embed, T.diag_embed, torch.diagonal,
+         T.diagonal, T.unfold, torch.sum, T.sum}  # fmt: skip
 JOINS = {torch.cat, torch.concat, torch.concatenate, torch.hstack}
 LISTS = JOINS | {torch.stack, torch.vstack}
 _OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
