@@ -1334,6 +1334,29 @@ def test_products_and_views_that_are_written_otherwise_compile(name):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+def test_functions_of_each_entry_compile():
+    def operation(x, *own):
+        for function, p in zip(OF_ENTRIES.values(), own, strict=True):
+            x = torch.tanh(x * function(p) + 1)
+        return x
+
+    torch._dynamo.reset()
+    x, found = numbers(*SEQUENCE), []
+    for compiled in (False, True):
+        model = double(lambda: Free(operation, [(4,)] * len(OF_ENTRIES), x))
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), kl_clip=None)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        for _ in range(2):
+            kfac.zero_grad()
+            run(x).square().mean().backward()
+            kfac.step()
+        found.append(list(model.parameters()))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "how",
     [

@@ -44,8 +44,8 @@ _BY_NUMBERS: dict[Any, Any] = {
     F.softplus: lambda x, y, beta=1.0, threshold=20.0: torch.where(
         beta * x > threshold, torch.ones_like(x), (beta * x).sigmoid()
     ),
-    F.elu: lambda x, y, alpha=1.0: torch.where(x > 0, torch.ones_like(x), y + alpha),
-    F.leaky_relu: lambda x, y, negative_slope=0.01: torch.where(
+    F.elu: lambda x, y, alpha=1.0, inplace=False: torch.where(x > 0, torch.ones_like(x), y + alpha),
+    F.leaky_relu: lambda x, y, negative_slope=0.01, inplace=False: torch.where(
         x > 0, torch.ones_like(x), torch.full_like(x, negative_slope)
     ),
 }
@@ -60,8 +60,7 @@ def derivative_of(function: Any, args: Any, kwargs: Any, output: T) -> T | None:
         return -y / x if isinstance(args[1], int | float) else None
     if function in _DERIVATIVES:
         return _DERIVATIVES[function](x, y)
-    numbers = {name: value for name, value in kwargs.items() if name != "inplace"}
-    known = all([isinstance(n, int | float) for n in (*args[1:], *numbers.values())])  # noqa: C419
+    known = all([isinstance(n, int | float) for n in (*args[1:], *kwargs.values())])  # noqa: C419
     if function not in _BY_NUMBERS or not known:
         return None
-    return _BY_NUMBERS[function](x, y, *args[1:], **numbers)
+    return _BY_NUMBERS[function](x, y, *args[1:], **kwargs)

@@ -554,7 +554,9 @@ def _of(function: Any, rest: Any, kwargs: Any, x: T) -> Any:
 
 
 def _of_first(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A function and its arguments, those of `F.embedding` with the table in front."""
+    """A function and its arguments, with `F.embedding`'s table and a power's exponent in front."""
+    if function is torch.pow and isinstance(args[0], int | float) and not kwargs:
+        return T.__rpow__, args[::-1], {}
     if function is not F.embedding:
         return function, args, kwargs
     given = dict(zip(_OF_LOOKUP, args, strict=False)) | kwargs
