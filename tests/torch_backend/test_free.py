@@ -1316,6 +1316,7 @@ WRITTEN_OTHERWISE = ["a vector's products", "a vector in front", "torch.mv", "to
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes")
 @pytest.mark.parametrize("name", WRITTEN_OTHERWISE)
 def test_products_and_views_that_are_written_otherwise_compile(name):
     torch._dynamo.reset()
@@ -1336,6 +1337,7 @@ def test_products_and_views_that_are_written_otherwise_compile(name):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes")
 def test_functions_of_each_entry_compile():
     def operation(x, *own):
         for function, p in zip(OF_ENTRIES.values(), own, strict=True):
