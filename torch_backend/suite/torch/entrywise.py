@@ -39,8 +39,10 @@ _DERIVATIVES: dict[Any, Any] = {
 }
 # Likewise, by numbers that they are given besides.
 _BY_NUMBERS: dict[Any, Any] = {
-    **dict.fromkeys(_POWER, lambda x, y, power: power * x ** (power - 1)),
-    T.__rpow__: lambda x, y, base: math.log(base) * y,
+    **dict.fromkeys(
+        _POWER, lambda x, y, power: power * x ** (power - 1) if power else torch.zeros_like(x)
+    ),
+    T.__rpow__: lambda x, y, base: torch.full_like(x, base).log() * y,
     F.softplus: lambda x, y, beta=1.0, threshold=20.0: torch.where(
         beta * x > threshold, torch.ones_like(x), (beta * x).sigmoid()
     ),
