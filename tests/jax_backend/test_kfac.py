@@ -375,6 +375,22 @@ def test_factor_steps_in_one_program_by_cond():
     jax.tree.map(np.testing.assert_array_equal, first.factors, second.factors)
 
 
+@pytest.mark.parametrize("fallback", [None, optax.adamw(1e-3)])
+def test_what_has_no_update_may_be_anything(fallback):
+    """In `params`, as for optax's own: a model of equinox's is given whole, with its functions."""
+
+    def loss(p, x):
+        return jnp.mean((jnp.tanh(x @ p["w"]) * jax.nn.softplus(p["s"])) ** 2)
+
+    arrays = {"w": normal(3, 4), "s": normal(4), "activation": None}
+    vag = value_and_grad(loss)
+    tx = kfac(vag.plan(arrays, normal(8, 3)), 0.1, weight_decay=0.1, fallback=fallback)
+    _, grads, statistics = vag(arrays, normal(8, 3))
+    state, whole = tx.init(arrays), {**arrays, "activation": jnp.tanh}
+    got, expected = (tx.update(grads, state, p, statistics=statistics)[0] for p in (whole, arrays))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
 def test_chains():
     tx = optax.chain(optax.clip_by_global_norm(1.0), scale_by_kfac(PLAN), optax.scale(-0.1))
     _, _, losses = train(tx, 30)

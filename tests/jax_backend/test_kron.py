@@ -240,6 +240,30 @@ def test_a_parameter_may_be_a_python_number():
     assert float(jnp.abs(got["a"])) > 0
 
 
+@pytest.mark.parametrize("make", [kron, lra, dense_newton])
+def test_what_has_no_update_may_be_anything(make):
+    """In `params`, as for optax's own: a model of equinox's is given whole, with its functions."""
+    grads = {"w": normal(3, 4), "activation": None, "seen": None}
+    params = {"w": normal(3, 4, seed=1), "activation": jnp.tanh, "seen": jnp.arange(3)}
+    arrays = {"w": params["w"], "activation": None, "seen": None}
+    tx = make(0.1, weight_decay=0.1)
+    state = tx.init(arrays)
+    (got, _), (expected, _) = (tx.update(grads, state, p) for p in (params, arrays))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize("make", [kron, lra, dense_newton])
+def test_gradients_and_the_parameters_of_a_loss_may_be_python_numbers(make):
+    numbers, arrays = {"a": 1.5, "w": normal(3, 4)}, {"a": jnp.asarray(1.5), "w": normal(3, 4)}
+    tx = make(0.1)
+
+    def loss(p):
+        return jnp.sum(p["w"] ** 2) * p["a"] ** 2
+
+    outcomes = [tx.update(p, tx.init(p), p, value_fn=loss)[0] for p in (numbers, arrays)]
+    jax.tree.map(np.testing.assert_array_equal, *outcomes)
+
+
 def test_leaves_of_every_kind_keep_shape_and_dtype():
     params = {
         "scalar": jnp.ones(()),

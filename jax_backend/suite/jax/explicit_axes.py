@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 
+from suite.jax.masks import beside
 from suite.jax.varying import type_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -136,7 +137,7 @@ class _Update:
             inner = self.inner if self.anew is None else self.anew(numbers).update
             return inner(updates, state, params, **arrays, **others)
 
-        given = updates, state, params, arrays, self.numbers
+        given = updates, state, beside(updates, params), arrays, self.numbers
         out = explicit_specs(updates), self.specs(state)
         return on_automatic_axes(compute, *given, out=out, mesh=self.mesh)
 

@@ -248,7 +248,8 @@ def scale_by_kron(
         def loss(values: Any) -> jax.Array:  # which may want its parameters in their boxes
             return value_fn(rebox(values, params))
 
-        moved, state = kron_engine.update(settings, plain, state, unbox(params), pair, loss, chosen)
+        values = jax.tree.map(jnp.asarray, unbox(params))
+        moved, state = kron_engine.update(settings, plain, state, values, pair, loss, chosen)
         return rebox(moved, updates), state
 
     return across_explicit_axes(optax.GradientTransformationExtraArgs(init, update))

@@ -223,7 +223,7 @@ def _scale(
             raise ValueError("vector and hvp must be given together")
         if value_fn is not None and params is None:
             raise ValueError("params must be given to update(...) with value_fn")
-        plain = unbox(updates)
+        plain = jax.tree.map(jnp.asarray, unbox(updates))
         if not any(leaf.size for leaf in jax.tree.leaves(plain)):
             return updates, state
         numbers = sum(leaf.size for leaf in jax.tree.leaves(plain))
@@ -261,7 +261,7 @@ def _scale(
                 return flat(vector), flat(hvp)
             if value_fn is None:
                 return None, gradient if whiten == "gradient" else signal
-            values = unbox(params)
+            values = jax.tree.map(jnp.asarray, unbox(params))
             shape, dtype = state.momentum.shape, state.momentum.dtype
             drawn = noise.draw(streams(), step, noise.PAIR, shape, dtype)[0]
             leaves, treedef = jax.tree.flatten(values)

@@ -45,6 +45,18 @@ def like(updates: Any, tree: Any) -> Any:
     return jax.tree.unflatten(treedef, own)
 
 
+def beside(updates: Any, params: Any) -> Any:
+    """`params` with None where `updates` has it: what has no update may be anything.
+
+    As in optax, where a whole model of equinox's, with its functions and integers, may be `params`.
+    """
+    with contextlib.suppress(ValueError):  # or it has another structure
+        return jax.tree.map(
+            lambda own, p: None if own is None else p, updates, params, is_leaf=lambda x: x is None
+        )
+    return params
+
+
 def decayed_weights(weight_decay: Any, mask: Any) -> optax.GradientTransformation:
     """`optax.add_decayed_weights`, whose `init` says what is wrong with a mask.
 
