@@ -230,6 +230,22 @@ def test_scanned_layers_are_independent_parameters():
             scale_by_kron(scanned_layers={"w": value}).init(stacked)
 
 
+@pytest.mark.parametrize("make", [kron, lra, dense_newton])
+def test_newton_of_parameters_that_differ_between_devices(make):
+    """Members of an ensemble, one on each device of the user's own shard_map."""
+    tx, members = make(0.1), jax.tree.map(lambda leaf: leaf[None], PARAMS)
+
+    def step(members):
+        params = jax.tree.map(lambda leaf: leaf[0], members)
+        updates, _ = tx.update(jax.grad(loss_fn)(params), tx.init(params), params, value_fn=loss_fn)
+        return jax.tree.map(lambda leaf: leaf[None], updates)
+
+    spec = jax.sharding.PartitionSpec("members")
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("members",))
+    found = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec))(members)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, jax.jit(step)(members))
+
+
 def test_a_parameter_may_be_a_python_number():
     """As for optax's own."""
     numbers, arrays = {"a": 1.5, "w": normal(3, 4)}, {"a": jnp.asarray(1.5), "w": normal(3, 4)}

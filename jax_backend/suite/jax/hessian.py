@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from suite.core.checks import check_choice
+from suite.jax.varying import vary_like
 
 
 def hessian_vector_product(
@@ -28,7 +29,7 @@ def hessian_vector_product(
     check_choice("method", method, ("exact", "finite_difference"))
     gradient = jax.grad(loss_fn)
     if method == "exact":
-        return jax.jvp(gradient, (params,), (vector,))[1]
+        return jax.jvp(gradient, (params,), (vary_like(vector, params),))[1]
     step = max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(params)) ** 0.5
     moved = jax.tree.map(lambda p, v: p + jnp.asarray(step, p.dtype) * v, params, vector)
     return jax.tree.map(lambda a, b: (a - b) / step, gradient(moved), gradient(params))
