@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -244,6 +247,27 @@ def test_newton_of_parameters_that_differ_between_devices(make):
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("members",))
     found = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec))(members)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), found, jax.jit(step)(members))
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Variable:
+    """As of flax's nnx, whose optimizers get the tree with them in `init` and without in `update`."""
+
+    value: Any
+
+
+def test_scanned_layers_may_be_in_boxes_that_gradients_are_not_in():
+    params = {"w": normal(3, 4, 5), "b": normal(5)}
+    scanned = {"w": Variable(True), "b": Variable(False)}
+    tx, expected = kron(0.1, scanned_layers=scanned), kron(0.1, scanned_layers={"w": True, "b": False})
+    boxed = tx.init({name: Variable(leaf) for name, leaf in params.items()})
+    state = expected.init(params)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(boxed), jax.tree.leaves(state))
+    found, given = (own.update(params, state, params)[0] for own in (tx, expected))
+    jax.tree.map(np.testing.assert_array_equal, found, given)
+    with pytest.raises(ValueError, match="scanned_layers must have the structure"):
+        kron(0.1, scanned_layers={"w": Variable(True), "c": Variable(False)}).init(params)
 
 
 def test_a_parameter_may_be_a_python_number():

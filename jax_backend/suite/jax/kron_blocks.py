@@ -19,7 +19,7 @@ import numpy as np
 from suite.core import blocks, buckets, noise
 from suite.core.checks import check_flag
 from suite.jax.dtypes import at_least_float32
-from suite.jax.masks import unmasked
+from suite.jax.masks import keys_of, unmasked
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,12 @@ def _scanned(scanned_layers: Any, tree: Any, leaves: int) -> list[bool]:
         own = unmasked(scanned_layers, tree)
         if jax.tree_util.all_leaves(own):
             return own
+    paths = (
+        [path for path, _ in jax.tree_util.tree_flatten_with_path(x)[0]] for x in (tree, scanned_layers)
+    )
+    own, found = (list(map(keys_of, some)) for some in paths)
+    if all(own) and own == found:  # flax's nnx hands optimizers a tree with and without boxes
+        return scanned
     raise ValueError(f"scanned_layers must have the structure {expected}, got {given}")
 
 

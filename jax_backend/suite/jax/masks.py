@@ -26,6 +26,11 @@ def unmasked(settings: Any, tree: Any) -> list[Any]:
     return [x for x, place in zip(own, places, strict=True) if not is_masked(place)]
 
 
+def keys_of(path: Any) -> tuple[Any, ...]:
+    """The keys of dictionaries on the way to a leaf; boxes and other nodes aside."""
+    return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+
+
 def like(updates: Any, tree: Any) -> Any:
     """A vector or product of all parameters as one of those that are not masked in `updates`.
 

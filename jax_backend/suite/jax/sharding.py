@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from suite.jax.devices import on_devices
-from suite.jax.masks import is_masked, unmasked
+from suite.jax.masks import is_masked, keys_of, unmasked
 
 T = Any
 
@@ -200,7 +200,8 @@ def specs_of(tree: Any, params_partition_specs: Any) -> list[PartitionSpec]:
         places = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_absent)[0]
         if len(specs) == len(places):
             for (path, _), (own, _) in zip(named, places, strict=True):
-                if _keys(path) and _keys(own) and _keys(path) != _keys(own):  # a list of specs has none
+                found, expected = keys_of(path), keys_of(own)
+                if found and expected and found != expected:  # a list of specs has none
                     raise ValueError(
                         "params_partition_specs must have the keys of the parameters: "
                         f"{jax.tree_util.keystr(path)} is none of them"
@@ -212,11 +213,6 @@ def specs_of(tree: Any, params_partition_specs: Any) -> list[PartitionSpec]:
             f"got {len(specs)}"
         )
     return [PartitionSpec() if spec is None else spec for spec in specs]
-
-
-def _keys(path: Any) -> tuple[Any, ...]:
-    """The keys of dictionaries on the way to a leaf; boxes and other nodes aside."""
-    return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
 
 
 def _is_absent(x: Any) -> bool:
