@@ -405,6 +405,23 @@ def test_what_the_plan_does_not_cover_needs_a_fallback():
     assert_same(skipped.fallback, after.fallback)
 
 
+def test_what_has_no_update_may_be_anything():
+    """In `params`, as for optax's own: a model of equinox's is given whole, with its functions."""
+    batch, arrays = data(), {"layers": network(), "activation": None}
+
+    def value_fn(p):
+        return loss_fn(p["layers"], batch)
+
+    vag = value_and_grad(value_fn, has_aux=True)
+    tx = adaptive_kfac(vag.plan(arrays))
+    _, grads, statistics = vag(arrays)
+    state, whole = tx.init(arrays), {**arrays, "activation": jnp.tanh}
+    got, expected = (
+        tx.update(grads, state, p, statistics=statistics, value_fn=value_fn)[0] for p in (whole, arrays)
+    )
+    assert_same(got, expected)
+
+
 def test_bad_arguments_are_errors():
     params, batch = network(), data()
     vag = value_and_grad(loss_fn, has_aux=True)
