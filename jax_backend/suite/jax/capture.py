@@ -37,6 +37,7 @@ from suite.jax.layers import (
     empty_sums,
     use_gradient,
     use_sums,
+    with_bias,
 )
 from suite.jax.plan import Plan, Require, Statistics, make_plan
 from suite.jax.probes import Probe, evaluate
@@ -524,7 +525,8 @@ def verify(
     for layer in plan.layers:
         matrix = found[layer.name]
         if layer.bias is not None:
-            sums[layer.bias] = matrix[..., -1].reshape(plan.shapes[layer.bias])
+            biases = sums.get(layer.bias, jnp.zeros(plan.shapes[layer.bias], matrix.dtype))
+            sums[layer.bias] = with_bias(biases, layer, matrix[..., -1])
             matrix = matrix[..., :-1]
         given = sums.get(layer.leaf, jnp.zeros(plan.shapes[layer.leaf], matrix.dtype))
         sums[layer.leaf] = write_matrices(given, layer.view, matrix)

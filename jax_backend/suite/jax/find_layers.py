@@ -788,14 +788,14 @@ class _Finder:
             return False
         if multiplies and other is None:
             return False
-        added_to = None
+        bias_of = None
         if not multiplies and not chosen and other is not None and signs == (1, 1):
-            added_to = self.bias(node, other, origin, inner, piece)
+            bias_of = self.bias(node, other, origin, inner, piece)
         # An entry for each row, or one for all of them? Of one example only the axis tells; of more, an
         # axis of length 1 is no batch's, and what has it is still to meet the rows.
         of_one = self.one_example and shape[:1] == (1,) and (beside or other is not None)
         shared = math.prod(shape) > origin.size or of_one
-        if (added_to is None and not shared) or origin.made:
+        if (bias_of is None and not shared) or origin.made:
             return False
         where = self.where(node, 0 if chosen else 1 - p if multiplies else None)
         if where is None:
@@ -813,23 +813,27 @@ class _Finder:
         k = len(origin.stack)
         view = View(origin.outer, (tuple(range(k)), tuple(range(k, k + len(origin.part))), ()))
         site = Site(origin.leaf, use, view, (size, 1), False, None, value, node.loops)
-        if added_to is None:
+        if bias_of is None:
             self.uses.sites.append(site)
             if multiplies and piece is None and node.custom is None:
                 self.activations.outputs[value] = self.activations.made_by(site, value)
                 self.early[value] = site, ()
                 self.products[value] = site
         else:
+            added_to, start = bias_of
             if added_to.use.place in self.late:
                 early = self.late.pop(added_to.use.place)
                 self.uses.sites = [added_to if one is early else one for one in self.uses.sites]
-            self.uses.biases.setdefault(origin.leaf, []).append(BiasUse(added_to, site))
+            self.uses.biases.setdefault(origin.leaf, []).append(BiasUse(added_to, site, start))
         return True
 
     def bias(
         self, node: jaxprs.Node, other: int, origin: Origin, inner: tuple[Step, ...], piece: Piece | None
-    ) -> Site | None:
-        """The product to whose output, that nothing else reads, a leaf is added feature by feature."""
+    ) -> tuple[Site, int] | None:
+        """The product to whose output, that nothing else reads, a leaf is added feature by feature.
+
+        And where in the leaf the entries begin that are.
+        """
         output = self.activations.outputs.get(other)
         if piece is not None:  # the kernel beside the others where this leaf is beside the others
             own = window(self.shape(node.outputs[0]), piece.axis, piece)
@@ -846,16 +850,19 @@ class _Finder:
             return None
         if not all(self.known_before(each, site.use.path) for each in origin.multipliers):
             return None
-        if math.prod(origin.part) != site.use.groups * site.block[0]:
+        of_scale = isinstance(site.use.product, Elementwise)
+        count = math.prod(origin.part) if of_scale else origin.size
+        if count != site.use.groups * site.block[0]:
             return None
         leaf = self.shape(self.program.inputs[origin.leaf])
         index = entries(leaf, origin.outer, origin.stack, inner)
         k = len(origin.stack)
-        if isinstance(site.use.product, Elementwise):  # a scale, whose shift this is
+        if of_scale:  # whose shift this is
             scale, steps = self.shape(self.program.inputs[site.leaf]), site.view.steps
             scaled = entries(scale, steps, site.use.lengths, site.use.product.steps)
             same = in_order(scale, steps) and in_order(leaf, origin.outer)
-            return site if same and same_entries(scaled, index, output.axes, k) else None
+            found = same and same_entries(scaled, index, output.axes, k)
+            return (site, 0) if found else None
         features = feature_axes(site.use.product)
         rows = [i for i, axis in enumerate(output.axes) if axis not in features]
         if 0 in index.shape:
@@ -866,4 +873,6 @@ class _Finder:
         there = [axis for axis in output.axes if axis in features]
         order = [there.index(axis) + k for axis in features if axis in there]
         index = index.transpose([*range(k), *order])
-        return site if np.array_equal(index.ravel(), np.arange(math.prod(leaf))) else None
+        index = index.ravel()
+        found = np.array_equal(index, index[0] + np.arange(index.size))
+        return (site, int(index[0])) if found else None

@@ -216,6 +216,7 @@ class Layer(NamedTuple):
     diagonal: tuple[bool, bool]
     uses: tuple[Use, ...]
     input_of: str | None  # the layer whose A it shares
+    bias_start: int = 0  # the first of the bias's entries in its leaf; the others come behind
 
     @property
     def kind(self) -> str:
@@ -454,7 +455,10 @@ def gradient_matrix(leaves: list[jax.Array], layer: Layer) -> jax.Array:
     if layer.bias is None:
         return matrix
     axis = 1 if layer.input_first else 2
-    bias = jnp.expand_dims(leaves[layer.bias].reshape(layer.groups, layer.sizes[1]), axis)
+    bias, count = leaves[layer.bias], layer.groups * layer.sizes[1]
+    if count < bias.size:
+        bias = lax.slice_in_dim(bias.reshape(-1), layer.bias_start, layer.bias_start + count)
+    bias = jnp.expand_dims(bias.reshape(layer.groups, layer.sizes[1]), axis)
     if layer.groups > 1:
         return jnp.concatenate([matrix, bias.astype(matrix.dtype)], axis=axis)
     # Without the axis of length one there is less to compile; a concatenation would be compiled, and
@@ -469,10 +473,18 @@ def gradient_matrix(leaves: list[jax.Array], layer: Layer) -> jax.Array:
 def write_gradient(leaves: list[jax.Array], layer: Layer, matrix: jax.Array) -> None:
     """Undo `gradient_matrix`: put the direction into the list of leaves."""
     if layer.bias is not None:
-        old = leaves[layer.bias]
         matrix, bias = jnp.split(matrix, [layer.sizes[0] - 1], axis=1 if layer.input_first else 2)
-        leaves[layer.bias] = bias.reshape(old.shape).astype(old.dtype)
+        leaves[layer.bias] = with_bias(leaves[layer.bias], layer, bias)
     leaves[layer.leaf] = write_matrices(leaves[layer.leaf], _as_in_leaf(layer), matrix)
+
+
+def with_bias(leaf: jax.Array, layer: Layer, bias: jax.Array) -> jax.Array:
+    """The leaf that a layer's bias is in, or is, with this one."""
+    bias = bias.astype(leaf.dtype)
+    if bias.size < leaf.size:
+        places = slice(layer.bias_start, layer.bias_start + bias.size)
+        bias = leaf.reshape(-1).at[places].set(bias.reshape(-1))
+    return bias.reshape(leaf.shape)
 
 
 def _as_in_leaf(layer: Layer) -> View:

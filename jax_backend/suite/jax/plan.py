@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from suite.core.routing import Route, Routing, describe_factors
 from suite.jax import jaxprs
 from suite.jax.dtypes import at_least_float32
 from suite.jax.layers import Elementwise, Layer, LayerSums, Lookup, empty_sums, unit_rows
-from suite.jax.uses import Site, Uses
+from suite.jax.uses import BiasUse, Site, Uses
 from suite.jax.views import Signature, overlap, signature
 
 Require = Literal["all", "most"] | None
@@ -155,10 +156,10 @@ class _Assembly:
             else:
                 self.reasons[leaf] = reason or "used in ways that overlap without being equal"
         biases, units = self.biases(blocks), self.units(sites)
-        beside = {*biases.values(), *units.values()}
+        beside = {*(bias for bias, _ in biases.values()), *units.values()}
         alone = [bias for bias in self.uses.biases if bias not in beside and bias not in products]
         layers = [
-            self.layer(leaf, number if len(found) > 1 else None, block, biases.get(leaf))
+            self.layer(leaf, number if len(found) > 1 else None, block, biases.get((leaf, number)))
             for leaf, found in blocks.items()
             for number, block in enumerate(found)
         ]
@@ -227,43 +228,73 @@ class _Assembly:
             return []
         return [_oriented(members) for _, members in found]
 
-    def biases(self, blocks: dict[int, list[list[tuple[Site, bool]]]]) -> dict[int, int]:
-        """weight leaf -> bias leaf, where nothing but uses of the weight has the bias, nor another one.
+    def biases(
+        self, blocks: dict[int, list[list[tuple[Site, bool]]]]
+    ) -> dict[tuple[int, int], tuple[int, int]]:
+        """(weight leaf, number of its block) -> (bias leaf, its first entry there).
+
+        It is where nothing but uses of the block has the bias, nor another one. Where layers have parts
+        of one leaf, all of them must be so.
 
         Uses without it, as those in derivatives of a layer are, have a 0 in its place. The block's
         orientation becomes that of the uses with it. Where uses as W have one and those as Wᵀ another,
         as in a tied autoencoder, it is that of the uses that run first.
         """
-        weights = {bias: {use.site.leaf for use in uses} for bias, uses in self.uses.biases.items()}
-        found: dict[int, int] = {}
+        at = {
+            site.use.place: ((leaf, number), turned)
+            for leaf, found in blocks.items()
+            for number, block in enumerate(found)
+            for site, turned in block
+        }
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        turned: list[tuple[int, int]] = []
         for bias, bias_uses in self.uses.biases.items():
-            weight = next(iter(weights[bias]))
-            block = blocks.get(weight, [])
-            if len(weights[bias]) != 1 or len(block) != 1 or self.excluded(bias, []):
+            parts: dict[int, list[BiasUse]] = {}
+            for use in bias_uses:
+                parts.setdefault(use.start, []).append(use)
+            own = {start: self.block_of(uses, at) for start, uses in parts.items()}
+            places = [of_part[0] for of_part in own.values() if of_part is not None]
+            if len({*places}) < len(own) or self.excluded(bias, []):
                 continue
-            turned_at = {s.use.place: transposed for s, transposed in block[0]}
-            places = {use.site.use.place for use in bias_uses}
-            after = {turned_at[place] for place in places if place in turned_at}
-            first = min(use.site.use.path for use in bias_uses)
-            rivals = [
-                use.site.use
-                for other, uses in self.uses.biases.items()
-                for use in uses
-                if other != bias and use.site.leaf == weight
-            ]
-            if any(turned_at.get(use.place) in {None, *after} or use.path < first for use in rivals):
-                continue
-            everywhere = places <= {s.use.place for s, _ in block[0]}
+            ends = sorted((start, uses[0].end) for start, uses in parts.items())
+            apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
             elsewhere = any(site.leaf == bias for site in self.uses.sites)
-            lookup = any(isinstance(s.use.product, Lookup) for s, _ in block[0])
-            if everywhere and len(after) == 1 and not elsewhere and not lookup:
-                # Beside rows that are multiplied it is no column, for it is not.
-                if not any(scale.of_outputs for u in bias_uses for scale in u.site.use.row_scales):
-                    found[weight] = bias
-                if after == {True}:
-                    members = [(s, not transposed) for s, transposed in block[0]]
-                    block[0] = sorted(members, key=lambda member: member[1])
+            products = [s.use.product for leaf, number in places for s, _ in blocks[leaf][number]]
+            if not apart or elsewhere or any(isinstance(product, Lookup) for product in products):
+                continue
+            # Beside rows that are multiplied it is no column, for it is not.
+            if not any(scale.of_outputs for u in bias_uses for scale in u.site.use.row_scales):
+                found |= {place: (bias, start) for start, place in zip(own, places, strict=True)}
+            turned += [of_part[0] for of_part in own.values() if of_part is not None and of_part[1]]
+        for leaf, number in turned:
+            members = [(s, not transposed) for s, transposed in blocks[leaf][number]]
+            blocks[leaf][number] = sorted(members, key=lambda member: member[1])
         return found
+
+    def block_of(
+        self, bias_uses: list[BiasUse], at: Mapping[Any, tuple[tuple[int, int], bool]]
+    ) -> tuple[tuple[int, int], bool] | None:
+        """The block whose bias these uses add, and whether it is another way round; None: there is none.
+
+        Args:
+            at: by place of a product its block, and whether it is used transposed.
+        """
+        places = {use.site.use.place for use in bias_uses}
+        owners = {at[place][0] for place in places if place in at}
+        if not places <= at.keys() or len(owners) != 1:
+            return None
+        owner, after = next(iter(owners)), {at[place][1] for place in places}
+        first = min(use.site.use.path for use in bias_uses)
+        rivals = [
+            use.site.use
+            for uses in self.uses.biases.values()
+            for use in uses
+            if not any(use is one for one in bias_uses) and use.site.leaf == owner[0]
+        ]
+        rivals = [use for use in rivals if use.place not in at or at[use.place][0] == owner]
+        if any(use.place not in at or at[use.place][1] in after or use.path < first for use in rivals):
+            return None
+        return (owner, after == {True}) if len(after) == 1 else None
 
     def units(self, sites: dict[int, list[Site]]) -> dict[int, int]:
         """scale leaf -> shift leaf, where the shift follows every use of the scale and nothing else."""
@@ -301,9 +332,14 @@ class _Assembly:
         )
 
     def layer(
-        self, leaf: int, number: int | None, block: list[tuple[Site, bool]], bias: int | None
+        self,
+        leaf: int,
+        number: int | None,
+        block: list[tuple[Site, bool]],
+        bias_at: tuple[int, int] | None,
     ) -> Layer:
-        site = block[0][0]
+        """`bias_at`: the bias's leaf, and its first entry there."""
+        site, (bias, start) = block[0][0], bias_at or (None, 0)
         d_out, d_in = site.block
         groups = site.use.groups * int(np.prod(site.use.lengths, dtype=int))
         sizes = (d_in + (bias is not None), d_out)
@@ -331,7 +367,7 @@ class _Assembly:
             for s, transposed in block
         )
         name = self.names[leaf] if number is None else f"{self.names[leaf]} part {number}"
-        return Layer(name, leaf, site.view, bias, groups, sizes, diagonal, uses, None)
+        return Layer(name, leaf, site.view, bias, groups, sizes, diagonal, uses, None, start)
 
     def shared(self, layers: list[Layer]) -> tuple[Layer, ...]:
         """Layers that read the same input share one A: the first in the program has it."""
@@ -500,10 +536,11 @@ def _route(
                 "repeat the input where they are an ensemble"
             )
         return Route(names[leaf], shapes[leaf], "kfac", "; ".join(factors), ", ".join(words))
-    for layer in layers:
-        if leaf == layer.bias:
-            what = "shift" if layer.kind == "elementwise" else "bias"
-            return Route(names[leaf], shapes[leaf], "kfac", "", f"{what} of {layer.name}")
+    of_bias = [layer for layer in layers if layer.bias == leaf]
+    if of_bias:
+        what = "shift" if of_bias[0].kind == "elementwise" else "bias"
+        more = f" and {len(of_bias) - 1} others" if len(of_bias) > 1 else ""
+        return Route(names[leaf], shapes[leaf], "kfac", "", f"{what} of {of_bias[0].name}{more}")
     return Route(names[leaf], shapes[leaf], "plain", "", reason)
 
 

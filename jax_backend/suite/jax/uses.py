@@ -103,10 +103,16 @@ class Site(NamedTuple):
 
 
 class BiasUse(NamedTuple):
-    """A leaf added to the output of a product, one number for each block and feature."""
+    """Entries of a leaf added to the output of a product, one for each block and feature."""
 
     site: Site  # the product's
     instead: Site  # the sum as a use by itself
+    start: int  # the first of them; the others come behind
+
+    @property
+    def end(self) -> int:
+        use = self.site.use
+        return self.start + math.prod(use.lengths) * use.groups * self.site.block[0]
 
 
 @dataclass
