@@ -345,6 +345,25 @@ def test_groups_have_settings_of_their_own_and_can_join_later():
     assert len(kron.param_groups) == 3
 
 
+def test_a_group_with_settings_copied_from_another_begins_anew():
+    model = network()
+    kron = Kron(model[:3].parameters(), lr=0.1)
+    for seed in range(8):
+        backward(model, seed)
+        model[2].bias.grad = None if seed % 2 else model[2].bias.grad
+        kron.step()
+        kron.zero_grad()
+    other, fresh = copy.deepcopy((model, kron))
+    copied = {name: value for name, value in kron.param_groups[0].items() if name != "params"}
+    kron.add_param_group({**copied, "params": model[4].parameters()})
+    fresh.add_param_group({"params": other[4].parameters()})
+    assert [group["steps"] for group in kron.param_groups] == [8, 0]
+    run(model, kron, range(3))
+    run(other, fresh, range(3))
+    assert same(model.state_dict(), other.state_dict())
+    assert same(kron.state_dict()["state"], fresh.state_dict()["state"])
+
+
 def groups_of(parameters: list[nn.Parameter], **settings: list[object]) -> list[dict[str, object]]:
     """A group for each, with one of each setting's values in turn."""
     return [

@@ -240,7 +240,7 @@ class Kron(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, before or during training."""
+        """Add a group, before or during training; it begins anew, also with the settings of another."""
         settings = {**self.defaults, **param_group}
         check_group(settings)
         ours = list(inspect.signature(Kron.__init__).parameters)
@@ -273,6 +273,7 @@ class Kron(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        group.update(zip(COUNTS, BEGINNING, strict=True), behind=[])
         self._add_engine(group)
 
     def _require_all_shards(self, parameters: Iterable[torch.Tensor]) -> None:
