@@ -137,6 +137,22 @@ def test_parameters_without_gradient_stay(make):
     assert torch.equal(idle, torch.ones(3))
 
 
+@pytest.mark.parametrize("make", [Kron, LRA, DenseNewton])
+def test_a_parameter_that_is_frozen_between_steps_of_newton_stays(make):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters(), lr=0.1, hvp="exact")
+    for _ in range(2):
+        optimizer.step(loss_fn)
+    frozen = model[0].weight.requires_grad_(False).clone()
+    for _ in range(2):
+        optimizer.step(loss_fn)
+    assert torch.equal(model[0].weight, frozen)
+    assert model[0].weight.grad is None
+    model[0].weight.requires_grad_(True)
+    optimizer.step(loss_fn)
+    assert not torch.equal(model[0].weight, frozen)
+
+
 @every_optimizer
 def test_a_first_step_with_zero_gradients_changes_nothing(make):
     model, _ = problem()

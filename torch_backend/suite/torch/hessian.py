@@ -18,7 +18,7 @@ def exact(
 ) -> tuple[Any, list[torch.Tensor]]:
     """The closure's loss and H v for v of the `chosen` parameters, by differentiating twice.
 
-    Every parameter's `grad` is set. H is the block of the chosen parameters.
+    Every parameter's `grad` is set, of a frozen one to None. H is the block of the chosen parameters.
 
     Args:
         closure: returns the loss, with its graph.
@@ -45,7 +45,8 @@ def exact(
             outputs, directions = [g for g, _ in used], [v for _, v in used]
             second = torch.autograd.grad(outputs, active, directions, allow_unused=True)
             products = dict(zip(map(id, active), second, strict=True))
-    for p, g in zip(inputs, found, strict=True):
+    for p in parameters:
+        g = gradient.get(id(p))
         p.grad = None if g is None else g.detach()
     return loss.detach(), _filled(chosen, [products.get(id(p)) for p in chosen])
 
