@@ -582,6 +582,23 @@ def test_a_resumed_run_is_the_uninterrupted_run(way, tmp_path):
     assert same(optimizer.metrics(), resumed.metrics())
 
 
+def test_hooks_on_a_state_are_called():
+    model, (x, y) = network(), data()
+    optimizer, called = optimizer_of(model), []
+    optimizer.register_state_dict_pre_hook(lambda _: called.append("save"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "epoch": 3})
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: {key: value for key, value in state.items() if key != "epoch"}
+    )
+    optimizer.register_load_state_dict_post_hook(lambda _: called.append("loaded"))
+    optimizer.step(closure_of(model, x, y))
+    state = optimizer.state_dict()
+    assert state["epoch"] == 3
+    optimizer.load_state_dict(state)
+    assert called == ["save", "loaded"]
+    assert state["epoch"] == 3
+
+
 class Around(nn.Module):
     """Names what it has as DistributedDataParallel does."""
 

@@ -432,6 +432,27 @@ def test_of_kron_a_group_can_begin_anew():
     assert [group["steps"] for group in optimizer.param_groups] == [5, 1]
 
 
+PACKED = {"Kron packed": lambda params: Kron(params, geometry="EQ", packed_factors=True)}
+
+
+@pytest.mark.parametrize("make", (OPTIMIZERS | PACKED).values(), ids=OPTIMIZERS | PACKED)
+def test_hooks_on_a_state_get_it_as_it_is_returned(make):
+    model, loss_fn = problem()
+    optimizer = make(model.parameters())
+    run(model, optimizer, loss_fn, steps=2)
+    plain, seen = optimizer.state_dict(), []
+
+    def doubled(_, state):
+        seen.append(state)
+        own = {i: {n: 2 * x for n, x in record.items()} for i, record in state["state"].items()}
+        return {**state, "state": own}
+
+    optimizer.register_state_dict_post_hook(doubled)
+    found = optimizer.state_dict()
+    assert same(seen, [plain])
+    assert same(found, doubled(None, plain))
+
+
 @every_optimizer
 def test_numpy_numbers_are_saved_as_pythons(make, tmp_path):
     model, loss_fn = problem()

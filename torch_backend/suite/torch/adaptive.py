@@ -19,6 +19,7 @@ from suite.torch.checks import check_number, check_state_dict, warn_user
 from suite.torch.dtensors import is_sharded
 from suite.torch.kfac import KFAC
 from suite.torch.replay import Buffers, Draws, derivatives_along, value_with, without_reducers
+from suite.torch.state_hooks import after_hooks
 
 Tensors = Sequence[torch.Tensor]
 _HIGHEST = 1e4  # of damping
@@ -356,8 +357,11 @@ class AdaptiveKFAC(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs: plain numbers, and tensors by parameter name."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
         fallback = {} if self.fallback is None else {"fallback": self.fallback.state_dict()}
-        return {"kfac": self.kfac.state_dict(), "adaptive": self._own_state(), **fallback}
+        saved = {"kfac": self.kfac.state_dict(), "adaptive": self._own_state(), **fallback}
+        return after_hooks(self, saved)
 
     def _own_state(self) -> dict[str, Any]:
         names = {id(p): name for name, p in _named(self.kfac).items()}
@@ -376,6 +380,9 @@ class AdaptiveKFAC(torch.optim.Optimizer):
             ValueError: entries or layers that do not fit, by name; nothing has changed then.
         """
         check_state_dict(state_dict)
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         wanted = {"kfac", "adaptive"} | (set() if self.fallback is None else {"fallback"})
         if set(state_dict) != wanted:
             raise ValueError(f"state_dict must have keys {sorted(wanted)}, got {sorted(state_dict)}")
@@ -404,6 +411,8 @@ class AdaptiveKFAC(torch.optim.Optimizer):
                 self.fallback.load_state_dict(old)
             raise
         self._load(own, parameters)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def _load(self, own: dict[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
         self._skipped_steps, self._rejected_steps = own["skipped_steps"], own["rejected_steps"]

@@ -49,6 +49,7 @@ from suite.torch.settings import (
     workers_of,
 )
 from suite.torch.skipped import SkippedSteps
+from suite.torch.state_hooks import after_hooks
 
 Schedule: TypeAlias = float | Callable[[int], float]
 
@@ -806,10 +807,7 @@ class KFAC(torch.optim.Optimizer):
         base = self._base.state_dict() if self._base is not None and gather else {}
         if base.get("param_groups"):  # wrappers of optimizers may have it elsewhere
             base["param_groups"][0]["kfac"] = kfac
-        saved = {**base, "kfac": kfac}
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            saved = post_hook(self, saved) or saved
-        return saved
+        return after_hooks(self, {**base, "kfac": kfac})
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any], compute_inverses: bool = True) -> None:

@@ -60,6 +60,7 @@ from suite.torch.kron_settings import (
 from suite.torch.kron_steps import GroupStep, Pairs, StepSettings, take_steps
 from suite.torch.recorders import is_recording
 from suite.torch.same_parameters import require_same_parameters
+from suite.torch.state_hooks import after_hooks, state_before_hooks
 
 
 class Kron(torch.optim.Optimizer):
@@ -651,7 +652,7 @@ class Kron(torch.optim.Optimizer):
             RuntimeError: groups hold other parameters than the state, or `state` a part of it.
         """
         self._require_parameters()
-        saved = super().state_dict()
+        saved = state_before_hooks(self)
         saved["param_groups"] = [
             {
                 key: None if callable(value) else plain(value)
@@ -676,7 +677,7 @@ class Kron(torch.optim.Optimizer):
                 own = every[i] if every else whole(i)
                 skipped, index = {"skipped_steps": self._skipped}, index_of[id(parameter)]
                 saved["state"][index] = {**own, **skipped, **of_others(saved["state"][index])}
-        return saved
+        return after_hooks(self, saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a `state_dict()`; state and settings keep their own dtypes and block structure.

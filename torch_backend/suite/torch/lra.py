@@ -33,6 +33,7 @@ from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES, all_finite
 from suite.torch.kron_settings import is_misplaced, require_same, value_at
+from suite.torch.state_hooks import after_hooks, state_before_hooks
 
 Schedule = float | Callable[[int], float]
 Hvp = Literal["exact", "finite_difference"] | None
@@ -287,12 +288,12 @@ class _WholeVector(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As any torch optimizer's, of plain values: schedules, being functions, are left out."""
         self._require_parameters()
-        saved = super().state_dict()
+        saved = state_before_hooks(self)
         saved["param_groups"] = [
             {key: plain(value) for key, value in group.items() if not callable(value)}
             for group in saved["param_groups"]
         ]
-        return saved
+        return after_hooks(self, saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a `state_dict()`; the state keeps its own dtypes, whatever the parameters'.
