@@ -114,8 +114,9 @@ class Kron(torch.optim.Optimizer):
         seed: of the noise that the fit uses; the same seed gives the same run, also in JAX.
         hvp: fit P to |H|⁻¹, not to whiten (Kron Newton); for all groups. 'exact': `step` needs a closure
             that returns the loss and leaves the backward pass to `step`, which differentiates twice when
-            an update is due. 'finite_difference': `step` needs a closure as torch.optim.LBFGS does, and
-            calls it again at a nearby point; it must be a function of the parameters alone.
+            an update is due, by its own parameters (another optimizer's get no gradient).
+            'finite_difference': `step` needs a closure as torch.optim.LBFGS does, and calls it again at
+            a nearby point; it must be a function of the parameters alone.
 
         distributed: with several ranks, 'replicate': each fits and preconditions everything; 'shard':
             each has a share of the blocks, balanced by cost, and they exchange directions. One

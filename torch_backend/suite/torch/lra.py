@@ -340,7 +340,8 @@ class LRA(_WholeVector):
     Costs 2 n `rank` numbers for n parameters, and knows of no layers. `rank=0` is the diagonal case.
 
     Args:
-        params: parameters of one dtype on one device, in one group.
+        params: parameters of one dtype on one device, in one group. One without a gradient stays, and is
+            fitted as if it were zero.
         lr: learning rate >= 0, a number or a 0-d tensor.
         rank: of the correction of the diagonal, >= 0.
         preconditioner_init_scale, betaL, damping: see `suite.core.lra.LRA`.
@@ -422,7 +423,8 @@ class DenseNewton(_WholeVector):
     It has n² numbers for n parameters and needs no line search. `hvp=None` makes it whiten gradients.
 
     Args:
-        params: parameters of one dtype on one device, in one group.
+        params: parameters of one dtype on one device, in one group. One without a gradient stays, and is
+            fitted as if it were zero.
         lr: learning rate >= 0, a number or a 0-d tensor.
         geometry: see `suite.core.dense.Dense`.
         preconditioner_init_scale, betaL, damping: see `suite.core.dense.Dense`.
