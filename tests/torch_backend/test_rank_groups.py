@@ -440,9 +440,10 @@ def with_shards_of_each_layer(wrap: str) -> tuple[list[torch.Tensor], list[str],
     """Two layers read one tensor, which fully_shard hands to each as a tensor of its own."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4).double(), nn.Tanh(), Net())
-    if wrap == "each":
-        for layer in (model[0], *model[2].children()):
-            fully_shard(layer)
+    children = dict(model[2].named_children())
+    by_themselves = [model[0], *children.values()] if wrap == "each" else [children.get(wrap)]
+    for layer in filter(None, by_themselves):
+        fully_shard(layer)
     if wrap != "none":
         fully_shard(model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -456,7 +457,7 @@ def with_shards_of_each_layer(wrap: str) -> tuple[list[torch.Tensor], list[str],
 def test_layers_that_read_one_tensor_share_its_second_moment_however_they_are_sharded(crew):
     ((expected, shared, size),) = crew.run(with_shards_of_each_layer, 1, "none")
     assert shared == ["2.second.weight"]
-    for wrap in ("root", "each"):
+    for wrap in ("root", "each", "first", "second"):
         for found, own, _ in crew.run(with_shards_of_each_layer, 2, wrap):
             assert own == shared
             assert distance(found, expected) < 1e-9

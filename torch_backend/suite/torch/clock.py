@@ -52,7 +52,9 @@ class CaptureClock:
         self.transformed_in_graph = False  # whether some did so in compiled graphs
         self.missed: set[str] = set()  # layers whose uses in derivatives are not understood
         self._passing: set[int] = set()  # the backward passes that came to a layer and are not over
+        # By what made a tensor: what is handed to modules of fully_shard's own, and what is to others.
         self._wrapped: dict[tuple[int, int, int], tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._plain: dict[tuple[int, int, int], tuple[weakref.ref[torch.Tensor], int]] = {}
         self._tokens: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._next = 0
         self.calls = 0
@@ -232,32 +234,37 @@ class CaptureClock:
 
     def token(self, x: torch.Tensor) -> int:
         """A number that is the same for the same tensor with the same content."""
-        source = _wrapped_by_fully_shard(x)
-        if source is not None:
-            key = id(source[0]), source[1], x._version
-            reference, token = self._wrapped.get(key, (None, 0))
-            if reference is None or reference() is None:  # a node lives while what it led to does
-                self._next += 1
-                reference, token = weakref.ref(x), self._next
-                self._wrapped[key] = reference, token
-            return token
         known = self._tokens.get(id(x))
         if known is not None and known[0]() is x and known[1] == x._version:
             return known[2]
-        self._next += 1
-        self._tokens[id(x)] = (weakref.ref(x), x._version, self._next)
-        return self._next
+        wrapped = _wrapped_by_fully_shard(x)
+        node, number = wrapped or (x.grad_fn, x.output_nr)
+        key = id(node), number, x._version
+        # Two that nobody wrapped are one only where they are one tensor.
+        alike = [self._wrapped] if wrapped is None else [self._wrapped, self._plain]
+        living = (made[key] for made in alike if key in made and made[key][0]() is not None)
+        token = next((token for _, token in living), 0)
+        if not token:
+            self._next += 1
+            token = self._next
+        if node is not None:  # which lives while what it led to does
+            own = self._plain if wrapped is None else self._wrapped
+            own[key] = weakref.ref(x), token
+        self._tokens[id(x)] = (weakref.ref(x), x._version, token)
+        return token
 
     def forget(self) -> None:
         """Drop what `token` remembers."""
         self._tokens.clear()
         self._wrapped.clear()
+        self._plain.clear()
 
 
 def _wrapped_by_fully_shard(x: torch.Tensor) -> tuple[Any, int] | None:
     """What made a tensor, (node, which of its results), that is handed to a module of fully_shard's own.
 
-    Each such module gets a tensor of its own, which is the same as others' if it was made alike.
+    Each such module gets a tensor of its own, the same as others', and as what is not wrapped, if one
+    node made both.
     """
     node = x.grad_fn
     if node is None or type(node).__name__ != "RegisterPostBackwardFunctionBackward":
