@@ -300,8 +300,10 @@ def test_a_state_without_counts_of_parameters_has_those_of_its_group():
     optimizer = Kron([p])
     in_turn([optimizer], [p], lambda step: {0}, range(5))
     state = optimizer.state_dict()
+    state["param_groups"][0]["behind"] = [[0, 4, 3, 0.5]]  # as it was saved once
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["behind"] == [(0, 4, 3, 0.5)]
     del state["param_groups"][0]["behind"]
-    optimizer.param_groups[0]["behind"] = [(0, 0, 0, 1.0)]
     optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["behind"] == []
     assert optimizer.param_groups[0]["steps"] == 5
@@ -755,9 +757,10 @@ def test_schedules_stay_out_of_the_state_and_survive_loading_it():
     assert fixed.param_groups[0]["preconditioner_lr"] == 0.25
 
 
-def test_torch_s_flattened_state_is_resumed():
-    """Also where a parameter's counts lag behind its group's."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
+@pytest.mark.parametrize("how", [{}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}])
+def test_a_state_is_resumed_in_torch_s_ways(how):
+    """Also where a parameter's counts lag behind its group's, and none do where it is loaded."""
+    options = StateDictOptions(**how)
     model, other = network(), network()
     kron, again = (Kron(m.parameters(), lr=0.01, block_size=4) for m in (model, other))
     late = next(model.parameters())
@@ -768,6 +771,7 @@ def test_torch_s_flattened_state_is_resumed():
     state = get_optimizer_state_dict(model, kron, options=options)
     other.load_state_dict(model.state_dict())
     set_optimizer_state_dict(other, again, state, options=options)
+    assert again.param_groups[0]["behind"] == kron.param_groups[0]["behind"] != []
     run(model, kron, range(5, 8))
     run(other, again, range(5, 8))
     assert same(model.state_dict(), other.state_dict())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
@@ -663,6 +664,8 @@ class Kron(torch.optim.Optimizer):
             }
             for group in saved["param_groups"]
         ]
+        for group in saved["param_groups"]:
+            group["behind"] = json.dumps(group["behind"])
         scattered = self.distributed == "shard" and not self._ranks.alone
         index_of = {
             id(p): index
@@ -709,7 +712,7 @@ class Kron(torch.optim.Optimizer):
             if saved_group.get("seed") != group["seed"]:
                 seeds = saved_group.get("seed"), group["seed"]
                 raise ValueError(f"seed must be {seeds[0]}, as saved, got {seeds[1]}")
-            values = {"behind": [], **saved_group}  # which older ones do not have
+            values = {**saved_group, "behind": _counts(saved_group.get("behind", []))}
             functions = [k for k in SCHEDULES if values.get(k) is None]  # which are not saved
             kept = {"params", "param_names", *FIXED, *functions}
             taken.append({k: copy.deepcopy(v) for k, v in values.items() if k not in kept})
@@ -735,6 +738,14 @@ class Kron(torch.optim.Optimizer):
             engine.after_load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+def _counts(saved: str | list[Any]) -> list[tuple[Any, ...]]:
+    """A group's 'behind': text, for torch.distributed.checkpoint, which expects no list to be longer.
+
+    Older states have a list, or none.
+    """
+    return [tuple(entry) for entry in (json.loads(saved) if isinstance(saved, str) else saved)]
 
 
 def _of_members(
