@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn import functional as F
 
 from suite.torch import KFAC
 from suite.torch.overdue import Overdue
+
+CPU = [torch.device("cpu")]
 
 
 class TwoHeads(nn.Module):
@@ -138,6 +146,20 @@ def test_a_run_with_heads_in_turn_is_resumed_as_it_was(stop, tmp_path):
         steps_in_turn(kfac, range(stop if stops else 0, 24))
         ends.append(list(kfac.model.parameters()))
     assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("how", [{}, {"full_state_dict": True}])
+def test_a_run_with_heads_in_turn_is_resumed_by_torch(how):
+    options, (model, other) = StateDictOptions(**how), (TwoHeads(), TwoHeads())
+    kfac, resumed = made(model, 2), made(other, 2)
+    steps_in_turn(kfac, range(7))
+    assert "waits" in kfac.state_dict()["kfac"]
+    state = copy.deepcopy(get_optimizer_state_dict(model, kfac, options=options))
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, state, options=options)
+    steps_in_turn(kfac, range(7, 15))
+    steps_in_turn(resumed, range(7, 15))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 def test_a_state_says_nothing_of_it_where_all_layers_are_alike():
@@ -297,10 +319,10 @@ def test_what_is_known_of_layers_comes_back_with_a_state(period, kind):
         whole, first, second = Overdue(3), Overdue(3), Overdue(3)
         expected = steps(whole, range(150))
         steps(first, range(stop))
-        second.load(first.state(stop, period).get("waits"), stop, period)
+        second.load(first.state(stop, period, CPU).get("waits"), stop, period)
         assert steps(second, range(stop, 150)) == expected[stop:]
     if kind == "seen":
-        assert not first.state(stop, period)
+        assert not first.state(stop, period, CPU)
     else:
         assert state_of(second) == state_of(whole)
 
@@ -310,5 +332,5 @@ def test_a_state_that_knows_less_can_be_loaded():
     overdue.load([-2, 3, 0, 1, 0, 2], 7, 10)
     assert state_of(overdue) == ([-2, 3], {1: 1}, [0, 2], [0, 0], 2)
     again = Overdue(2)
-    again.load(overdue.state(7, 10)["waits"], 7, 10)
+    again.load(overdue.state(7, 10, CPU)["waits"], 7, 10)
     assert state_of(again) == state_of(overdue)

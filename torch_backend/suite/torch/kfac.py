@@ -784,6 +784,7 @@ class KFAC(torch.optim.Optimizer):
             pre_hook(self)
         given = {name: self._given_as(name) for name in self._hyperparameters}
         numbers = {name: plain(value) for name, value in given.items() if not callable(value)}
+        devices = [layer.device for layer in self._engine.layers]
         kfac = {
             "version": kfac_records.VERSION,
             "compute_method": self._engine.rule.compute_method,
@@ -800,7 +801,7 @@ class KFAC(torch.optim.Optimizer):
             "gathered": gather,
             "factors": include_factors and self._engine.factors.allocated,
             "inverses": include_inverses,
-            **self._overdue.state(self._steps, self.factor_update_steps),
+            **self._overdue.state(self._steps, self.factor_update_steps, devices),
         }
         if self._base is None and "initial_lr" in self.param_groups[0]:  # of a scheduler
             kfac["initial_lr"] = plain(self.param_groups[0]["initial_lr"])
