@@ -8,6 +8,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from conftest import same
 from suite.torch import LRA, DenseNewton, Kron
@@ -430,6 +435,19 @@ def test_of_kron_a_group_can_begin_anew():
         del optimizer.state[p]
     run(model, optimizer, loss_fn, steps=1)
     assert [group["steps"] for group in optimizer.param_groups] == [5, 1]
+
+
+@every_optimizer
+@pytest.mark.parametrize("how", [{}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}])
+def test_a_state_is_resumed_by_torch(make, how):
+    options = StateDictOptions(strict=False, **how)  # of one vector only the first parameter has state
+    (model, loss_fn), (other, _) = problem(), problem()
+    optimizer, resumed = make(model.parameters()), make(other.parameters())
+    run(model, optimizer, loss_fn)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, saved, options=options)
+    assert same(run(model, optimizer, loss_fn), run(other, resumed, loss_fn))
 
 
 PACKED = {"Kron packed": lambda params: Kron(params, geometry="EQ", packed_factors=True)}

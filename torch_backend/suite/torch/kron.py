@@ -657,7 +657,7 @@ class Kron(torch.optim.Optimizer):
         saved = state_before_hooks(self)
         saved["param_groups"] = [
             {
-                key: None if callable(value) else plain(value)
+                key: _as_saved(value)
                 for key, value in group.items()
                 # All of ours: torch looks for each when it puts together what it has flattened.
                 if key in SCHEDULES or not callable(value)
@@ -738,6 +738,16 @@ class Kron(torch.optim.Optimizer):
             engine.after_load()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+
+def _as_saved(setting: Any) -> Any:
+    """A group's setting in a state, of types that torch.distributed.checkpoint knows.
+
+    Dtypes are text: they are those of the optimizer that loads.
+    """
+    if callable(setting):
+        return None
+    return str(setting) if isinstance(setting, torch.dtype) else plain(setting)
 
 
 def _counts(saved: str | list[Any]) -> list[tuple[Any, ...]]:

@@ -32,7 +32,7 @@ from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES, all_finite
-from suite.torch.kron_settings import is_misplaced, require_same, value_at
+from suite.torch.kron_settings import SCHEDULES, is_misplaced, require_same, value_at
 from suite.torch.state_hooks import after_hooks, state_before_hooks
 
 Schedule = float | Callable[[int], float]
@@ -286,11 +286,15 @@ class _WholeVector(torch.optim.Optimizer):
         return loss, vector, torch.cat([h.reshape(-1) for h in found]).to(momentum.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """As any torch optimizer's, of plain values: schedules, being functions, are left out."""
+        """As any torch optimizer's, of plain values: schedules that are functions are None."""
         self._require_parameters()
         saved = state_before_hooks(self)
         saved["param_groups"] = [
-            {key: plain(value) for key, value in group.items() if not callable(value)}
+            {
+                key: None if callable(value) else plain(value)
+                for key, value in group.items()
+                if key in SCHEDULES or not callable(value)  # as in Kron
+            }
             for group in saved["param_groups"]
         ]
         return after_hooks(self, saved)
@@ -320,7 +324,8 @@ class _WholeVector(torch.optim.Optimizer):
         if seeds[0] != seeds[1]:
             raise ValueError(f"seed must be {seeds[0]}, as saved, got {seeds[1]}")
         # How products with the Hessian are made is the training loop's, as in Kron.
-        others = ("params", "param_names", "hvp")
+        functions = [name for name in SCHEDULES if group.get(name) is None]  # which are not saved
+        others = ("params", "param_names", "hvp", *functions)
         kept = {k: copy.deepcopy(v) for k, v in group.items() if k not in others}
         _check(kept)
         self._rule_of({**self.param_groups[0], **kept})
