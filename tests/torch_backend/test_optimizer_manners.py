@@ -19,11 +19,14 @@ from suite.torch import LRA, DenseNewton, Kron
 
 OPTIMIZERS = {
     "Kron": lambda params, lr=0.01, **kw: Kron(params, lr, **kw),
-    "Kron gradient": lambda params, lr=0.01, **kw: Kron(params, lr, whiten="gradient", **kw),
+    "Kron gradient": lambda params, lr=0.01, **kw: Kron(
+        params, lr, whiten="gradient", clip=(1.1, 10.0), **kw
+    ),
     "Kron bfloat16": lambda params, lr=0.01, **kw: Kron(
         params, lr, mu_dtype=torch.bfloat16, precond_dtype=torch.bfloat16, stochastic_rounding=True, **kw
     ),
     "LRA": lambda params, lr=0.01, **kw: LRA(params, lr, rank=2, **kw),
+    "LRA bounded": lambda params, lr=0.01, **kw: LRA(params, lr, clip=(1.1, 2.0), **kw),
     "dense": lambda params, lr=0.01, **kw: DenseNewton(params, lr, hvp=None, clip=1.1, **kw),
 }
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

@@ -51,6 +51,7 @@ from suite.torch.kron_settings import (
     STRUCTURE,
     Schedule,
     Whiten,
+    as_given,
     check_group,
     is_misplaced,
     planned,
@@ -715,7 +716,7 @@ class Kron(torch.optim.Optimizer):
             values = {**saved_group, "behind": _counts(saved_group.get("behind", []))}
             functions = [k for k in SCHEDULES if values.get(k) is None]  # which are not saved
             kept = {"params", "param_names", *FIXED, *functions}
-            taken.append({k: copy.deepcopy(v) for k, v in values.items() if k not in kept})
+            taken.append({k: as_given(k, v) for k, v in values.items() if k not in kept})
             check_group({**group, **taken[-1]})
         for engine, group, loaded in zip(self._engines, self.param_groups, taken, strict=True):
             settings = {**group, **loaded}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
@@ -194,6 +195,11 @@ def _check_setting(name: str, value: Any) -> None:
     elif name in ("mu_dtype", "precond_dtype") and value is not None:
         check_dtype(name, value)
         check_wide(name, value, torch.finfo(value).max)
+
+
+def as_given(name: str, saved: Any) -> Any:
+    """A setting out of a state, of which torch may have made a list where it was a tuple."""
+    return tuple(saved) if name == "clip" and isinstance(saved, list) else copy.deepcopy(saved)
 
 
 def rule_of(settings: dict[str, Any]) -> core_kron.Kron:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -32,7 +31,7 @@ from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES, all_finite
-from suite.torch.kron_settings import SCHEDULES, is_misplaced, require_same, value_at
+from suite.torch.kron_settings import SCHEDULES, as_given, is_misplaced, require_same, value_at
 from suite.torch.state_hooks import after_hooks, state_before_hooks
 
 Schedule = float | Callable[[int], float]
@@ -326,7 +325,7 @@ class _WholeVector(torch.optim.Optimizer):
         # How products with the Hessian are made is the training loop's, as in Kron.
         functions = [name for name in SCHEDULES if group.get(name) is None]  # which are not saved
         others = ("params", "param_names", "hvp", *functions)
-        kept = {k: copy.deepcopy(v) for k, v in group.items() if k not in others}
+        kept = {k: as_given(k, v) for k, v in group.items() if k not in others}
         _check(kept)
         self._rule_of({**self.param_groups[0], **kept})
         for name, tensor in own.items():
