@@ -357,7 +357,7 @@ class FreeParameters(Mode):
                     turned = watched.turned != turns_over(function, args, kwargs)
                     made = watched._replace(tensor=output, slot=slot, turned=turned, origin=origin)
                     self.watched.append(made)
-                elif (function in TAKES or function is _rows_of_table) and place == 0:
+                elif place == 0 and _is_taken(function, output):
                     slot = function(watched.slot, *args[1:], **kwargs)
                     self.watched.append(watched._replace(tensor=output, slot=slot, origin=None))
                 elif function in CASTS and place == 0:
@@ -567,6 +567,11 @@ def _of_first(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 def _rows_of_table(table: T, index: T, padding_index: int | None) -> T:
     return F.embedding(index, table, padding_index)
+
+
+def _is_taken(function: Any, output: T) -> bool:
+    """Whether it has a tensor's entries in other places, or sums of some; a sum of all is a penalty."""
+    return function is _rows_of_table or (function in TAKES and output.ndim > 0)
 
 
 def _divides(x: Any) -> bool:
