@@ -689,11 +689,12 @@ def test_what_a_leaf_is_unstacked_to_are_its_parts(axis):
         return jnp.mean(x**2)
 
     found, expected = (value_and_grad(loss)(stacked, x, unstack) for unstack in (True, False))
-    assert set(found[2].layers) == {"['b']", *(f"['w'] part {i}" for i in range(3))}
+    assert set(found[2].layers) == {f"['w'] part {i}" for i in range(3)}
+    assert all(sums.main.G.shape == (1, 4, 4) for sums in found[2].layers.values())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14), found, expected)
 
 
-def test_scales_and_biases_of_a_stack_that_is_scanned_in_parts_are_parts():
+def test_scales_of_a_stack_that_is_scanned_in_parts_are_parts():
     stack = {"w": normal(3, 4, 4), "b": normal(3, 4, seed=1), "s": normal(3, 4, seed=2)}
     x = normal(6, 4, seed=3)
 
@@ -709,11 +710,13 @@ def test_scales_and_biases_of_a_stack_that_is_scanned_in_parts_are_parts():
     of_each = jax.vmap(lambda one: jax.grad(loss)(stack, one[None]))(x)
     tx, (_, grads, _) = kfac(plan, 0.1, damping=0.1, kl_clip=None), value_and_grad(loss)(stack, x)
     updates, _ = tx.update(grads, tx.init(stack), stack, statistics=statistics)
-    for name in "bs":
-        squares = np.sum(of_each[name] ** 2, 0)
-        found = np.concatenate([statistics[f"['{name}'] part {part}"].main.G for part in (0, 1)])
-        np.testing.assert_allclose(found * 36, squares, rtol=1e-10)  # the loss is the mean of 6
-        np.testing.assert_allclose(updates[name], -0.1 * grads[name] / (squares / 6 + 0.1), rtol=1e-9)
+    squares = np.sum(of_each["s"] ** 2, 0)
+    found = np.concatenate([statistics[f"['s'] part {part}"].main.G for part in (0, 1)])
+    np.testing.assert_allclose(found * 36, squares, rtol=1e-10)  # the loss is the mean of 6
+    np.testing.assert_allclose(updates["s"], -0.1 * grads["s"] / (squares / 6 + 0.1), rtol=1e-9)
+    sizes = {layer.name: (layer.groups, layer.sizes) for layer in plan.layers}
+    assert sizes["['w'] part 0"] == (1, (5, 4))  # with its biases
+    assert sizes["['w'] part 1"] == (2, (5, 4))
 
 
 def test_slices_of_a_fused_projection_are_layers_of_their_own():
