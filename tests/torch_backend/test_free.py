@@ -732,6 +732,20 @@ FREE = {
         SEQUENCE,
         (3, 2),
     ),
+    "an axis by its number": (
+        lambda x, p: x * p.permute(0),
+        lambda x, p: x * p,
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "complex for a while": (
+        lambda x, p: x * torch.view_as_real(p.to(torch.complex128) + 1j).sum(-1),
+        lambda x, p: x * (p + 1),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
     "entries repeated": (
         lambda x, p: x * p.repeat_interleave(2),
         lambda x, p: x * p.mT.flatten(-2),
@@ -799,6 +813,11 @@ OF_ENTRIES = {
     "softplus": nn.Softplus(beta=2.0),
     "softplus, linear": lambda p: F.softplus(p, 3.0, 1.0),
     "maximum": lambda p: torch.maximum(p, torch.zeros_like(p)),
+    "exponent by name": lambda p: torch.pow(p, exponent=2),
+    "maximum of equals": lambda p: torch.maximum(p, p.detach()),
+    "masked_fill with what it was": lambda p: (
+        1 + (p - p.detach()).masked_fill(torch.arange(4) == 2, 0.0)
+    ),
     "masked_fill": lambda p: p.exp().masked_fill(torch.arange(4) == 2, 0.3),
 }
 
@@ -813,8 +832,13 @@ def test_functions_of_each_entry_are_followed(name):
     assert_close(A * G[:, 0], 3 * p.grad.square().sum((0, 1)).reshape(1, -1))
 
 
-def test_a_function_of_entries_and_of_rows_is_named():
-    model = double(lambda: Free(lambda x, p: torch.clamp(p, min=x) + p, [(4,)], numbers(*SEQUENCE)))
+@pytest.mark.parametrize(
+    "how",
+    [lambda x, p: torch.clamp(p, min=x) + p, lambda x, p: x * F.silu(2 * p, inplace=True) + p],
+    ids=["of rows, too", "in place"],
+)
+def test_a_function_of_entries_that_is_not_understood_is_named(how):
+    model = double(lambda: Free(how, [(4,)], numbers(*SEQUENCE)))
     kfac = KFAC(model)
     model(numbers(*SEQUENCE)).square().mean().backward()
     with pytest.warns(RuntimeWarning, match="statistics miss some uses of these weights.*'own.0'"):

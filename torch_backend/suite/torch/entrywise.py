@@ -12,8 +12,8 @@ from suite.torch.hooks import over
 from suite.torch.operations import NEGATIONS, T
 
 _RELU, _CLAMP = {torch.relu, T.relu, F.relu}, {torch.clamp, T.clamp, torch.clip, T.clip}
-_CLAMP |= {torch.clamp_min, T.clamp_min, torch.clamp_max, T.clamp_max, torch.maximum, T.maximum}
-_CLAMP |= {torch.minimum, T.minimum, torch.masked_fill, T.masked_fill}
+_CLAMP |= {torch.clamp_min, T.clamp_min, torch.clamp_max, T.clamp_max}
+_EXTREMES = {torch.maximum, T.maximum, torch.minimum, T.minimum}
 _POWER = {torch.pow, T.pow, T.__pow__, torch.float_power, T.float_power}
 # By arguments and values.
 _DERIVATIVES: dict[Any, Any] = {
@@ -35,17 +35,28 @@ _DERIVATIVES: dict[Any, Any] = {
     **dict.fromkeys(_RELU, lambda x, y: (x > 0).to(y.dtype)),
     **dict.fromkeys(_CLAMP, lambda x, y: (x == y).to(y.dtype)),
     F.logsigmoid: lambda x, y: (-x).sigmoid(),
-    F.silu: lambda x, y: x.sigmoid() * (1 + x * (1 - x.sigmoid())),
+}
+# Likewise, by what they are given besides.
+_BY_TENSORS: dict[Any, Any] = {
+    **dict.fromkeys(
+        _EXTREMES, lambda x, y, other: (x == y).to(y.dtype) / (1 + (x == other).to(y.dtype))
+    ),
+    **dict.fromkeys(
+        (torch.masked_fill, T.masked_fill), lambda x, y, mask, value: mask.logical_not().to(y.dtype)
+    ),
 }
 # Likewise, by numbers that they are given besides.
 _BY_NUMBERS: dict[Any, Any] = {
     **dict.fromkeys(
-        _POWER, lambda x, y, power: power * x ** (power - 1) if power else torch.zeros_like(x)
+        _POWER,
+        lambda x, y, exponent: exponent * x ** (exponent - 1) if exponent else torch.zeros_like(x),
     ),
     T.__rpow__: lambda x, y, base: torch.full_like(x, base).log() * y,
     F.softplus: lambda x, y, beta=1.0, threshold=20.0: torch.where(
         beta * x > threshold, torch.ones_like(x), (beta * x).sigmoid()
     ),
+    # Of the others, which may be in place as well, values have the sign of arguments.
+    F.silu: lambda x, y, inplace=False: None if inplace else x.sigmoid() * (1 + x * (1 - x.sigmoid())),
     F.elu: lambda x, y, alpha=1.0, inplace=False: torch.where(x > 0, torch.ones_like(x), y + alpha),
     F.leaky_relu: lambda x, y, negative_slope=0.01, inplace=False: torch.where(
         x > 0, torch.ones_like(x), torch.full_like(x, negative_slope)
@@ -62,6 +73,8 @@ def derivative_of(function: Any, args: Any, kwargs: Any, output: T) -> T | None:
         return -y / x if isinstance(args[1], int | float) else None
     if function in _DERIVATIVES:
         return _DERIVATIVES[function](x, y)
+    if function in _BY_TENSORS:
+        return _BY_TENSORS[function](x, y, *args[1:], **kwargs)
     known = all([isinstance(n, int | float) for n in (*args[1:], *kwargs.values())])  # noqa: C419
     if function not in _BY_NUMBERS or not known:
         return None

@@ -87,7 +87,8 @@ def order_of(function: Any, args: Any, kwargs: Any) -> list[int] | None:
         return None
     ndim = args[0].ndim
     if function in _PERMUTE:
-        return [axis % ndim for axis in (args[1] if len(args) == 2 else args[1:])]
+        axes = args[1:] if isinstance(args[1], int) else args[1]
+        return [axis % ndim for axis in axes]
     first, second = (-2, -1) if function in _TURN else args[1:]
     order = [*range(ndim)]
     order[first], order[second] = order[second], order[first]
@@ -105,6 +106,8 @@ def viewed(function: Any, rest: Any, kwargs: Any, slot: T) -> T:
     """A view of a slot; what was copied on the way can be viewed as the slot itself cannot."""
     if function is torch.view_as_complex:  # which lies in memory as it pleases
         return torch.complex(*slot.unbind(-1))
+    if function is torch.view_as_real and not slot.is_complex():  # of what is real, whatever was added
+        return torch.stack([slot, torch.zeros_like(slot)], -1)
     try:
         return function(slot, *rest, **kwargs)
     except RuntimeError:
