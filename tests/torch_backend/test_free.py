@@ -1311,6 +1311,29 @@ def test_squares_of_derivatives_in_half_precision_do_not_overflow():
     assert not any(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.parametrize(
+    "split", [lambda x: x.chunk(2)[1], lambda x: x.view(2, 4).unbind()[1]], ids=["chunk", "unbind"]
+)
+def test_parts_of_a_buffer_have_no_rows(split):
+    class Scaled(nn.Module):
+        def __init__(self, split):
+            super().__init__()
+            self.scale, self.split = nn.Parameter(1 + numbers(4).abs()), split
+            self.register_buffer("table", numbers(8))
+
+        def forward(self, x):
+            return x * (self.scale * self.split(self.table))
+
+    found = []
+    for one in (split, lambda x: x[4:]):
+        model = nn.Sequential(nn.Linear(2, 4), double(lambda one=one: Scaled(one)), nn.Linear(4, 2))
+        torch.manual_seed(0)
+        for p in (*model[0].parameters(), *model[2].parameters()):
+            nn.init.normal_(p)
+        found.append(held(stepped(model.double(), numbers(6, 2)))["1.scale"])
+    assert all(map(torch.equal, *found))
+
+
 class OwnScale(nn.Module):
     def __init__(self):
         super().__init__()

@@ -327,7 +327,8 @@ class FreeParameters(Mode):
             else:
                 self.fresh[id(output)] = weakref.ref(output)
         elif given and all([self._without_rows(x) for x in given]):  # noqa: C419
-            self.constants += [written] if isinstance(written, T) else []
+            made = written if isinstance(written, tuple | list) else [written]
+            self.constants += [x for x in made if isinstance(x, T)]
         elif any([written is x for x in operands]):  # noqa: C419
             self.constants = [x for x in self.constants if x is not written]
         if isinstance(output, tuple | list):
