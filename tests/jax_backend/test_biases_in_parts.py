@@ -141,6 +141,15 @@ def test_what_is_not_used_stays_as_it_is():
         assert jnp.array_equal(found["b"][unused], own[1][unused])
 
 
+@pytest.mark.parametrize(("name", "others"), [("some", "['w'] part 1"), ("a loop", "2 others")])
+def test_the_plan_names_the_layers_of_a_bias(name, others):
+    function, own, *_ = CASES[name]
+    params = {"w": own[0], "b": own[1], **HEAD}
+    plan = value_and_grad(lambda p, x: jnp.mean(function(p, x) ** 2)).plan(params, numbers(16, D))
+    (route,) = [route for route in plan.routing if route.parameter == "['b']"]
+    assert route.reason == f"bias of ['w'] part 0 and {others}"
+
+
 def every_other(p, x):
     return head(p, layer(x, p["w"][0], p["b"][::2]))
 

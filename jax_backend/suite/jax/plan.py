@@ -539,8 +539,9 @@ def _route(
     of_bias = [layer for layer in layers if layer.bias == leaf]
     if of_bias:
         what = "shift" if of_bias[0].kind == "elementwise" else "bias"
-        more = f" and {len(of_bias) - 1} others" if len(of_bias) > 1 else ""
-        return Route(names[leaf], shapes[leaf], "kfac", "", f"{what} of {of_bias[0].name}{more}")
+        first, *others = (layer.name for layer in of_bias)
+        more = f" and {others[0] if len(others) == 1 else f'{len(others)} others'}" if others else ""
+        return Route(names[leaf], shapes[leaf], "kfac", "", f"{what} of {first}{more}")
     return Route(names[leaf], shapes[leaf], "plain", "", reason)
 
 
