@@ -746,6 +746,13 @@ FREE = {
         SEQUENCE,
         (3, 2),
     ),
+    "slopes": (
+        lambda x, p: x * (p[:, None] * torch.arange(1, 5)),
+        lambda x, p: x * (p.mT * torch.arange(1, 5)),
+        [(2,)],
+        SEQUENCE,
+        (3, 4),
+    ),
     "entries repeated": (
         lambda x, p: x * p.repeat_interleave(2),
         lambda x, p: x * p.mT.flatten(-2),
@@ -794,6 +801,40 @@ def test_a_free_parameter_has_the_diagonal_of_its_rows_gradients(name, reduction
         A, G = factors[f"own.{i}"]
         expected = p.grad.square().sum(tuple(range(len(rows)))).reshape(1, -1)
         assert_close(A * G[:, 0], terms * expected)
+
+
+class Slopes(nn.Module):
+    """ALiBi's, learned: a number for each head times distances, which are kept or made in the forward."""
+
+    def __init__(self, distances):
+        super().__init__()
+        self.slopes, self.qk, self.head = nn.Parameter(numbers(2)), nn.Linear(4, 8), nn.Linear(4, 3)
+        self.register_buffer("kept", (torch.arange(5)[:, None] - torch.arange(5)).abs().double())
+        self.distances = distances
+
+    def forward(self, x):
+        q, k = (z.unflatten(-1, (2, 2)).transpose(1, 2) for z in self.qk(x).chunk(2, -1))
+        scores = q @ k.mT - self.slopes[:, None, None] * self.distances(self)
+        return self.head(torch.tanh((scores.softmax(-1) @ k).transpose(1, 2).flatten(-2))).mean(1)
+
+
+@pytest.mark.parametrize(
+    "distances",
+    [
+        lambda module: (torch.arange(5)[:, None] - torch.arange(5)).abs(),
+        lambda module: module.kept + torch.zeros(5),
+        lambda module: torch.cat([module.kept[:2], module.kept[2:]]),
+        lambda module: torch.stack([module.kept, module.kept]).mean(0),
+    ],
+    ids=["made", "changed", "joined", "stacked"],
+)
+def test_numbers_that_a_forward_makes_are_no_rows_either(distances):
+    found = []
+    for how in (lambda module: module.kept, distances):
+        model = double(lambda how=how: Slopes(how))
+        A, G = held(stepped(model, numbers(6, 5, 4)))["slopes"]
+        found.append(A * G[:, 0])
+    assert_close(*found)
 
 
 OF_ENTRIES = {

@@ -326,7 +326,7 @@ class FreeParameters(Mode):
                 self.traced.append(output)
             else:
                 self.fresh[id(output)] = weakref.ref(output)
-        elif given and all([self._without_rows(x) for x in given]):  # noqa: C419
+        elif self._is_constant(function, args, kwargs, output):
             made = written if isinstance(written, tuple | list) else [written]
             self.constants += [x for x in made if isinstance(x, T)]
         elif any([written is x for x in operands]):  # noqa: C419
@@ -501,6 +501,17 @@ class FreeParameters(Mode):
         """Whether what a function is given is no tensor, or was made of none."""
         return all([self._was_fresh(x) for x in tensors_given(args, kwargs)])  # noqa: C419
 
+    def _is_constant(self, function: Any, args: Any, kwargs: Any, output: Any) -> bool:
+        """Whether a function was given what has no rows, and numbers beside that it has no more for."""
+        given = tensors_given(args, kwargs)
+        rowless = [x for x in given if self._without_rows(x)]
+        if len(rowless) == len(given):
+            return len(given) > 0
+        if not rowless or function not in ARITHMETIC or not isinstance(output, T):
+            return False
+        fresh = all([self._without_rows(x) or self._was_fresh(x) for x in given])  # noqa: C419
+        return fresh and output.numel() <= max([x.numel() for x in rowless])
+
     def _was_fresh(self, x: Any) -> bool:
         if torch.compiler.is_compiling():
             return any([x is one for one in self.traced])  # noqa: C419
@@ -515,7 +526,9 @@ class FreeParameters(Mode):
         if function in QUOTIENTS and place == 0 and not isinstance(other, T):
             return _divides(other)
         if self._was_fresh(other):
-            return output.numel() == args[place].numel() or output.shape[0] == 1
+            own = args[place].shape
+            in_front = output.ndim == len(own) and output.shape[0] == own[0]  # where examples would be
+            return output.numel() == own.numel() or output.shape[0] == 1 or in_front
         if function in QUOTIENTS and isinstance(other, T) and not other.requires_grad:
             # Of the parameter's shape it has no axis for rows: a norm that no gradient goes through.
             return self._without_rows(other) or other.shape == args[place].shape
