@@ -804,7 +804,7 @@ def test_a_free_parameter_has_the_diagonal_of_its_rows_gradients(name, reduction
 
 
 class Slopes(nn.Module):
-    """ALiBi's, learned: a number for each head times distances, which are kept or made in the forward."""
+    """ALiBi's, learned: a number for each head times distances, kept or made in the forward."""
 
     def __init__(self, distances):
         super().__init__()
