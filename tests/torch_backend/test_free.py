@@ -746,6 +746,13 @@ FREE = {
         SEQUENCE,
         (3, 2),
     ),
+    "two, one of them turned": (
+        lambda x, p, q: x * (p + q.mT),
+        lambda x, p, q: x * (p + q.mT),
+        [(2, 4), (4, 2)],
+        SEQUENCE,
+        (3,),
+    ),
     "slopes": (
         lambda x, p: x * (p[:, None] * torch.arange(1, 5)),
         lambda x, p: x * (p.mT * torch.arange(1, 5)),
@@ -1399,6 +1406,7 @@ WRITTEN_OTHERWISE = ["a vector's products", "a vector in front", "torch.mv", "to
                      "einsum with experts' matrices", "positions by index_select",
                      "positions by gather", "positions by F.embedding", "places turned",
                      "entries repeated", "a diagonal matrix", "a sum of entries",
+                     "slopes", "two, one of them turned", "x @ W.T", "W @ x",
                      "a distribution's scale"]  # fmt: skip
 
 

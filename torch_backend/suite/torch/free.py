@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from suite.core.statistics import complex_second_moment_sum, elementwise_second_moment_sum
+from suite.torch.calls import is_transpose
 from suite.torch.copies import Copies
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
 from suite.torch.einsum import Labels, as_einsum, contraction_of_call, operands_of, rows_of_call
@@ -542,7 +543,14 @@ class FreeParameters(Mode):
     def _known(self, operand: Any) -> list[Watched]:
         if self.inside and id(operand) in self.inside and self._is_seen_inside(operand):
             return []
-        return [watched for watched in self.watched if watched.tensor is operand]
+        found = [watched for watched in self.watched if watched.tensor is operand]
+        if self.is_traced and not found:  # modes are not asked for x.T
+            return [
+                watched._replace(tensor=operand, slot=watched.slot.mT, turned=not watched.turned)
+                for watched in self.watched
+                if is_transpose(operand, watched.tensor)
+            ]
+        return found
 
     def _without_rows(self, operand: Any) -> bool:
         """Whether an operand is a number, or made of parameters and buffers alone."""
@@ -552,7 +560,11 @@ class FreeParameters(Mode):
             return False
         if operand.ndim == 0 or any([operand is x for x in self.constants]):  # noqa: C419
             return True
-        return not self.is_traced and id(operand) in self.weights
+        if self.is_traced:  # modes are not asked for x.T
+            base = operand._base
+            known = base is not None and bool(self._known(base))
+            return known or any([base is x for x in self.constants])  # noqa: C419
+        return id(operand) in self.weights
 
 
 def _copied_slot(function: Any, rest: Any, kwargs: Any, watched: Watched, shape: torch.Size) -> T:
