@@ -312,7 +312,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
 @pytest.mark.parametrize("how", ["parts", "checkpoint", "reentrant", "compiled", "copied", "pickled"])
-@pytest.mark.parametrize("kind", [Chosen, Grouped, All, AddedTo, Einsum])
+@pytest.mark.parametrize("kind", [Chosen, Grouped, All, AddedTo, Einsum, Broadcast])
 def test_it_is_seen_however_the_model_runs(kind, how):
     torch._dynamo.reset()
     model = network(kind)

@@ -133,6 +133,14 @@ def rows_of(table: torch.Tensor, index: Any) -> torch.Tensor | None:
 
 def is_transpose(x: Any, weight: torch.Tensor) -> bool:
     """Whether it is a weight's transposed view."""
+    return weight.ndim == 2 and are_transposes(x, weight)
+
+
+def are_transposes(x: Any, matrices: torch.Tensor) -> bool:
+    """Whether it is a view of a matrix, or of a stack of them, with the last two axes exchanged."""
     # By its base, for torch.compile does not show `weight.T` to modes.
-    alike = isinstance(x, torch.Tensor) and x.shape == weight.shape[::-1] and x._base is weight
-    return alike and weight.ndim == 2 and x.stride() == weight.stride()[::-1]
+    if not isinstance(x, torch.Tensor) or x._base is not matrices or not x.ndim == matrices.ndim >= 2:
+        return False
+    shape, stride = matrices.shape, matrices.stride()
+    alike = x.shape == (*shape[:-2], shape[-1], shape[-2])
+    return alike and x.stride() == (*stride[:-2], stride[-1], stride[-2])

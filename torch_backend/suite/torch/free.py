@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from suite.core.statistics import complex_second_moment_sum, elementwise_second_moment_sum
-from suite.torch.calls import is_transpose
+from suite.torch.calls import are_transposes
 from suite.torch.copies import Copies
 from suite.torch.derivatives import Noted, follow, is_awaited, is_recorded
 from suite.torch.einsum import Labels, as_einsum, contraction_of_call, operands_of, rows_of_call
@@ -548,7 +548,7 @@ class FreeParameters(Mode):
             return [
                 watched._replace(tensor=operand, slot=watched.slot.mT, turned=not watched.turned)
                 for watched in self.watched
-                if is_transpose(operand, watched.tensor)
+                if are_transposes(operand, watched.tensor)
             ]
         return found
 

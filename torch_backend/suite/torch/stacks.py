@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from suite.core.ekfac import grouped_second_moment_in_basis, second_moment_in_basis
 from suite.core.statistics import grouped_second_moment_sum, second_moment_sum
+from suite.torch.calls import are_transposes
 from suite.torch.capture import LayerCapture, dense
 from suite.torch.clock import CaptureClock
 from suite.torch.derivatives import Noted, is_awaited, is_recorded
@@ -110,11 +111,21 @@ class _Watching(Mode):
         if in_traced_graph() or function in LOOKS:
             return output
         given = [x for some in (*args, *kwargs.values()) for x in _listed(some)]
+        if self.is_traced:
+            self._turn(given)
         known = [w for w in self.watched if any([x is w.tensor for x in given])]  # noqa: C419 (torch.compile)
         if not known:
             return output
         with self.looking():
             return self._seen(function, args, kwargs, known, output)
+
+    def _turn(self, given: Sequence[Any]) -> None:
+        """Watch what is x.mT of a stack, for which torch.compile does not ask modes."""
+        for x in given:
+            if any([x is w.tensor for w in self.watched]):  # noqa: C419 (torch.compile)
+                continue
+            turned = [w for w in self.watched if are_transposes(x, w.tensor) and not w.joined]
+            self.watched += [w._replace(tensor=x, turned=not w.turned) for w in turned]
 
     def _seen(
         self, function: Any, args: Any, kwargs: Any, known: Sequence[_Watched], output: Any
