@@ -561,9 +561,9 @@ class FreeParameters(Mode):
         if operand.ndim == 0 or any([operand is x for x in self.constants]):  # noqa: C419
             return True
         if self.is_traced:  # modes are not asked for x.T
-            base = operand._base
-            known = base is not None and bool(self._known(base))
-            return known or any([base is x for x in self.constants])  # noqa: C419
+            base = operand._base  # in a graph nobody may ask for that of a base, which may be None then
+            own = [*self.constants, *[watched.tensor for watched in self.watched]]
+            return any([base is x for x in own])  # noqa: C419
         return id(operand) in self.weights
 
 
