@@ -359,6 +359,11 @@ class FreeParameters(Mode):
                     turned = watched.turned != turns_over(function, args, kwargs)
                     made = watched._replace(tensor=output, slot=slot, turned=turned, origin=origin)
                     self.watched.append(made)
+                elif place == 0 and self.is_traced and are_transposes(output, operand):
+                    # By an operator, as graphs of torch 2.15 have them.
+                    turned = not watched.turned
+                    made = watched._replace(tensor=output, slot=watched.slot.mT, turned=turned)
+                    self.watched.append(made)
                 elif place == 0 and _is_taken(function, output):
                     slot = function(watched.slot, *args[1:], **kwargs)
                     self.watched.append(watched._replace(tensor=output, slot=slot, origin=None))

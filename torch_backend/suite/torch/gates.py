@@ -41,7 +41,7 @@ class Origin(NamedTuple):
         """The same of the parts of all three; see `viewed`."""
         try:
             tensors, slots = split(self.tensor), split(self.slot)
-        except RuntimeError:  # what was copied can be viewed as the original cannot
+        except (RuntimeError, TypeError):  # what was copied or cast can be viewed as the original cannot
             return None
         derivative = self.derivative
         each = split(derivative) if isinstance(derivative, T) else [derivative] * len(tensors)

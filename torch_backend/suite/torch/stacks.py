@@ -173,7 +173,8 @@ def _views(function: Any, args: Any, kwargs: Any, watched: _Watched, output: Any
         return []
     if function in CASTS:
         return [watched._replace(tensor=output)]
-    if turns(function, args, kwargs) or (function in _TURN_MATRIX and ndim == 2):
+    turned = turns(function, args, kwargs) or are_transposes(output, watched.tensor)
+    if turned or (function in _TURN_MATRIX and ndim == 2):
         return [watched._replace(tensor=output, turned=not watched.turned)]
     if function is T.__getitem__ and apart and not isinstance(args[1], tuple):
         return [watched._replace(tensor=output).taken(args[1])]
