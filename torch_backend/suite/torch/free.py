@@ -104,6 +104,10 @@ class Watched(NamedTuple):
         """What it is a function of, entry by entry."""
         return self.origin or Origin(self.tensor, self.slot, 1)
 
+    def transposed(self, tensor: T) -> Watched:
+        """Of a tensor that is this one's transpose."""
+        return self._replace(tensor=tensor, slot=self.slot.mT, turned=not self.turned)
+
     def misses(self, output: T) -> None:
         """This is made of it in a way that is not understood."""
         if self.strays is not None:
@@ -361,9 +365,7 @@ class FreeParameters(Mode):
                     self.watched.append(made)
                 elif place == 0 and self.is_traced and are_transposes(output, operand):
                     # By an operator, as graphs of torch 2.15 have them.
-                    turned = not watched.turned
-                    made = watched._replace(tensor=output, slot=watched.slot.mT, turned=turned)
-                    self.watched.append(made)
+                    self.watched.append(watched.transposed(output))
                 elif place == 0 and _is_taken(function, output):
                     slot = function(watched.slot, *args[1:], **kwargs)
                     self.watched.append(watched._replace(tensor=output, slot=slot, origin=None))
@@ -510,13 +512,14 @@ class FreeParameters(Mode):
     def _is_constant(self, function: Any, args: Any, kwargs: Any, output: Any) -> bool:
         """Whether a function was given what has no rows, and numbers beside that it has no more for."""
         given = tensors_given(args, kwargs)
-        rowless = [x for x in given if self._without_rows(x)]
-        if len(rowless) == len(given):
+        rowless = [self._without_rows(x) for x in given]
+        if all(rowless):
             return len(given) > 0
-        if not rowless or function not in ARITHMETIC or not isinstance(output, T):
+        if not any(rowless) or function not in ARITHMETIC or not isinstance(output, T):
             return False
-        fresh = all([self._without_rows(x) or self._was_fresh(x) for x in given])  # noqa: C419
-        return fresh and output.numel() <= max([x.numel() for x in rowless])
+        pairs = list(zip(given, rowless, strict=True))
+        fresh = all([is_rowless or self._was_fresh(x) for x, is_rowless in pairs])  # noqa: C419
+        return fresh and output.numel() <= max([x.numel() for x, is_rowless in pairs if is_rowless])
 
     def _was_fresh(self, x: Any) -> bool:
         if torch.compiler.is_compiling():
@@ -550,11 +553,8 @@ class FreeParameters(Mode):
             return []
         found = [watched for watched in self.watched if watched.tensor is operand]
         if self.is_traced and not found:  # modes are not asked for x.T
-            return [
-                watched._replace(tensor=operand, slot=watched.slot.mT, turned=not watched.turned)
-                for watched in self.watched
-                if are_transposes(operand, watched.tensor)
-            ]
+            turned = [w for w in self.watched if are_transposes(operand, w.tensor)]
+            return [watched.transposed(operand) for watched in turned]
         return found
 
     def _without_rows(self, operand: Any) -> bool:
