@@ -1400,6 +1400,7 @@ class Inverse(nn.Module):
         return x * (1 / self.scale)
 
 
+COMPILES = pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes")
 WRITTEN_OTHERWISE = ["a vector's products", "a vector in front", "torch.mv", "torch.inner",
                      "torch.outer", "torch.baddbmm", "einsum of each entry",
                      "einsum of each entry of an example", "einsum with a vector for each head",
@@ -1429,7 +1430,7 @@ def assert_compiles(operation, shapes, x):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
-@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes")
+@COMPILES
 @pytest.mark.parametrize("name", WRITTEN_OTHERWISE)
 def test_products_and_views_that_are_written_otherwise_compile(name):
     operation, _, shapes, shape, _ = FREE[name]
@@ -1438,7 +1439,7 @@ def test_products_and_views_that_are_written_otherwise_compile(name):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
-@pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes")
+@COMPILES
 def test_functions_of_each_entry_compile():
     def operation(x, *own):
         for function, p in zip(OF_ENTRIES.values(), own, strict=True):
@@ -1630,11 +1631,16 @@ class ThroughAView(nn.Module):
         return self.head(torch.tanh(x * scale))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=COMPILES)], ids=["", "compiled"])
 @pytest.mark.parametrize("how", ["view", "reshaped", "set"])
-def test_a_copy_that_is_changed_through_a_view_is_not_followed_and_named(how):
+def test_a_copy_that_is_changed_through_a_view_is_not_followed_and_named(how, compiled):
+    torch._dynamo.reset()
     model = double(lambda: ThroughAView(how))
     kfac = KFAC(model, kl_clip=None)
-    loss_of(model(numbers(5, 6))).backward()
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    loss_of(run(numbers(5, 6))).backward()
     expected = model.scale.grad.clone()
     with pytest.warns(RuntimeWarning) as given:
         kfac.step()

@@ -63,6 +63,7 @@ from suite.torch.operations import (
     VIEWS,
     WRITES,
     T,
+    changes_in_graph,
     ends_of_groups,
     is_subtracted,
     mask_and_scores,
@@ -225,7 +226,9 @@ class FreeParameters(Mode):
                 version = args[0]._version
         output = function(*args, **kwargs)
         with self.looking():
-            if version is not None and args[0]._version != version:
+            if (version is not None and args[0]._version != version) or (
+                self.is_traced and changes_in_graph(function, args, output)
+            ):
                 self._changed(args[0], output)
             for watched in written:
                 watched.misses(args[0] if self.is_traced else root_of(args[0]))

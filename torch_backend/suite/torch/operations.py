@@ -55,6 +55,16 @@ def is_subtracted(function: Any, place: int) -> bool:
     return place == (0 if function in (T.__rsub__, torch.rsub) else 1)
 
 
+def changes_in_graph(function: Any, args: Any, output: Any) -> bool:
+    """Whether it changed its first argument, of whose versions torch.compile does not tell.
+
+    Without gradients its values change, and it stays the same function of what it was made of.
+    """
+    if not args or not isinstance(args[0], T) or not torch.is_grad_enabled():
+        return False
+    return function is T.__setitem__ or (output is args[0] and function not in VIEWS | CASTS)
+
+
 def mask_and_scores(args: Any, kwargs: Any) -> tuple[dict[str, Any], Any, Any]:
     """An attention's arguments by name, its mask, and the shape of its scores with that, or None."""
     given = dict(zip(_OF_ATTENTION, args, strict=False)) | kwargs
