@@ -21,6 +21,10 @@ from suite.torch import KFAC
 from torch_backend.rows_by_loops import both_reductions, held, loss_of, with_one
 from torch_backend.test_derivatives import Times, expected_factors
 
+COMPILES = pytest.mark.skipif(
+    torch.__version__ < (2, 8), reason="torch.compile breaks off at sets of functions"
+)
+
 
 class LinearWithCast(nn.Linear):
     def forward(self, input):
@@ -814,6 +818,55 @@ def test_a_bias_that_was_changed_otherwise_is_another(change):
         kfac.step()
 
 
+class OfAChangedCopy(nn.Linear):
+    """With a copy of its weight that was changed in place."""
+
+    def __init__(self, *sizes, change):
+        super().__init__(*sizes)
+        self.change = change
+
+    def forward(self, input):
+        weight = self.weight.clone()
+        self.change(weight)
+        return F.linear(input, weight, self.bias)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=COMPILES)], ids=["", "compiled"])
+@pytest.mark.parametrize("kind", [OfAChangedCopy, OtherBias])
+@pytest.mark.parametrize("change", [set_to_one, CHANGED_OTHERWISE["times"]], ids=["set", "times"])
+def test_a_copy_that_was_changed_in_some_places_is_another(change, kind, compiled):
+    torch._dynamo.reset()
+    model = built(lambda: kind(4, 3, change=change), 3)
+    kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    run(inputs(numbers)).square().mean().backward()
+    if kind is OtherBias and change is set_to_one:
+        kfac.step()
+        assert kfac.routing()["body.weight"].treatment == "kfac"
+        return
+    with pytest.warns(RuntimeWarning, match="'body'"):
+        kfac.step()
+    assert kfac.routing()["body.weight"].treatment == "waiting"
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@COMPILES
+def test_rows_of_a_copy_that_a_compiled_forward_lengthens_in_place_are_as_long():
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = built(lambda: OfAChangedCopy(4, 3, change=lambda weight: weight.mul_(2)), 3)
+        kfac = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run(inputs(numbers)).square().mean().backward()
+        kfac.step()
+        found.append(held(kfac)["body"])
+    assert_exact(*found)
+
+
 def test_a_factor_of_the_input_is_not_applied_in_half_precision():
     torch.manual_seed(0)
     model = nn.Sequential(Gained(8, 8, gain=torch.full((8, 1), 4e3)), nn.Linear(8, 3))
@@ -1549,9 +1602,6 @@ def test_a_head_with_a_tables_rows(how, parts):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-13)
 
 
-COMPILES = pytest.mark.skipif(
-    torch.__version__ < (2, 8), reason="torch.compile breaks off at sets of functions"
-)
 MIXTURES = {
     "product": lambda p, w: p @ w,
     "linear": lambda p, w: F.linear(p, w.t()),

@@ -63,6 +63,7 @@ from suite.torch.operations import (
     SHAPED_LIKE,
     SUMS,
     T,
+    changes_in_graph,
     is_subtracted,
     mask_and_scores,
     turns,
@@ -476,6 +477,10 @@ class _Watching(Mode):
             if ours is not None and version != ours._version:
                 self._changed(function, args, kwargs)
                 return output
+            if self.is_traced and changes_in_graph(function, args, output) and self._is_ours(args[0]):
+                self._changed(function, args, kwargs)
+                self.refresh_followed()
+                return output
             if by_graph or not isinstance(output, torch.Tensor) or not output.requires_grad:
                 return output
             before = self._count()
@@ -766,6 +771,11 @@ class _Watching(Mode):
         found: torch.Tensor = args[0]
         return found if id(root_of(found)) in self._ids[1] else None
 
+    def _is_ours(self, x: torch.Tensor) -> bool:
+        """Whether it is known, made of what is or a view, where torch.compile traces."""
+        root = root_of(x)
+        return any([root_of(one.tensor) is root for some in (self.known, self.made) for one in some])  # noqa: C419
+
     def _changed(self, function: Any, args: Any, kwargs: Any) -> None:
         """A copy of something that is known was changed in place: it is that no more, nor are views.
 
@@ -773,6 +783,7 @@ class _Watching(Mode):
         """
         x, self._ids, self._followed = args[0], (-1, set()), (-1, set())
         root, role = root_of(x), "bias" if _writes_numbers(function, args, kwargs) else ""
+        gone = [k for k in self.known if k.role != role and root_of(k.tensor) is root]
         self.known = [k for k in self.known if k.role == role or root_of(k.tensor) is not root]
         before = [made for made in self.made if made.tensor is x]
         self.made = [made for made in self.made if root_of(made.tensor) is not root]
@@ -781,6 +792,12 @@ class _Watching(Mode):
                 scale = scale_of(function, args, kwargs, 0, made)
             if scale is not None:
                 self.made.append(made.after(scale, x))
+        if self.is_traced:
+            followed = [made.place for made in self.made if made.tensor is x]
+            missed = [one.place for one in gone if one.role != "bias" and one.place not in followed]
+            for place in missed:
+                if not self.around.is_inside(place):
+                    self.around.stray(place)
 
     def _follow_made(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
         found = []
@@ -885,7 +902,7 @@ def _product_with(table: Layer, spec: LayerSpec) -> LayerSpec:
 def _writes_numbers(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function puts what no gradient goes through into its first argument."""
     written = (*args[1:], *kwargs.values())
-    return function in _WRITES and not any(isinstance(x, T) and x.requires_grad for x in written)
+    return function in _WRITES and not any([isinstance(x, T) and x.requires_grad for x in written])  # noqa: C419
 
 
 def _version(x: torch.Tensor) -> int:
