@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from conftest import assert_close
 from oracles import weighted_mean
 from suite.torch import KFAC
+from suite.torch.gates import Member
 from torch_backend.rows_by_loops import (
     Net,
     blocks_of,
@@ -808,6 +810,24 @@ def test_a_free_parameter_has_the_diagonal_of_its_rows_gradients(name, reduction
         A, G = factors[f"own.{i}"]
         expected = p.grad.square().sum(tuple(range(len(rows)))).reshape(1, -1)
         assert_close(A * G[:, 0], terms * expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["x exp(p)", "gate", "gate of a sigmoid and more", "two gates, of halves"]
+)
+def test_what_is_noted_of_products_goes_with_the_step(name):
+    operation, _, shapes, shape, _ = FREE[name]
+    x = numbers(*shape)
+    model = double(lambda: Free(operation, shapes, x))
+    kfac = KFAC(model, kl_clip=None)
+    gc.collect()
+    gc.disable()
+    try:
+        loss_of(model(x)).backward()
+        kfac.step()
+        assert not [one for one in gc.get_objects() if type(one) is Member]
+    finally:
+        gc.enable()
 
 
 class Slopes(nn.Module):

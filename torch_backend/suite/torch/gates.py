@@ -61,15 +61,10 @@ class Origin(NamedTuple):
 class Group:
     """Products that sums join, and what a backward pass through these has of their rows' gradients."""
 
-    def __init__(self, first: Member) -> None:
-        self.members = {first}
+    def __init__(self) -> None:
+        self.within: Group | None = None  # that it was joined with; it keeps no member alive
         self.awaited: dict[int, set[Member]] = {}  # by pass: those whose turn is still to come
         self.rows: dict[int, T] = {}
-
-    def take_in(self, other: Group) -> None:
-        for member in other.members:
-            member.group = self
-        self.members |= other.members
 
 
 class Member:
@@ -77,7 +72,14 @@ class Member:
 
     def __init__(self, origin: Origin, shape: torch.Size) -> None:
         self.origin, self.shape = origin, shape
-        self.group = Group(self)
+        self._first = Group()
+
+    @property
+    def group(self) -> Group:
+        found = self._first
+        while found.within is not None:
+            found = found.within
+        return found
 
     def derivative(self, dtype: torch.dtype) -> Any:
         """By the origin, of what has rows on the other side: a tensor or a number."""
@@ -139,7 +141,7 @@ class Products:
             return
         for member in others:
             if member.group is not first.group:
-                first.group.take_in(member.group)
+                member.group.within = first.group
 
         def arrived(gradient: T) -> None:
             now = torch._C._current_graph_task_id()
