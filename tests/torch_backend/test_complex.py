@@ -65,6 +65,12 @@ USES = {
         (3, 4),
     ),
     "a vector": (lambda x, p: x @ p, lambda x, p: (x * p).sum(-1), [(4,)], (3, 2)),
+    "gate": (
+        lambda x, p: p * x + (1 - p) * x.square(),
+        lambda x, p: p * (x - x.square()) + x.square(),
+        [(4,)],
+        (3, 2),
+    ),
     "two views of one": (
         lambda x, p: x[..., 1:] * p[0] + p[1, None],
         lambda x, p: x[..., 1:] * p[:, :, 0] + p[:, :, 1],

@@ -412,8 +412,8 @@ class FreeParameters(Mode):
                     met = met and sum([x is operand for x in args]) == 1
                     ends, probed, member = ends_of_groups(function, args, kwargs), None, None
                     if function in TIMES and len(known) == 1 and not in_place and not self.is_traced:
-                        real = not output.dtype.is_complex
-                        member = Member(watched.of(), output.shape) if real else None
+                        alike = output.dtype.is_complex == watched.slot.is_complex()
+                        member = Member(watched.of(), output.shape) if alike else None
                     copies = not in_place and self._makes_copies(function, args, place)
                     unless = UnlessBroadcast(watched.clock) if copies else None
                     if met and (not kwargs or ends is not None):
@@ -860,7 +860,8 @@ class _FreeProbe(torch.autograd.Function):
                 shape = sides if kind == "right" else sides[::-1]
             if ctx.member is not None:
                 assert other is not None
-                g, other = ctx.member.gathers(g * (other * ctx.member.derivative(ctx.dtype))), None
+                factor = other * ctx.member.derivative(ctx.dtype)
+                g, other = ctx.member.gathers(g * factor.conj()), None
                 if g is None:
                     return on, *(None,) * 12
             how = {"reduce": reduce, "labels": labels}
