@@ -202,6 +202,38 @@ def test_a_parametrization_that_is_not_known_is_plain_and_says_so():
     assert "parametrization" in route.reason
 
 
+class Exponential(nn.Module):
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        return scale.exp()
+
+
+class Scaled(nn.Module):
+    def __init__(self, parametrized: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.scale = nn.Linear(4, 3), nn.Parameter(torch.zeros(3))
+        self.parametrized = parametrized
+        if parametrized:
+            nn.utils.parametrize.register_parametrization(self, "scale", Exponential())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * (self.scale if self.parametrized else self.scale.exp())
+
+
+def test_layers_inside_of_a_module_with_a_parametrization_are_layers_like_others():
+    found = []
+    for parametrized in (False, True):
+        model = Scaled(parametrized)
+        kfac = KFAC(model, kl_clip=None)
+        model(torch.linspace(-1, 1, 24).reshape(6, 4)).square().mean().backward()
+        kfac.step()
+        assert kfac.routing()["inner.weight"].treatment == "kfac"
+        found.append(model.inner.weight.grad)
+    route = kfac.routing()["parametrizations.scale.original"]
+    assert (route.treatment, "parametrization" in route.reason) == ("plain", True)
+    torch.testing.assert_close(found[1], found[0])
+
+
 def of_attention(key: str) -> nn.Module:
     attention = nn.MultiheadAttention(4, 2)
     spectral_norm(attention.out_proj if key == "weight" else attention, key)

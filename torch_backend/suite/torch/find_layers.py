@@ -423,7 +423,9 @@ class FoundLayers:
             elif scaling not in ("spectral_norm", "pruned"):
                 direction = None
         if not isinstance(module, (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)) or direction is None:
-            self._say(module, _COMPUTED, recurse=True)
+            self._say(module, _COMPUTED)
+            for parametrized in getattr(module, "parametrizations", {}).values():
+                self._say(parametrized, _COMPUTED, recurse=True)
             return
         if forward_of_its_own(module):  # what it returns need not be the product
             kind = type(module).__name__
