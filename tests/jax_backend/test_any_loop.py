@@ -178,7 +178,7 @@ class Reference:
 @functools.cache
 def programs(method: str) -> Any:
     """What gives statistics and what takes them, each compiled once."""
-    vag = value_and_grad(loss_fn)
+    vag = value_and_grad(loss_fn, plain=["['slope']"])
     now: dict[str, Any] = {name: lambda _, name=name: NOW[name] for name in START}
     now |= {"momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY, "compute_method": method}
     return jax.jit(vag), kfac(vag.plan(start(0), jnp.ones((SIZES[0], 3)), True), **now)

@@ -200,7 +200,7 @@ def test_concatenations_that_stop_capture_are_named(loss):
     params = {"u": normal(4, 4), "v": normal(4, 4, seed=1), "w": normal(4, 3, seed=2)}
 
     def whole(p, x):
-        return loss(p, x) + jnp.sum(jnp.sin(x @ p["w"]))
+        return jnp.sin(loss(p, x) + jnp.sum(jnp.sin(x @ p["w"])))
 
     plan, _ = check(whole, params, normal(5, 4, seed=3), uncovered=["['u']", "['v']"])
     assert "`concatenate`" in plan.routing["['u']"].reason

@@ -255,8 +255,9 @@ def test_products_in_a_spectral_norm_are_no_uses(logged):
     )
     assert float(found.rows[0]) == float(held.rows[0]) == 8
     np.testing.assert_allclose(found.G, held.G, rtol=1e-12)
-    penalized = value_and_grad(lambda p, x: loss(p, x, weight=0.01), has_aux=True).plan(params, x)
-    assert penalized.routing["['w']"].treatment == "plain"
+    penalized = value_and_grad(lambda p, x: loss(p, x, weight=0.01), has_aux=True)
+    assert penalized.plan(params, x).penalized == ("['w']",)
+    np.testing.assert_allclose(penalized(params, x)[2]["['w']"].main.G, held.G, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,8 @@ def test_samples_of_one_lookup_and_loops_are_left_as_they_are():
 
     def twice(p, x):
         positions = p["positions"][jnp.arange(T)]
-        return jnp.mean(jnp.sin(p["tokens"][x] + positions) @ p["head"]) + jnp.sum(positions**2)
+        hidden = jnp.sin(p["tokens"][x] + positions)
+        return jnp.sin(jnp.mean(hidden @ p["head"]) + jnp.sum(positions**2))
 
     def looped(p, x):
         positions = p["positions"][jnp.arange(T)]

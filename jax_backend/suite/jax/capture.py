@@ -515,7 +515,7 @@ def verify(
 
         def run(leaves: list[Any], sums: Any) -> Any:
             slots = {i: _by_loop(use, (sums[layer.name], None)) for i, (layer, use) in enumerate(sites)}
-            return traced.run(leaves, probes, slots, list(uses.held))[0]
+            return traced.run(leaves, probes, slots, [*uses.held, *uses.penalties])[0]
 
         return jax.grad(run, (0, 1))(leaves, empty)
 
@@ -595,8 +595,7 @@ def _probe(use: Use, measure: Callable[..., Any]) -> Probe:
     def apply(x: Any, y: jax.Array, slot: Any) -> jax.Array:
         return identity(y, x, varying_alike(slot, y, *jax.tree.leaves(x)))
 
-    given = use.factor, use.chains, use.operands
-    return Probe(use.path, use.out, use.x_operand, apply, use.scans, *given)
+    return Probe(use.path, use.out, use.x_operand, apply, use.scans, *use.reads)
 
 
 def _by_loop(use: Use, slot: Any) -> Any:

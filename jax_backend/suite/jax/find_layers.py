@@ -19,6 +19,7 @@ from suite.jax import jaxprs, operations
 from suite.jax.activations import Activations, LookedUp
 from suite.jax.derivatives import Derivatives, zero_values
 from suite.jax.examples import batch_of, of_examples
+from suite.jax.functions import Functions
 from suite.jax.gates import one_use
 from suite.jax.joined import Piece, moved, pieces, window, windows
 from suite.jax.layers import (
@@ -28,11 +29,13 @@ from suite.jax.layers import (
     Factor,
     Lookup,
     Product,
+    Sloped,
     Use,
     example_count,
     feature_axes,
 )
 from suite.jax.made_weights import MadeWeights, seen_through
+from suite.jax.penalties import find_penalties
 from suite.jax.probes import Multiplier
 from suite.jax.uses import BiasUse, Origin, Site, Uses
 from suite.jax.views import Shape, Step, View, apply_steps, entries, in_order, lift, same_entries
@@ -74,7 +77,6 @@ def find_uses(program: jaxprs.Program, leaves: int, roots: Sequence[int | None])
 class _Finder:
     def __init__(self, program: jaxprs.Program, leaves: int, roots: Sequence[int | None]) -> None:
         self.program, self.uses = program, Uses(Derivatives(program, program.inputs[leaves:]))
-        self.live = jaxprs.live_values(program, roots)
         self.differentiable = jaxprs.differentiable_values(program, program.inputs[:leaves])
         data = {*program.inputs[leaves:], *program.constants}
         self.of_data = jaxprs.dependent_values(program, data)
@@ -83,6 +85,14 @@ class _Finder:
         self.of_arguments = jaxprs.dependent_values(program, with_axes)
         keys = {v for v in with_axes if jax.dtypes.issubdtype(self.kind(v), jax.dtypes.prng_key)}
         self.of_examples, weights = of_examples(program, leaves, with_axes - keys)
+        self.uses.penalties = find_penalties(
+            program,
+            program.inputs[:leaves],
+            roots[0],
+            data=self.of_examples or self.of_data,
+            differentiable=self.differentiable,
+        )
+        self.live = jaxprs.live_values(program, roots, self.uses.penalties)
         self.origins: dict[int, Origin] = {}
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
@@ -114,6 +124,10 @@ class _Finder:
         self.activations = Activations(program, self.readers, self.of_examples)
         arguments = [v for v in program.inputs[leaves:] if v not in weights]
         arguments = [v for v in arguments or sorted(program.constants) if self.shape(v)]
+        self.batch = batch_of(program, arguments)
+        self.axes = set[str]().union(*(program.varying.get(v, ()) for v in program.inputs[leaves:]))
+        self.makers = {out: node for node in program.nodes for out in node.outputs}
+        self.repeats: dict[int, tuple[jaxprs.Node, Origin]] = {}  # what holds a leaf for each example
         self.made = MadeWeights(
             program,
             leaves=leaves,
@@ -121,7 +135,14 @@ class _Finder:
             live=self.live,
             differentiable=self.differentiable,
             of_examples=self.of_examples,
-            batch=batch_of(program, arguments),
+            batch=self.batch,
+            is_number=self.activations.is_number,
+        )
+        self.functions = Functions(
+            program,
+            differentiable=self.differentiable,
+            of_data=self.of_data,
+            origins=self.origins,
             is_number=self.activations.is_number,
         )
 
@@ -149,6 +170,8 @@ class _Finder:
         for node in self.program.nodes:
             live = any(out in self.live for out in node.outputs)
             live = live and not jaxprs.stops_gradients(self.program, node)
+            if live and self.functions.is_within(node):
+                continue
             known = [None if v is None else self.origins.get(v) for v in node.inputs]
             if live and self.serve(node, known):
                 continue
@@ -177,6 +200,7 @@ class _Finder:
                 self.scalings[self.scaled[root].first].others.append("being returned")
         self.uses.held = self.made.own.held()
         self.settle_scalings()
+        self.settle_repeats()
         self.settle_beside()
         self.leave_out_zeros()
         self.uses.each_its_own = any(map(self.is_of_each, self.nodes))
@@ -209,9 +233,14 @@ class _Finder:
         op = node.operation
         name = node.custom.name if node.custom is not None else node.name
         if isinstance(op, operations.Reindex) and known[0] is not None and self.stays_real(node):
-            self.origins[node.outputs[0]] = known[0].moved(op.step)
+            self.origins[node.outputs[0]] = self.moved(node, known[0])
             return
         place = next(i for i, origin in enumerate(known) if origin is not None)
+        is_function = any(origin is not None and origin.slope is not None for origin in known)
+        function = self.functions.after(node, known) if is_function else None
+        if function is not None:
+            self.origins[node.outputs[0]] = function
+            return
         multiplier = self.multiplier(node, place)
         if multiplier is not None:
             self.origins[node.outputs[0]] = known[place].times(multiplier)  # type: ignore[union-attr]
@@ -227,7 +256,11 @@ class _Finder:
                 if origin is not None and origin.leaf != made.leaf:
                     self.uses.rule_out(origin, f"`{name}`, which scales a weight")
             return
-        apart = isinstance(op, operations.LoopSlice) and known[0] is not None
+        function = self.functions.after(node, known)
+        if function is not None:
+            self.origins[node.outputs[0]] = function
+            return
+        apart = isinstance(op, operations.LoopSlice) and known[0] is not None and not is_function
         if apart and not known[0].widened and not known[0].made:  # type: ignore[union-attr]
             self.origins[node.outputs[0]] = self.taken_apart(node, known[0], op.length)  # type: ignore[arg-type]
             return
@@ -243,7 +276,7 @@ class _Finder:
         ]
         if isinstance(op, operations.Concatenate) and self.concatenated(node, known):
             return
-        changed = [one for one in met if one.origin.is_changed]
+        changed = [one for one in met if one.origin.is_changed or one.origin.repeated is not None]
         if len(changed) == 1 and len(met) == 2:  # scaled codes meet a weight
             self.uses.rule_out(changed[0].origin, f"`{name}` with another leaf")
             met = [one for one in met if one is not changed[0]]
@@ -253,8 +286,15 @@ class _Finder:
                     return
                 if self.elementwise(node, met[0]):
                     return
-                if self.straight_through(node, met[0]):
-                    self.origins[node.outputs[0]] = met[0].origin._replace(shifted=True)
+                if self.straight_through(node, met[0]) or self.perturbed(node, met[0]):
+                    by_data = node.inputs[1 - met[0].place] in self.of_arguments
+                    moved = met[0].origin._replace(
+                        shifted=True, by_data=by_data or met[0].origin.by_data
+                    )
+                    self.origins[node.outputs[0]] = moved
+                    return
+            elif isinstance(op, operations.Divide):
+                if self.elementwise(node, met[0]):
                     return
             elif op is not None and not isinstance(op, operations.Concatenate):
                 site = self.product(node, met[-1])
@@ -275,12 +315,62 @@ class _Finder:
                     return
         how = op.how if isinstance(op, operations.Moved) else ""
         if name == "select_n" and not any(v in self.of_data for v in node.inputs[1:]):
+            met = [one._replace(origin=one.origin._replace(repeated=None)) for one in met]
             how = "as of a `cond` under `vmap`: choose between results, by `jnp.where`"
         elif name == "dot_general" and len({one.origin.leaf for one in met}) > 1:
             how = "with another parameter"
         for one in met:
-            own = "broadcast before" if one.origin.widened and not how else how
+            before = "broadcast before" if one.origin.widened else ""
+            own = how or ("of a function of it" if one.origin.slope is not None else before)
             self.uses.rule_out(one.origin, f"`{name}`, {own}" if own else f"`{name}`")
+
+    def moved(self, node: jaxprs.Node, origin: Origin) -> Origin:
+        """What a re-indexing makes of a leaf, which it may repeat for each example."""
+        step, out = node.operation.step, node.outputs[0]
+        after, (first, *_) = origin.moved(step), (*self.shape(out), 0)
+        if step is None or step[0] != "broadcast" or first != self.batch or first == 1:
+            return after
+        before = dict(zip(step[1][1], self.shape(node.inputs[0]), strict=True))  # type: ignore[arg-type]
+        known = origin.repeated is not None or origin.made or origin.shifted
+        if known or before.get(0, 1) != 1 or node.custom is not None or out in self.program.merged:
+            return after
+        # A copy that devices have in common has the sum of what their examples' gradients are.
+        if self.is_mapped(node) or not self.axes <= self.program.varying.get(out, set()):
+            return after
+        after = after._replace(repeated=out)
+        self.repeats[out] = node, after
+        return after
+
+    def is_mapped(self, node: jaxprs.Node) -> bool:
+        """Whether it is inside of a `shard_map` that the loss calls."""
+        return any(node.path[:depth] in self.program.mapped for depth in range(len(node.path)))
+
+    def settle_repeats(self) -> None:
+        """Have a leaf's copies be its use, where what is done with them is none, or more than one."""
+        done = [*self.uses.sites, *(use.instead for own in self.uses.biases.values() for use in own)]
+        times = Counter((site.leaf, site.repeated) for site in done if site.repeated is not None)
+        for (leaf, value), count in times.items():
+            if count > 1 and leaf not in self.uses.others and value is not None:
+                self.uses.of_repeated.setdefault(leaf, []).append((value, "several operations"))
+        for leaf, found in self.uses.of_repeated.items():
+            values = {value for value, _ in found}
+            sites = [] if leaf in self.uses.others else [self.as_rows(value) for value in values]
+            if not sites or None in sites:
+                self.uses.others.setdefault(leaf, []).extend(why for _, why in found)
+                continue
+            self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s.repeated not in values]
+            self.uses.sites += [site for site in sites if site is not None]
+            biases = self.uses.biases.pop(leaf, [])
+            biases = [use for use in biases if use.instead.repeated not in values]
+            if biases:
+                self.uses.biases[leaf] = biases
+
+    def as_rows(self, value: int) -> Site | None:
+        """The copies of a leaf as a use of it."""
+        node, origin = self.repeats[value]
+        if not self.elementwise(node, _Meeting(0, origin, self.shape(value), None)):
+            return None
+        return self.uses.sites.pop()
 
     def serve(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
         """Whether an operation computes what a weight is changed by of that weight, as its norm."""
@@ -401,6 +491,35 @@ class _Finder:
         other, out = node.inputs[1 - met.place], node.outputs[0]
         same = met.shape == self.shape(out) and node.operation.signs[met.place] > 0
         return same and other not in self.differentiable and self.stays_real(node)
+
+    def perturbed(self, node: jaxprs.Node, met: _Meeting) -> bool:
+        """Whether a leaf is moved by what has its shape before it is used, as by learned noise."""
+        if not isinstance(node.operation, operations.Add) or node.custom is not None:
+            return False
+        out, origin, other = node.outputs[0], met.origin, node.inputs[1 - met.place]
+        if other is None or self.may_have_its_gradient(other, origin.leaf):
+            return False
+        plain = not origin.widened and origin.slope is None and node.operation.signs[met.place] > 0
+        if not plain or met.shape != self.shape(out) or not self.stays_real(node):
+            return False
+        if len(met.shape) == 1:  # of a bias, if it is not one for each example
+            return not self.one_example and met.shape != (self.batch,)
+        return self.made.leads_to_products(out)
+
+    def may_have_its_gradient(self, value: int, leaf: int) -> bool:
+        """Whether a function with a derivative of its own, which need not read it, is given a leaf."""
+        waiting, seen = [value], {value}
+        while waiting:
+            node = self.makers.get(waiting.pop())
+            if node is None:
+                continue
+            given = {v for v in jaxprs.given_to(node) if v is not None and v in self.differentiable}
+            own = [self.origins[v].leaf for v in given if v in self.origins]
+            if isinstance(node.operation, operations.Returned) and leaf in own:
+                return True
+            waiting += given - seen
+            seen |= given
+        return False
 
     def concatenated(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
         """Leaves side by side, or one that is broadcast (a class token) beside activations."""
@@ -562,7 +681,7 @@ class _Finder:
 
     def product(self, node: jaxprs.Node, met: _Meeting) -> Site | None:
         w, origin, operand, piece = met
-        if origin.widened:
+        if origin.widened or origin.slope is not None:
             return None
         found = self.spec(node, w, operand)
         if found is None:
@@ -585,6 +704,8 @@ class _Finder:
         inner, d_out, d_in = (math.prod(shape[a] for a in group) for group in axes)
         value, x = node.outputs[0], node.inputs[x_place]
         assert x is not None
+        if origin.by_data and x not in self.of_examples:
+            return None
         y_shape, reads, owns = self.shape(value), None, None
         if piece is not None:
             along = windows(node.operation, product, found[2], piece)
@@ -647,7 +768,7 @@ class _Finder:
         if not isinstance(node.operation, operations.Add) or node.custom is not None:
             return
         # There the lookup is one for all devices, and what it is added to differs between them.
-        if any(node.path[:depth] in self.program.mapped for depth in range(len(node.path))):
+        if self.is_mapped(node):
             return
         for value in node.inputs:
             if value is None or self.readers[value] != 1:
@@ -767,7 +888,8 @@ class _Finder:
         Or in the place of something, where that is activations.
         """
         p, origin, operand, piece = met
-        beside = isinstance(node.operation, operations.Concatenate)
+        repeats = isinstance(node.operation, operations.Reindex)
+        beside = repeats or isinstance(node.operation, operations.Concatenate)
         chosen = isinstance(node.operation, operations.Select)
         operands, at = (node.inputs[1:], p - 1) if chosen else (node.inputs, p)
         if chosen and (len(operands) != 2 or node.inputs[0] is None):
@@ -781,15 +903,22 @@ class _Finder:
         if operand != shape:
             axes = tuple(range(len(shape))) if operand else ()
             inner = (*inner, ("broadcast", (shape, axes)))
-        multiplies = isinstance(node.operation, operations.Multiply)
+        is_quotient = isinstance(node.operation, operations.Divide)
+        divides = is_quotient and p == 1
+        multiplies = is_quotient or isinstance(node.operation, operations.Multiply)
         signs = node.operation.signs if isinstance(node.operation, operations.Add) else (1, 1)
         real = [v for v in (*operands, value) if v is not None]
         if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in real):
             return False
         if multiplies and other is None:
             return False
+        by_itself = origin.slope is not None or is_quotient
+        if by_itself and node.custom is not None:  # whose inside is not run
+            return False
         bias_of = None
-        if not multiplies and not chosen and other is not None and signs == (1, 1):
+        is_sum = not multiplies and not chosen and other is not None and signs == (1, 1)
+        if is_sum and not by_itself:
+            assert other is not None
             bias_of = self.bias(node, other, origin, inner, piece)
         # An entry for each row, or one for all of them? Of one example only the axis tells; of more, an
         # axis of length 1 is no batch's, and what has it is still to meet the rows.
@@ -808,17 +937,23 @@ class _Finder:
         use = Use(
             path, out_index, x_operand, product, False, origin.scans, origin.stack, 1, rows, None, owns
         )
-        once = self.is_once(*(node.inputs if beside else (other,)))
+        once = self.is_once(*(node.inputs if beside else (other,))) and not repeats
         use = use._replace(examples=rows, multipliers=origin.multipliers, once=once)
+        if origin.slope is not None:
+            use = use._replace(sloped=Sloped(origin.slope, inner[origin.sloped :]))
+        if is_quotient:
+            use = use._replace(divided_by=(node.path, 1) if divides else None, inverts=not divides)
         k = len(origin.stack)
         view = View(origin.outer, (tuple(range(k)), tuple(range(k, k + len(origin.part))), ()))
-        site = Site(origin.leaf, use, view, (size, 1), False, None, value, node.loops)
+        site = Site(origin.leaf, use, view, (size, 1), False, None, value, node.loops, origin.repeated)
         if bias_of is None:
             self.uses.sites.append(site)
             if multiplies and piece is None and node.custom is None:
                 self.activations.outputs[value] = self.activations.made_by(site, value)
-                self.early[value] = site, ()
-                self.products[value] = site
+                if not is_quotient:
+                    self.products[value] = site
+                if not by_itself:
+                    self.early[value] = site, ()
         else:
             added_to, start = bias_of
             if added_to.use.place in self.late:

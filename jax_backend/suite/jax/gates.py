@@ -17,6 +17,8 @@ def one_use(node: jaxprs.Node, sites: tuple[Site, Site]) -> Site | None:
     assert isinstance(node.operation, operations.Add)
     if (one.leaf, one.view, one.use.product) != (other.leaf, other.view, other.use.product):
         return None
+    if one.repeated != other.repeated:
+        return None
     parts: list[Part] = []
     for site, sign in zip(sites, node.operation.signs, strict=True):
         use, numbers = site.use, [m.operand for m in site.use.multipliers]
@@ -26,11 +28,12 @@ def one_use(node: jaxprs.Node, sites: tuple[Site, Site]) -> Site | None:
         if use.parts:
             own = use.parts
         elif use.x_operand is not None:
-            own = (Part(use.path, use.x_operand, 1),)
+            own = (Part(use.path, use.x_operand, 1, use.sloped),)
         else:
             return None
         total = sign * (-1) ** len(numbers)  # of 1 - p
         parts += [part._replace(sign=part.sign * total) for part in own]
     use = one.use._replace(path=node.path, out=0, x_operand=None, multipliers=(), parts=tuple(parts))
+    use = use._replace(sloped=None)
     use = use._replace(once=one.use.once and other.use.once)
     return one._replace(use=use, value=node.outputs[0])

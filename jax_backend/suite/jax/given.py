@@ -65,8 +65,9 @@ def require_fit(plan: Plan, given: Statistics, products: bool) -> None:
         missing, unknown = sorted(names - set(given.layers)), sorted(set(given.layers) - names)
         raise ValueError(
             f"statistics do not fit the plan: missing {missing}, unknown {unknown}. Make the plan with "
-            "arguments of the shapes that value_and_grad is called with: of one example they may be "
-            "understood otherwise, and so may masks that were arrays at hand and are arguments now"
+            "arguments of the shapes that value_and_grad is called with, inside of shard_map if it is "
+            "called there: of one example, or on one device, they may be understood otherwise, and so "
+            "may masks that were arrays at hand and are arguments now"
         )
     expected = jax.eval_shape(plan.no_statistics).layers
     for name, sums in given.layers.items():

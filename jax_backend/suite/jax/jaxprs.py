@@ -6,7 +6,7 @@ which each operation that K-FAC understands has a name of our own (operations.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from suite.jax.operations import ByHand, LoopSlice, Moved, Reindex, Returned, operation_of
+from suite.jax.varying import varying_axes
 from suite.jax.views import Shape
 
 Path = tuple[int, ...]  # equation (and branch) numbers, outermost program first
@@ -66,6 +67,9 @@ class Program:
     known: dict[int, Any] = field(default_factory=dict)  # those of them that are at hand
     numbers: dict[tuple[Path, int], Any] = field(default_factory=dict)  # by equation and operand
     mapped: set[Path] = field(default_factory=set)  # calls of shard_map
+    inlined: set[Path] = field(default_factory=set)  # calls that are run as if they were none
+    varying: dict[int, Set[str]] = field(default_factory=dict)  # over which axes of devices, by its type
+    merged: set[int] = field(default_factory=set)  # values that equal re-indexings make several times
     back: list[tuple[int, int]] = field(default_factory=list)  # (loop's carry in, carry out)
     # For each operand of an equation, the equation beside it that makes it; -1: known from the start.
     makers: dict[Path, tuple[int, ...]] = field(default_factory=dict)
@@ -73,6 +77,13 @@ class Program:
     def number(self, node: Node, operand: int) -> Any:
         """The number that an operand is as the program is written; None: it is none."""
         return self.numbers.get((node.path, operand))
+
+    def region(self, path: Path) -> Path:
+        """The innermost loop, branch or other call around an equation that is not inlined; (): none."""
+        depth = len(path) - 1
+        while path[:depth] in self.inlined:
+            depth -= 1
+        return path[:depth]
 
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "core_closed_call", "xla_call"}
@@ -100,7 +111,10 @@ class _Flattener:
 
     def new(self, aval: Any) -> int:
         self.program.avals.append(Aval(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None)))
-        return len(self.program.avals) - 1
+        value = len(self.program.avals) - 1
+        if axes := varying_axes(aval):
+            self.program.varying[value] = axes
+        return value
 
     def literal(self, v: Any) -> int | None:
         """An array that was closed over, as jax may write it; None: a number."""
@@ -169,6 +183,8 @@ class _Flattener:
             return [node(ByHand(), values, eqn.outvars[0].aval)]
         if name in CALLS or name in REMAT:
             inner, consts = called(eqn)
+            if name in CALLS:
+                self.program.inlined.add(path)
             literals = [self.program.numbers.get((path, i)) for i in range(len(values))]
             return self.body(inner, values, path, loops, custom, consts, literals)
         if name in _CUSTOM:
@@ -240,6 +256,7 @@ class _Flattener:
             aval = eqn.outvars[0].aval
             key = (operation, tuple(values), tuple(aval.shape), str(aval.dtype), loops, custom)
             if key in self.same:
+                self.program.merged.update(self.same[key])
                 return self.same[key]
         outs_ = tuple(self.new(out.aval) for out in eqn.outvars)
         pairs = zip(values, eqn.invars, strict=True)
@@ -279,8 +296,14 @@ class _Flattener:
         return outs
 
 
-def live_values(program: Program, roots: Sequence[int | None]) -> set[int]:
-    """Values through which a gradient of the roots flows."""
+def live_values(
+    program: Program, roots: Sequence[int | None], held: Collection[tuple[Path, int]] = ()
+) -> set[int]:
+    """Values through which a gradient of the roots flows.
+
+    Args:
+        held: equations, and which operand of each it does not go on to.
+    """
     live = {root for root in roots if root is not None}
     before = -1
     while before != len(live):
@@ -288,7 +311,8 @@ def live_values(program: Program, roots: Sequence[int | None]) -> set[int]:
         for node in reversed(program.nodes):
             if not any(out in live for out in node.outputs) or stops_gradients(program, node):
                 continue
-            live.update(v for v in _given(node) if v is not None)
+            given = enumerate(given_to(node))
+            live.update(v for i, v in given if v is not None and (node.path, i) not in held)
         live.update(out for into, out in program.back if into in live)
     return live
 
@@ -300,7 +324,7 @@ def differentiable_values(program: Program, inputs: Sequence[int]) -> set[int]:
     while before != len(found):
         before = len(found)
         for node in program.nodes:
-            if any(v in found for v in _given(node)) and not stops_gradients(program, node):
+            if any(v in found for v in given_to(node)) and not stops_gradients(program, node):
                 found.update(node.outputs)
         found.update(into for into, out in program.back if out in found)
     return found
@@ -319,7 +343,7 @@ def dependent_values(program: Program, starts: Iterable[int]) -> set[int]:
     return found
 
 
-def _given(node: Node) -> tuple[int | None, ...]:
+def given_to(node: Node) -> tuple[int | None, ...]:
     """What a gradient may go on to: of a function with a derivative of its own all that it is given."""
     op = node.operation
     return (*node.inputs, *op.given) if isinstance(op, Returned) else node.inputs

@@ -68,8 +68,7 @@ def late_probe(use: Use, keep: Callable[[Any], None]) -> Probe:
         keep(x)
         return _leave_gradient(y, slot)
 
-    given = use.factor, use.chains, use.operands
-    return Probe(use.path, use.out, use.x_operand, apply, use.scans, *given)
+    return Probe(use.path, use.out, use.x_operand, apply, use.scans, *use.reads)
 
 
 @jax.custom_vjp

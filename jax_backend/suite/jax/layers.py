@@ -17,6 +17,7 @@ from suite.core.statistics import (
     second_moment_sum,
 )
 from suite.jax.probes import Mask, Multiplier, RowScale
+from suite.jax.slopes import Slope
 from suite.jax.varying import varying_alike
 from suite.jax.views import (
     Shape,
@@ -98,6 +99,17 @@ class Part(NamedTuple):
     path: tuple[int, ...]
     operand: int
     sign: int
+    sloped: Sloped | None  # what is multiplied besides
+
+
+class Sloped(NamedTuple):
+    """What rows meet is a function of a leaf's entries: its derivative, where they meet."""
+
+    slope: Slope
+    steps: tuple[Step, ...]  # from there to the rows
+
+    def derivative(self, operand: jax.Array) -> jax.Array:
+        return apply_steps(operand, self.steps)
 
 
 # Of a lookup once for all examples inputs are seen there, outputs where each example has its own.
@@ -130,6 +142,9 @@ class Use(NamedTuple):
     row_scales: tuple[RowScale, ...] = ()  # what rows or columns of its matrices are multiplied with
     masks: tuple[Mask, ...] = ()  # and what leaves entries of them out
     parts: tuple[Part, ...] = ()  # of a sum of products, whose input is that of their inputs
+    sloped: Sloped | None = None
+    divided_by: tuple[tuple[int, ...], int] | None = None  # an operand: what is made of a leaf divides
+    inverts: bool = False  # whether a leaf is divided by the input
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -143,10 +158,22 @@ class Use(NamedTuple):
         return both if any(both) else ()
 
     @property
+    def slopes(self) -> tuple[Slope, ...]:
+        sloped = [part.sloped for part in self.parts] + [self.sloped]
+        return tuple(one.slope for one in sloped if one is not None)
+
+    @property
     def operands(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Where those are, which x comes with."""
+        """Where those are, which x comes with, and slopes."""
         there: tuple[RowScale | Mask | Part, ...] = (*self.row_scales, *self.masks, *self.parts)
-        return tuple((one.path, one.operand) for one in there)
+        divided = () if self.divided_by is None else (self.divided_by,)
+        slopes = (slope.key for slope in self.slopes)
+        return (*((one.path, one.operand) for one in there), *slopes, *divided)
+
+    @property
+    def reads(self) -> tuple[Any, ...]:
+        """What a probe needs besides its place and its operand."""
+        return self.factor, self.chains, self.operands, self.slopes
 
     def own(self, layer: Layer, x: Any, gradient: jax.Array) -> _Own:
         """Its part of the product's input and of its output's gradient, and what both are scaled with.
@@ -157,6 +184,7 @@ class Use(NamedTuple):
         does in uses as Wᵀ, whose sums are apart.
         """
         lengths, by_input, by_output, mask = None, None, None, None
+        derivative: Any = None
         if self.chains or self.operands:
             x, factors, operands = x
             given = iter(operands)
@@ -168,8 +196,18 @@ class Use(NamedTuple):
                     by_input = _both(by_input, vector)
             for one in self.masks:
                 mask = _both(mask, one.matrix(next(given)).astype(gradient.dtype))
+            inputs = [next(given).astype(gradient.dtype) for _ in self.parts]
+            derivatives = [
+                None if one is None else one.derivative(next(given).astype(gradient.dtype))
+                for one in (*(part.sloped for part in self.parts), self.sloped)
+            ]
+            derivative = derivatives.pop()
             if self.parts:
-                x = sum(part.sign * next(given).astype(gradient.dtype) for part in self.parts)
+                each = zip(self.parts, inputs, derivatives, strict=True)
+                x = sum(part.sign * (own if by is None else own * by) for part, own, by in each)
+            if self.divided_by is not None:
+                divisor = next(given).astype(gradient.dtype)
+                derivative = -(1 if derivative is None else derivative) / divisor**2
         if self.chains:
             c, bias_c = (factor.astype(gradient.dtype) for factor in factors)
             if layer.bias is None or self.transposed:
@@ -181,6 +219,11 @@ class Use(NamedTuple):
             x = apply_steps(x, (self.x_window,))
         if self.y_window is not None:
             gradient = apply_steps(gradient, (self.y_window,))
+        if self.inverts:
+            x = 1 / x
+        if derivative is not None:
+            of_input = isinstance(self.product, Elementwise) and self.product.multiplies
+            x, gradient = (x * derivative, gradient) if of_input else (x, gradient * derivative)
         return _Own(x, gradient, lengths, by_input, by_output, mask)
 
 

@@ -87,13 +87,13 @@ class MadeWeights:
             return None
         for place, origin in enumerate(known):
             others = [i for i in range(len(node.inputs)) if i != place]
-            if origin is None or (divides and place) or (chooses and not place):
+            if origin is None or origin.slope or (divides and place) or (chooses and not place):
                 continue
             # What is masked, shifted or times a number and then a leaf is rather an activation: codes.
             changed = origin.shifted or origin.multipliers or any(made.is_mask for made in origin.made)
             if changed and any(known[i] is not None for i in others):
                 continue
-            if not self._is_matrix(node, place, origin) or not self._leads_to_products(node.outputs[0]):
+            if not self._is_matrix(node, place, origin) or not self.leads_to_products(node.outputs[0]):
                 continue
             if adds:
                 if self.own.leaf_of(node, 1 - place) == origin.leaf:
@@ -113,7 +113,7 @@ class MadeWeights:
         alike = len(avals[out].shape) > 1 and avals[operand].shape == avals[out].shape
         return alike and not origin.widened and jaxprs.dtype_is_float(avals[out])
 
-    def _leads_to_products(self, value: int) -> bool:
+    def leads_to_products(self, value: int) -> bool:
         """Whether products, and nothing else, read what is made of a value by such operations."""
         if value not in self._leading:
             self._leading[value] = self._is_leading(value)
@@ -136,7 +136,7 @@ class MadeWeights:
             goes_on = isinstance(op, operations.Reindex) or (
                 (isinstance(op, makes) or shifts) and self.shape(out) == self.shape(value)
             )
-            if not isinstance(op, _PRODUCTS) and not (goes_on and self._leads_to_products(out)):
+            if not isinstance(op, _PRODUCTS) and not (goes_on and self.leads_to_products(out)):
                 return False
         return bool(readers)
 

@@ -98,6 +98,19 @@ class ByHand(NamedTuple):
     """A user's probe(x, w, y)."""
 
 
+# Primitives whose outputs' entries are functions of the operands' entries there, and have derivatives.
+ENTRY_BY_ENTRY = {
+    "abs", "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "clamp",
+    "cos", "cosh", "digamma", "div", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow",
+    "lgamma", "log", "log1p", "logistic", "max", "min", "mul", "neg", "pow", "rsqrt", "select_n", "sin",
+    "sinh", "sqrt", "square", "sub", "tan", "tanh",
+}  # fmt: skip
+WITHOUT_DERIVATIVE = {
+    "and", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne", "not", "or", "round", "sign",
+    "stop_gradient",
+}  # fmt: skip
+
+
 _IDENTITIES = {
     "copy", "copy_p", "sharding_constraint", "name", "pvary", "pcast", "reduce_precision",
     "optimization_barrier", "mesh_cast", "reshard", "layout_constraint",

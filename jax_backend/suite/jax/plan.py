@@ -46,14 +46,21 @@ class Plan:
     dtypes: tuple[Any, ...]
     treedef: Any
     routing: Routing
+    penalized: tuple[str, ...] = ()  # parameters of which the loss has terms without examples
 
     def __str__(self) -> str:
+        said = str(self.routing)
+        if self.penalized:
+            own = ", ".join(self.penalized)
+            said += (
+                f"\nin the gradients only: terms of the loss made of nothing but parameters, of {own}"
+            )
         if self.terms_given:
-            return f"{self.routing}\nterms of the loss: those that `terms` gives"
+            return f"{said}\nterms of the loss: those that `terms` gives"
         if self.sampled or not self.last:
-            return str(self.routing)
+            return said
         name, _, terms = self.last[0]
-        said = f"{self.routing}\nterms of the loss: {terms:g}, by the layer that runs last, {name}"
+        said += f"\nterms of the loss: {terms:g}, by the layer that runs last, {name}"
         (layer,) = (layer for layer in self.layers if layer.name == name)
         if all(use.once for use in layer.uses):
             said += ", which is computed once for all examples: give `terms` if that is wrong"
@@ -118,16 +125,19 @@ def make_plan(
     layers = assembly.layers()
     products = [use for layer in layers if layer.kind != "elementwise" for use in layer.uses]
     of_each = uses.each_its_own or not all(use.once for use in products)
-    changed = set(uses.held.values())
+    changed, penalized = set(uses.held.values()), frozenset[int]().union(*uses.penalties.values())
+    reasons = dict.fromkeys(penalized, "used by terms of the loss that are made of parameters alone")
+    reasons |= assembly.reasons
     routes = tuple(
-        _route(i, names, shapes, layers, assembly.reasons.get(i, "not used"), of_each, i in changed)
+        _route(i, names, shapes, layers, reasons.get(i, "not used"), of_each, i in changed)
         for i in range(len(leaves))
     )
     routing = Routing(routes)
     routing.require_preconditioned("K-FAC")
     _require(require, routing)
     last = _last(uses, layers, reduce)
-    return Plan(layers, last, sampled, terms_given, names, shapes, dtypes, treedef, routing)
+    said = tuple(names[leaf] for leaf in sorted(penalized))
+    return Plan(layers, last, sampled, terms_given, names, shapes, dtypes, treedef, routing, said)
 
 
 class _Assembly:

@@ -15,6 +15,7 @@ from jax.extend import core as jex
 from suite.jax.dtypes import at_least_float32
 from suite.jax.explicit_axes import explicit_mesh
 from suite.jax.jaxprs import CALLS, REMAT, Path, bind, called, scan_counts, shard_map_specs
+from suite.jax.slopes import SLOPE, Follower, Slope, Slopes, known
 from suite.jax.views import Step, View, apply_steps, matrices
 
 
@@ -57,7 +58,7 @@ class Mask(NamedTuple):
         return found if self.chosen is None else found == self.chosen
 
 
-Numbers = dict[tuple[Path, int], Any]  # operands of equations: (), or as they are
+Numbers = dict[tuple[Path, int], Any]  # operands of equations: (), or as they are; and slopes
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Probe:
     factor: tuple[Path, int, tuple[Step, ...]] | None = None  # of x: an operand before, re-indexed
     multipliers: tuple[tuple[Multiplier, ...], ...] = ()
     operands: tuple[tuple[Path, int], ...] = ()  # of equations before
+    slopes: tuple[Slope, ...] = ()  # those that are among them
 
 
 Slots = Mapping[int, Any]  # by number of the probe
@@ -110,6 +112,9 @@ class _Runner:
         self.numbers: dict[Path, set[int]] = {}
         self.whole: set[tuple[Path, int]] = set()  # which of them are `operands`
         self.opened = {path[:-1] for path in at}
+        self.follower = Follower([slope for probe in probes for slope in probe.slopes])
+        for path in self.follower.through:
+            self.opened.update(path[:depth] for depth in range(1, len(path)))
         for path, place in held:
             self.held.setdefault(path, []).append(place)
             self.opened.update(path[:depth] for depth in range(1, len(path)))
@@ -131,8 +136,10 @@ class _Runner:
         prefix: Path,
         slots: Slots,
         numbers: Numbers,
+        slopes: Slopes | None = None,
     ) -> list[Any]:
-        """Adds to `numbers` those that are operands here, as soon as they are known."""
+        """Adds to `numbers` those that are operands here as soon as they are known, and to `slopes`."""
+        slopes = {} if slopes is None else slopes
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, arguments, strict=True))
         factors: dict[tuple[Path, int], Any] = {}
@@ -149,7 +156,7 @@ class _Runner:
 
         awaited: dict[Any, list[tuple[Path, int]]] = {}
         for number, eqn in enumerate(jaxpr.eqns if self.numbers else ()):
-            for i in self.numbers.get((*prefix, number), ()):
+            for i in self.numbers.get((*prefix, number), set()) - {SLOPE}:
                 v, key = eqn.invars[i], ((*prefix, number), i)
                 if isinstance(v, jex.Literal) or v in env:
                     numbers[key] = self.known(key, read(v))
@@ -163,10 +170,13 @@ class _Runner:
                 values[i] = lax.stop_gradient(values[i])
             here = self.at.get(path, ())
             factors.update(((path, i), values[i]) for i in self.factors.get(path, ()))
-            if path in self.opened:
-                outputs = self.call(eqn, values, path, slots, numbers)
+            if path in self.opened or (eqn.primitive.name in CALLS and known(slopes, eqn.invars)):
+                outputs = self.call(eqn, values, path, slots, numbers, slopes)
             else:
                 outputs = bind(eqn, values)
+                self.follower.follow(eqn, values, path, slopes)
+            if SLOPE in self.numbers.get(path, ()):
+                numbers[path, SLOPE] = slopes[eqn.outvars[0]]
             for i in here:
                 probe = self.probes[i]
                 if probe.path == path:
@@ -189,11 +199,17 @@ class _Runner:
     def known(self, key: tuple[Path, int], operand: Any) -> jax.Array:
         return jnp.asarray(operand) if key in self.whole else _one_entry(operand)
 
-    def call(self, eqn: Any, values: list[Any], path: Path, slots: Slots, numbers: Numbers) -> list[Any]:
+    def call(
+        self, eqn: Any, values: list[Any], path: Path, slots: Slots, numbers: Numbers, slopes: Slopes
+    ) -> list[Any]:
         name, params = eqn.primitive.name, eqn.params
         if name in CALLS:
             inner, consts = called(eqn)
-            return self.run(inner, consts, values, path, slots, numbers)
+            inside = {inner.invars[i]: slope for i, slope in known(slopes, eqn.invars).items()}
+            outputs = self.run(inner, consts, values, path, slots, numbers, inside)
+            returned = known(inside, inner.outvars)
+            slopes.update((eqn.outvars[i], slope) for i, slope in returned.items())
+            return outputs
         own = {i: slots[i] for i in self.at.get(path, ())}
         if name in REMAT:
             inner, consts = called(eqn)

@@ -10,7 +10,9 @@ import numpy as np
 
 from suite.jax import jaxprs
 from suite.jax.layers import Use
+from suite.jax.penalties import Penalties
 from suite.jax.probes import Multiplier
+from suite.jax.slopes import Slope
 from suite.jax.views import Shape, Step, View, entries, lift
 
 if TYPE_CHECKING:
@@ -44,13 +46,17 @@ class Origin(NamedTuple):
     part: Shape  # of what the innermost of these scans takes; the leaf's, without one
     inner: tuple[Step, ...]
     multipliers: tuple[Multiplier, ...] = ()
-    shifted: bool = False  # something without a derivative was added
+    shifted: bool = False  # something without a derivative was added, or of the weight's shape
+    by_data: bool = False  # and that is made of arguments: it may be an activation, with a leaf added
     made: tuple[Made, ...] = ()
+    slope: Slope | None = None  # of a function of the entries, times `multipliers`
+    sloped: int = 0  # steps inside of the scans that are before that
+    repeated: int | None = None  # the value that holds it once for each example, if there was one
 
     @property
     def is_changed(self) -> bool:
         """Whether it may as well be an activation that a leaf has a part in, as latent codes are."""
-        return self.shifted or bool(self.multipliers or self.made)
+        return self.shifted or bool(self.multipliers or self.made or self.slope)
 
     @property
     def widened(self) -> bool:
@@ -89,6 +95,7 @@ class Site(NamedTuple):
     input: int | None  # the value that is the input
     value: int  # the value that is the output
     loops: jaxprs.Loops
+    repeated: int | None = None  # of its origin
 
     @property
     def executions(self) -> int:
@@ -123,13 +130,21 @@ class Uses:
     sites: list[Site] = field(default_factory=list)  # in the program's order
     biases: dict[int, list[BiasUse]] = field(default_factory=dict)
     others: dict[int, list[str]] = field(default_factory=dict)  # primitives that rule a leaf out
+    # And those that rule out what was repeated for each example: as which value
+    of_repeated: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
     by_hand: dict[int, list[Site]] = field(default_factory=dict)  # a user's probes
     of_data: set[Any] = field(default_factory=set)  # places of products with what no leaf is a part of
     beside: list[Site] = field(default_factory=list)  # values of which the loss has derivatives only
     # By equation and operand, which is numbers made of a leaf that change it, as constants: that leaf
     held: dict[tuple[jaxprs.Path, int], int] = field(default_factory=dict)
+    # By equation and operand, which is a term of the loss that is made of leaves alone: of which
+    penalties: Penalties = field(default_factory=dict)
     each_its_own: bool = False  # whether examples are in products with gradients, frozen ones among them
 
     def rule_out(self, origin: Origin | None, why: str) -> None:
-        if origin is not None:
+        if origin is None:
+            return
+        if origin.repeated is not None:
+            self.of_repeated.setdefault(origin.leaf, []).append((origin.repeated, why))
+        else:
             self.others.setdefault(origin.leaf, []).append(why)
