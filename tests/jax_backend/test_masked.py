@@ -51,6 +51,65 @@ def test_rows_and_outputs_of_a_masked_weight(name, simplified, constants_in_prog
     np.testing.assert_allclose(own.G[0], g.T @ g, rtol=1e-12)
 
 
+FIXED = normal(4, 3, seed=2)
+
+
+def rounded(w):
+    return w + lax.stop_gradient(jnp.round(w) - w)
+
+
+SHIFTED = {
+    "unit triangular": (lambda w: w * KEPT + jnp.eye(4, 3), KEPT),
+    "beside a frozen part": (lambda w: (1 - KEPT) * FIXED + jnp.tril(w, 1), KEPT),
+    "in place of a frozen part": (lambda w: jnp.where(KEPT > 0, w, FIXED), KEPT),
+    "in place of what it was": (lambda w: jnp.where(KEPT > 0, w, lax.stop_gradient(w)), KEPT),
+    "plus a number": (lambda w: w * KEPT + 0.5, KEPT),
+    "less than a matrix": (lambda w: FIXED - w * KEPT, -KEPT),
+    "less than a matrix, all of it": (lambda w: FIXED - w, -np.ones((4, 3))),
+    "masked, then rounded": (lambda w: rounded(w * KEPT), KEPT),
+    "rounded, then masked": (lambda w: rounded(w) * KEPT, KEPT),
+    "masked, rounded, turned": (lambda w: rounded(KEPT.T * w.T).T, KEPT),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_what_has_no_derivative_is_added_to_what_a_mask_leaves(name):
+    (of, kept), x = SHIFTED[name], normal(5, 4)
+    params = {"w": normal(4, 3), "b": normal(3, seed=1)}
+    plan, statistics = check(lambda p, x: jnp.sum(jnp.sin(x @ of(p["w"]) + p["b"])), params, x)
+    assert [(layer.name, layer.sizes) for layer in plan.layers] == [("['w']", (5, 3))]
+    own = statistics["['w']"].main
+    sign = -1 if kept.min() < 0 else 1  # of the weight's rows against the bias's ones
+    rows = np.concatenate([sign * x, np.ones((5, 1))], 1)
+    g = np.cos(x @ of(params["w"]) + params["b"])
+    np.testing.assert_allclose(own.A[0], rows.T @ rows, rtol=1e-12)
+    np.testing.assert_allclose(own.G[0], g.T @ g, rtol=1e-12)
+
+
+def test_what_is_masked_for_more_than_products_is_named_so():
+    def loss(p, x):
+        return jnp.sum(jnp.sin(x @ p["v"])) + jnp.sum(jnp.sin(x @ jnp.exp(jnp.tril(p["w"]))))
+
+    params = {"v": normal(4, 3, seed=1), "w": normal(4, 3)}
+    plan, _ = check(loss, params, normal(5, 4), uncovered=["['w']"])
+    assert (
+        plan.routing["['w']"].reason
+        == "used by `select_n`, which masks it, though not for products alone"
+    )
+
+
+def test_what_is_masked_and_added_to_examples_is_no_weight():
+    """Though these are as many as the leaf has rows."""
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin((x + p["t"] * KEPT) @ p["v"]))
+
+    params = {"t": normal(4, 3), "v": normal(3, 2)}
+    _, statistics = check(loss, params, normal(4, 3, seed=3), uncovered=["['t']"])
+    rows = normal(4, 3, seed=3) + params["t"] * KEPT
+    np.testing.assert_allclose(statistics["['v']"].main.A[0], rows.T @ rows, rtol=1e-12)
+
+
 def test_a_number_beside_a_mask_scales_rows():
     x, c = normal(5, 4), 0.35
     plan, statistics = check(lambda p, x: jnp.sum(jnp.sin(x @ (c * p * KEPT))), normal(4, 3), x)

@@ -27,6 +27,8 @@ BY_OUTPUT = {
     "its norm, of which there is no derivative": lambda p: (
         p["w"] / lax.stop_gradient(jnp.linalg.norm(p["w"], axis=0, keepdims=True))
     ),
+    "rounded": lambda p: (lambda w: w + lax.stop_gradient(jnp.round(w) - w))(p["w"] * GAINS),
+    "beside what is known": lambda p: jnp.eye(4, 3) - p["w"] * p["g"],
     "jit": lambda p: jax.jit(jnp.multiply)(p["w"], jnp.broadcast_to(p["g"], (4, 3))),
     "remat": lambda p: jax.checkpoint(jnp.multiply)(p["w"], jnp.broadcast_to(p["g"], (4, 3))),
 }

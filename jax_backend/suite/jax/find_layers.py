@@ -286,12 +286,16 @@ class _Finder:
                     return
                 if self.elementwise(node, met[0]):
                     return
-                if self.straight_through(node, met[0]) or self.perturbed(node, met[0]):
-                    by_data = node.inputs[1 - met[0].place] in self.of_arguments
-                    moved = met[0].origin._replace(
+                place = met[0].place
+                if self.made.is_shift(node, place) or self.perturbed(node, met[0]):
+                    other = node.inputs[1 - place]
+                    by_data = other in self.differentiable and other in self.of_arguments
+                    origin = met[0].origin._replace(
                         shifted=True, by_data=by_data or met[0].origin.by_data
                     )
-                    self.origins[node.outputs[0]] = moved
+                    minus = isinstance(op, operations.Add) and op.signs[place] < 0
+                    turned = origin.times(Multiplier(node.path, None, False))
+                    self.origins[node.outputs[0]] = turned if minus else origin
                     return
             elif isinstance(op, operations.Divide):
                 if self.elementwise(node, met[0]):
@@ -316,7 +320,9 @@ class _Finder:
         how = op.how if isinstance(op, operations.Moved) else ""
         if name == "select_n" and not any(v in self.of_data for v in node.inputs[1:]):
             met = [one._replace(origin=one.origin._replace(repeated=None)) for one in met]
+            masks = self.made.is_mask_of(node, met[0].place) and not met[0].origin.widened
             how = "as of a `cond` under `vmap`: choose between results, by `jnp.where`"
+            how = "which masks it, though not for products alone" if masks else how
         elif name == "dot_general" and len({one.origin.leaf for one in met}) > 1:
             how = "with another parameter"
         for one in met:
@@ -483,14 +489,6 @@ class _Finder:
         depth = len(inside)  # else it is of a call that has not begun, or that is over
         maker = self.program.makers[multiplier.path][multiplier.operand]
         return path[:depth] == tuple(inside) and maker < path[depth]
-
-    def straight_through(self, node: jaxprs.Node, met: _Meeting) -> bool:
-        """Whether what a leaf is added to has no derivative, as in w + stop_gradient(round(w) - w)."""
-        if not isinstance(node.operation, operations.Add) or node.custom is not None:
-            return False
-        other, out = node.inputs[1 - met.place], node.outputs[0]
-        same = met.shape == self.shape(out) and node.operation.signs[met.place] > 0
-        return same and other not in self.differentiable and self.stays_real(node)
 
     def perturbed(self, node: jaxprs.Node, met: _Meeting) -> bool:
         """Whether a leaf is moved by what has its shape before it is used, as by learned noise."""
@@ -704,7 +702,7 @@ class _Finder:
         inner, d_out, d_in = (math.prod(shape[a] for a in group) for group in axes)
         value, x = node.outputs[0], node.inputs[x_place]
         assert x is not None
-        if origin.by_data and x not in self.of_examples:
+        if origin.by_data and self.is_once(x):
             return None
         y_shape, reads, owns = self.shape(value), None, None
         if piece is not None:

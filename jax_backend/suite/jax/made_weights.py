@@ -106,6 +106,29 @@ class MadeWeights:
                 return origin._replace(made=(*origin.made, made._replace(before=len(origin.inner))))
         return None
 
+    def is_shift(self, node: jaxprs.Node, place: int) -> bool:
+        """Whether what has no derivative is added, as in w + stop_gradient(round(w) - w)."""
+        if not isinstance(node.operation, operations.Add) or node.custom is not None:
+            return False
+        operand, out = node.inputs[place], node.outputs[0]
+        if operand is None or self.shape(operand) != self.shape(out):
+            return False
+        return node.inputs[1 - place] not in self.differentiable and all(
+            jaxprs.dtype_is_float(self.program.avals[value]) for value in (operand, out)
+        )
+
+    def is_mask_of(self, node: jaxprs.Node, place: int) -> bool:
+        """Whether a choice is between entries of the operand and what has no derivative."""
+        which, *cases = node.inputs
+        if which is None or self.shape(which) != self.shape(node.outputs[0]):
+            return False
+        others = [v for i, v in enumerate(cases, start=1) if i != place]
+        return not any(
+            v in self.differentiable or (v in self.of_examples and not self.is_number(v))
+            for v in others
+            if v is not None
+        )
+
     def _is_matrix(self, node: jaxprs.Node, place: int, origin: Origin) -> bool:
         """Whether an operand is a matrix, or a stack, of a leaf's numbers, and the result is alike."""
         (operand, out), avals = (node.inputs[place], node.outputs[0]), self.program.avals
@@ -130,8 +153,9 @@ class MadeWeights:
         ]
         for node in readers:
             op, out = node.operation, node.outputs[0]
-            shifts = isinstance(op, operations.Add) and any(
-                self.own.leaf_of(node, place) is not None for place in (0, 1)
+            shifts = isinstance(op, operations.Add) and (
+                any(self.own.leaf_of(node, place) is not None for place in (0, 1))
+                or self._is_shifted(node, value)
             )
             goes_on = isinstance(op, operations.Reindex) or (
                 (isinstance(op, makes) or shifts) and self.shape(out) == self.shape(value)
@@ -140,17 +164,16 @@ class MadeWeights:
                 return False
         return bool(readers)
 
+    def _is_shifted(self, node: jaxprs.Node, value: int) -> bool:
+        """Whether what is added to a value has no derivative, and is the same for all examples."""
+        others = (v for v in node.inputs if v is not None and v != value)
+        return self.is_shift(node, node.inputs.index(value)) and self.of_examples.isdisjoint(others)
+
     def _chosen(self, node: jaxprs.Node, place: int) -> Made | None:
-        """`where(mask, w, number)`."""
-        which, *cases = node.inputs
-        if which is None or self.shape(which) != self.shape(node.outputs[0]):
+        """`where(mask, w, numbers)`."""
+        if not self.is_mask_of(node, place):
             return None
-        others = [v for i, v in enumerate(cases, start=1) if i != place]
-        if not all(v is None or self.is_number(v) for v in others):
-            return None
-        if any(v in self.differentiable for v in others):
-            return None
-        return Made(node.path, 0, False, (), True, self.shape(which), 0, place - 1)
+        return Made(node.path, 0, False, (), True, self.shape(node.outputs[0]), 0, place - 1)
 
     def _times(self, node: jaxprs.Node, place: int, leaf: int, divides: bool) -> Made | None:
         """`w * mask`, or times what is one number in each row or column."""
