@@ -354,22 +354,24 @@ class _Finder:
     def settle_repeats(self) -> None:
         """Have a leaf's copies be its use, where what is done with them is none, or more than one."""
         done = [*self.uses.sites, *(use.instead for own in self.uses.biases.values() for use in own)]
-        times = Counter((site.leaf, site.repeated) for site in done if site.repeated is not None)
-        for (leaf, value), count in times.items():
-            if count > 1 and leaf not in self.uses.others and value is not None:
-                self.uses.of_repeated.setdefault(leaf, []).append((value, "several operations"))
-        for leaf, found in self.uses.of_repeated.items():
-            values = {value for value, _ in found}
-            sites = [] if leaf in self.uses.others else [self.as_rows(value) for value in values]
-            if not sites or None in sites:
-                self.uses.others.setdefault(leaf, []).extend(why for _, why in found)
+        times = Counter(site.repeated for site in done)
+        for value, (_, origin) in self.repeats.items():
+            others = self.uses.of_repeated.get(value, ())
+            if not others and times[value] < 2:
                 continue
-            self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s.repeated not in values]
-            self.uses.sites += [site for site in sites if site is not None]
-            biases = self.uses.biases.pop(leaf, [])
-            biases = [use for use in biases if use.instead.repeated not in values]
-            if biases:
-                self.uses.biases[leaf] = biases
+            rows = None if origin.leaf in self.uses.others else self.as_rows(value)
+            if rows is not None:
+                self.use_rows(value, rows)
+                continue
+            for why in others:
+                self.uses.rule_out(origin._replace(repeated=None), why)
+
+    def use_rows(self, value: int, rows: Site) -> None:
+        """Have the copies of a leaf be a use, and what is done with them none."""
+        self.uses.sites = [*(site for site in self.uses.sites if site.repeated != value), rows]
+        others = [use for use in self.uses.biases.pop(rows.leaf, []) if use.instead.repeated != value]
+        if others:
+            self.uses.biases[rows.leaf] = others
 
     def as_rows(self, value: int) -> Site | None:
         """The copies of a leaf as a use of it."""

@@ -130,8 +130,7 @@ class Uses:
     sites: list[Site] = field(default_factory=list)  # in the program's order
     biases: dict[int, list[BiasUse]] = field(default_factory=dict)
     others: dict[int, list[str]] = field(default_factory=dict)  # primitives that rule a leaf out
-    # And those that rule out what was repeated for each example: as which value
-    of_repeated: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
+    of_repeated: dict[int, list[str]] = field(default_factory=dict)  # and those of copies, by value
     by_hand: dict[int, list[Site]] = field(default_factory=dict)  # a user's probes
     of_data: set[Any] = field(default_factory=set)  # places of products with what no leaf is a part of
     beside: list[Site] = field(default_factory=list)  # values of which the loss has derivatives only
@@ -145,6 +144,6 @@ class Uses:
         if origin is None:
             return
         if origin.repeated is not None:
-            self.of_repeated.setdefault(origin.leaf, []).append((origin.repeated, why))
+            self.of_repeated.setdefault(origin.repeated, []).append(why)
         else:
             self.others.setdefault(origin.leaf, []).append(why)
