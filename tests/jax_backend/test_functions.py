@@ -60,7 +60,7 @@ FUNCTIONS = {
     "divides": (lambda p, x: jnp.sin(x) / p, 4),
     "of which divides": (lambda p, x: jnp.sin(x) / softplus(p), 4),
     "divided by rows": (lambda p, x: p / (2 + jnp.cos(x)), 4),
-    "divided by rows, and a function": (lambda p, x: jnp.exp(p) / (p + x**2), 4),
+    "divided by rows, and a function": (lambda p, x: jnp.exp(p) / (2 + x**2), 4),
     "a number divided": (lambda p, x: x * (2 / p), 4),
     "moved before": (lambda p, x: x * jnp.exp(p[1:][::-1]), 5),
     "moved after": (lambda p, x: x * jnp.exp(p)[1:][::-1], 5),

@@ -87,11 +87,12 @@ def test_what_has_no_derivative_is_added_to_what_a_mask_leaves(name):
 
 
 def test_what_is_masked_for_more_than_products_is_named_so():
-    def loss(p, x):
-        return jnp.sum(jnp.sin(x @ p["v"])) + jnp.sum(jnp.sin(x @ jnp.exp(jnp.tril(p["w"]))))
+    def loss(p, x, kept):
+        w = jnp.exp(jnp.where(kept, p["w"], 0.0))
+        return jnp.sum(jnp.sin(x @ p["v"])) + jnp.sum(jnp.sin(x @ w))
 
     params = {"v": normal(4, 3, seed=1), "w": normal(4, 3)}
-    plan, _ = check(loss, params, normal(5, 4), uncovered=["['w']"])
+    plan, _ = check(loss, params, normal(5, 4), jnp.asarray(KEPT > 0), uncovered=["['w']"])
     assert (
         plan.routing["['w']"].reason
         == "used by `select_n`, which masks it, though not for products alone"
