@@ -1050,7 +1050,30 @@ def test_functions_with_derivatives_of_their_own():
             jnp.sin(x[:, :3] @ p["v"])
         )
 
-    plan, _ = check(quantized, params, x, uncovered=["['w']"])
+    plan, statistics = check(quantized, params, x)
+    assert plan.routing["['b']"].reason == "bias of ['w']"
+    np.testing.assert_allclose(statistics["['w']"].main.A[0, :4, :4], x.T @ x, rtol=1e-12)
+    g = np.cos(x @ jnp.round(params["w"]) + params["b"])
+    np.testing.assert_allclose(statistics["['w']"].main.G[0], g.T @ g, rtol=1e-12)
+
+    @jax.custom_jvp
+    def rounded(w, step):
+        return jnp.round(w / step) * step
+
+    rounded.defjvp(lambda given, moved: (rounded(*given), moved[0]))
+
+    @jax.custom_vjp
+    def doubled(w):
+        return jnp.round(w)
+
+    doubled.defvjp(lambda w: (jnp.round(w), None), lambda _, g: (2 * g,))
+
+    def of(function):
+        return lambda p, x: jnp.sum(jnp.sin(x @ function(p["w"]))) + jnp.sum(jnp.sin(x[:, :3] @ p["v"]))
+
+    check(of(lambda w: rounded(w, 0.1)), params, x, uncovered=["['b']"])
+    check(of(lambda w: rounded(w, lax.stop_gradient(jnp.max(w)))), params, x, uncovered=["['b']"])
+    plan, _ = check(of(doubled), params, x, uncovered=["['b']", "['w']"])
     assert plan.routing["['w']"].reason.startswith("used by `dot_general`, of a function of it")
 
 

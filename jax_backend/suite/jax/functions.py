@@ -6,6 +6,9 @@ What multiplies rows may be exp(p), softplus(p) or 1 - sigmoid(p): widths, tempe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import jax
 
 from suite.jax import jaxprs, operations
 from suite.jax.slopes import Slope
@@ -75,11 +78,35 @@ class Functions:
         """What a function with a derivative of its own, which is run as one equation, returns."""
         known = [None if v is None else self.origins.get(v) for v in given]
         *inside, end = self.inside[path]
-        alone = not isinstance(inside[-1].operation if inside else None, operations.Returned)
-        if not any(known) or not alone or not all(map(self._is_by_entry, inside)):
+        others = [v for v, origin in zip(given, known, strict=True) if origin is None]
+        if not any(known) or len(self.program.customs[path].outvars) > 1:
+            return None
+        if len(others) == len(given) - 1 and self.differentiable.isdisjoint(others):
+            (place,) = (i for i, origin in enumerate(known) if origin is not None)
+            if self._passes_gradients(path, place):
+                return known[place]._replace(shifted=True)  # type: ignore[union-attr]
+        if not all(map(self._is_by_entry, inside)):
             return None
         made = self._of_one(end, given, known)
         return made and self._made(path, known, made)
+
+    def _passes_gradients(self, path: jaxprs.Path, place: int) -> bool:
+        """Whether a function's own derivative by an operand is 1, as of straight-through roundings."""
+        eqn = self.program.customs[path]
+        if self.program.varying or any(hasattr(v.aval, "inner_aval") for v in eqn.invars):
+            return False
+
+        def pulled(gradient: Any, *values: Any) -> Any:
+            def function(own: Any) -> Any:
+                return jaxprs.bind(eqn, [*values[:place], own, *values[place + 1 :]])[0]
+
+            return jax.vjp(function, values[place])[1](gradient)[0]
+
+        kinds = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (*eqn.outvars, *eqn.invars)]
+        if kinds[0] != kinds[1 + place]:
+            return False
+        traced = jax.make_jaxpr(pulled)(*kinds).jaxpr
+        return traced.outvars[0] is traced.invars[0]
 
     def _is_by_entry(self, node: jaxprs.Node) -> bool:
         op, first = node.operation, next(iter(node.inputs), None)

@@ -68,6 +68,7 @@ class Program:
     numbers: dict[tuple[Path, int], Any] = field(default_factory=dict)  # by equation and operand
     mapped: set[Path] = field(default_factory=set)  # calls of shard_map
     inlined: set[Path] = field(default_factory=set)  # calls that are run as if they were none
+    customs: dict[Path, Any] = field(default_factory=dict)  # equations of functions with own derivatives
     varying: dict[int, Set[str]] = field(default_factory=dict)  # over which axes of devices, by its type
     merged: set[int] = field(default_factory=set)  # values that equal re-indexings make several times
     back: list[tuple[int, int]] = field(default_factory=list)  # (loop's carry in, carry out)
@@ -190,6 +191,7 @@ class _Flattener:
         if name in _CUSTOM:
             inner, consts = called(eqn)
             own = custom or Custom(path, name, tuple(values))
+            self.program.customs[path] = eqn
             returned = self.body(inner, values, path, loops, own, consts)
             if custom is None:
                 own.outputs.extend(returned)
