@@ -1857,7 +1857,7 @@ ALSO = {
     "its dtype": (lambda h, w, b: h.float().type_as(w) + h.float().to(w), False),
     "its shape, as such": (lambda h, w, b: h.repeat(2, 1)[:6].mT.reshape_as(w).view_as(w), False),
     "its shape": (lambda h, w, b: h.view(-1, w.shape[0]) + torch.zeros_like(w).sum(), False),
-    "the bias": (lambda h, w, b: h + b.square(), False),
+    "the bias": (lambda h, w, b: h + b.square(), True),
     "a function of it": (lambda h, w, b: F.linear(h, w.tanh(), b), True),
     "a row": (lambda h, w, b: h + w[0], True),
     "halves": (lambda h, w, b: torch.cat([h @ part for part in w.chunk(2, 1)], 1), True),

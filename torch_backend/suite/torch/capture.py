@@ -141,7 +141,7 @@ class LayerCapture:
         self._ending: Ending | None = None  # of calls that train nothing of it
         self._nodes: dict[bool, Any] = {}  # autograd's, of G of uses as the transpose, or of others
         self.running: list[int] = []  # first sites of modules that run, if functional.py asks
-        self.first = FirstStep()
+        self.first, self.first_of_bias = FirstStep(), FirstStep()  # of calls, and uses of each
         self.explained: Explained | None = None  # in the first steps, where it can be told
         self.seen: list[weakref.ref[torch.Tensor]] = []  # the inputs of this step's calls
         self.shape_of_places = 1  # positions of one example, for kfac-pytorch's scaling
@@ -315,7 +315,7 @@ class LayerCapture:
         x = args[0] if args else kwargs.get("input")
         trained = self.is_trained(index)
         if not torch.compiler.is_compiling() and self.clock.discovering:
-            self.first.note_call(y, trained)
+            self._note_call(y, trained)
             watched = site.owner.training and not self.clock.pausing and torch.is_grad_enabled()
             if torch.is_grad_enabled() and (not watched or is_transformed(y)):
                 self.cannot_tell()
@@ -350,6 +350,12 @@ class LayerCapture:
             return like(y, probed)
         return self._probed(site, x, y, args, kwargs)
 
+    def _note_call(self, y: Any, trained: bool) -> None:
+        """In the first step: a call made `y`, of the weight and perhaps a bias."""
+        self.first.note_call(y, trained)
+        if self.layer.bias is not None:
+            self.first_of_bias.note_call(y, trained)
+
     def observe_function(
         self, index: int, x: Any, y: Any, spec: LayerSpec, made: torch.Tensor | None = None
     ) -> Any:
@@ -362,7 +368,7 @@ class LayerCapture:
         """
         counts = not torch.compiler.is_compiling() and self.clock.discovering
         if counts and self.is_trained(index):
-            self.first.note_call(y, True)
+            self._note_call(y, True)
             self.first.calls_of_made += made is not None
         if counts and torch.is_grad_enabled() and not is_training(self.clock, self.layer.sites[index]):
             self.cannot_tell()

@@ -686,7 +686,7 @@ class _Watching(Mode):
         return len(self.known) + len(self.made) + len(self.products)
 
     def _stray_in_graph(self, function: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
-        """What nobody understood made this of a child's weight, unless it is a view of that.
+        """What nobody understood made this of a child's weight or bias, unless it is a view of that.
 
         Of functions that no graph has, autograd tells more, and `UseCounter` counts them.
         """
@@ -698,7 +698,8 @@ class _Watching(Mode):
                 return
             for known in self.known:
                 used = known.tensor is x or known.tensor is base
-                if not used or known.role == "bias" or self.around.own[known.place]:
+                joined = known.role == "bias" and function in JOINS  # see `_biases`
+                if not used or joined or self.around.own[known.place]:
                     continue
                 if not self.around.is_inside(known.place):
                     self.around.stray(known.place)

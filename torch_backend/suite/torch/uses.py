@@ -10,6 +10,7 @@ from torch import nn
 
 from suite.torch.capture import LayerCapture
 from suite.torch.explained import Explained, can_be_explained
+from suite.torch.first_step import FirstStep
 from suite.torch.functional import RunningLayer
 from suite.torch.hooks import (
     Mode,
@@ -26,8 +27,8 @@ from suite.torch.hooks import (
 from suite.torch.made_weights import node_of, reached_from
 from suite.torch.operations import CASTS, SHAPED_LIKE, WRITES
 
-# Kinds whose module passes its weight to one function in every call.
-_COUNTED = ("dense", "convolution", "transposed", "embedding", "bag")
+# Kinds whose module passes its weight, and its bias, to one function in every call.
+_COUNTED = ("dense", "convolution", "transposed", "embedding", "bag", "norm", "bias")
 # Kinds of which all is seen that the module itself does with them.
 _WATCHED = ("stack", "free")
 # Nodes of autograd's graph that pass on what they got, with its axes moved or cast.
@@ -38,7 +39,7 @@ _PASSING = {
 
 
 class UseCounter(ModeAround):
-    """Counts, in the first training passes of a model, the functions that take a layer's weight.
+    """Counts, in the first training passes of a model, the functions that take a layer's weight or bias.
 
     A layer's own call is one. Whatever is above that is a use that the layer's statistics miss, such as
     `functional.linear(x, self.embedding.weight)`. So is one of a stack of matrices, or of a parameter
@@ -98,15 +99,21 @@ class UseCounter(ModeAround):
             return None
         if not self.model.training or not torch.is_grad_enabled():
             return None
-        weights = [(c.layer.weight.parameter, c) for c in self.captures]
-        return _Counting({id(w): c for w, c in weights if w.requires_grad}, self.running_modes)
+        weights = [(c.layer.weight.parameter, (c, c.first)) for c in self.captures]
+        biases = [(c.layer.bias.parameter, (c, c.first_of_bias)) for c in self.captures if c.layer.bias]
+        watched = {id(x): own for x, own in (*biases, *weights) if x.requires_grad}
+        return _Counting(watched, self.running_modes)
 
     def strays(self) -> list[str]:
-        """The layers whose weights the loss used more often than it used the layers.
+        """The layers whose weights or biases the loss used more often than it used the layers.
 
         Or whose gradients are not what their calls make, as where a training loop uses weights, too.
         """
-        counted = [c for c in self.captures if c.layer.spec.kind in _COUNTED and c.first.misses_uses()]
+        counted = [
+            c
+            for c in self.captures
+            if c.layer.spec.kind in _COUNTED and (c.first.misses_uses() or c.first_of_bias.misses_uses())
+        ]
         # Graphs tell nobody of their calls.
         asked = [] if self.captures and self.captures[0].clock.is_compiled else self.explained
         other = [c for c in asked if c.explained is not None and c.explained.misses_uses()]
@@ -133,10 +140,12 @@ def _note(capture: LayerCapture, place: int, by_inputs: Any, by_outputs: Any) ->
 
 
 class _Counting(Mode):
-    def __init__(self, watched: dict[int, LayerCapture], running_modes: Stacks) -> None:
+    def __init__(
+        self, watched: dict[int, tuple[LayerCapture, FirstStep]], running_modes: Stacks
+    ) -> None:
         super().__init__()
         self.running_modes = running_modes
-        self.watched = watched  # by the weight's id
+        self.watched = watched  # by the id of a weight or a bias, whose uses are noted there
         self.casts: dict[int, tuple[torch.Tensor, int]] = {}  # a weight's, and which
         self.began = graph_clock()
 
@@ -167,10 +176,10 @@ class _Counting(Mode):
         given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
         for weight in [self._weight(operand) for operands in given for operand in operands]:
             if weight:
-                self._used(self.watched[weight], made)
+                self._used(*self.watched[weight], made)
 
-    def _used(self, capture: LayerCapture, made: list[torch.Tensor]) -> None:
-        capture.first.note_use(made)
+    def _used(self, capture: LayerCapture, first: FirstStep, made: list[torch.Tensor]) -> None:
+        first.note_use(made)
         if capture.layer.spec.kind not in _WATCHED or capture.running:
             return
         if not any(mode.watches(capture) for mode in self.running_modes.own()):
@@ -190,9 +199,9 @@ class _Counting(Mode):
             for place, (before, _) in enumerate(node.next_functions):
                 while before is not None and before.name() in _PASSING:
                     before = before.next_functions[0][0]
-                capture = self.watched.get(id(getattr(before, "variable", None)))
-                if capture is not None:
-                    node.register_hook(functools.partial(_note, capture, place))
+                found = self.watched.get(id(getattr(before, "variable", None)))
+                if found is not None:
+                    node.register_hook(functools.partial(_note, found[0], place))
 
     def _weight(self, operand: Any) -> int:
         """Which weight an operand is, or is a view or a cast of; 0: none."""
