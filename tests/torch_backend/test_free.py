@@ -776,6 +776,20 @@ FREE = {
         SEQUENCE,
         (3, 2),
     ),
+    "a triangle": (
+        lambda x, p: x @ p.exp().tril(),
+        lambda x, p: (x[..., None, :] @ p.exp().tril())[..., 0, :],
+        [(4, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "bounds": (
+        lambda x, p, q: torch.min(torch.maximum(x, p), q),
+        lambda x, p, q: torch.min(torch.maximum(x, p), q),
+        [(4,), (4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
     "a sum of entries": (
         lambda x, p: x * p.exp().sum(0),
         lambda x, p: x * p.exp().sum(-2),
@@ -810,6 +824,26 @@ def test_a_free_parameter_has_the_diagonal_of_its_rows_gradients(name, reduction
         A, G = factors[f"own.{i}"]
         expected = p.grad.square().sum(tuple(range(len(rows)))).reshape(1, -1)
         assert_close(A * G[:, 0], terms * expected)
+
+
+@pytest.mark.parametrize("function", [torch.maximum, torch.min])
+def test_bounds_that_rows_are_equal_to_have_half_of_the_gradient(function):
+    class Bounded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.bound = nn.Linear(2, 1), nn.Parameter(torch.zeros(1))
+
+        def forward(self, x):
+            return self.layer(function(x, self.bound))
+
+    torch.manual_seed(0)
+    model, x = Bounded().double(), torch.tensor([[0.0, 0.0], [-1.0, 1.0], [1.0, 0.0]]).double()
+    kfac = KFAC(model)
+    model(x).sum().backward()
+    (slot,) = [c.A for c in kfac._engine.capture.by_layer if c.layer.name == "bound"]
+    weight = model.layer.weight.detach()[0]
+    halves = 0.5 * (x == 0) + (function(x, torch.zeros(1).double()) != x)
+    torch.testing.assert_close(slot.grad, (halves * weight).square().sum()[None])
 
 
 @pytest.mark.parametrize(

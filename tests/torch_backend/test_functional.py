@@ -1963,6 +1963,8 @@ MASKS = {
     "filled": lambda w, m: w.masked_fill(m == 0, 0),
     "chosen": lambda w, m: torch.where(m > 0, w, 0.0),
     "chosen by a method": lambda w, m: w.where(m > 0, torch.zeros_like(w)),
+    "a triangle": lambda w, m: w.tril(),
+    "the other one": lambda w, m: torch.triu(w, diagonal=1),
 }
 
 

@@ -49,10 +49,12 @@ from suite.torch.operations import (
     CASTS,
     CHOICES,
     COPIES,
+    EXTREMES,
     LERP,
     LISTS,
     LOOKS,
     MATRIX,
+    MAXIMA,
     PRELU,
     QUOTIENTS,
     SHIFTED,
@@ -626,6 +628,12 @@ def _factor(function: Any, args: Any, place: int) -> Any:
     return 1 / other if place == 0 else -other / args[1].detach() ** 2
 
 
+def _share_of(function: Any, x: T, other: T) -> T:
+    """What a maximum or a minimum of both has of `x`: all or nothing, and half of what is equal."""
+    chosen = x > other if function in MAXIMA else x < other
+    return (chosen + 0.5 * (x == other)).to(x.dtype)
+
+
 def _probed(
     function: Any,
     output: T,
@@ -655,6 +663,8 @@ def _probed(
             return None  # no rows: what it is over may be one for all examples
         kind, other = "product", _factor(function, args, place)
         followed = not others[0].requires_grad  # in derivatives
+    elif function in EXTREMES and len(others) == 1:
+        kind, other = "product", _share_of(function, args[place].detach(), others[0].detach())
     elif function in PRELU and place == 1:
         kind, other, negative = "product", others[0], True
         if other.ndim > 1 and len(shape) == 1:  # one for each channel, or for all

@@ -16,7 +16,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from suite.torch.calls import ARGUMENTS, RESHAPE
 from suite.torch.hooks import can_be_read, tensors_in
-from suite.torch.operations import NEGATIONS, QUOTIENTS, SUMS, TIMES, T, is_subtracted
+from suite.torch.operations import (
+    NEGATIONS,
+    QUOTIENTS,
+    SUMS,
+    TIMES,
+    TRIANGLES,
+    T,
+    is_subtracted,
+)
 
 # Operations that put a constant in the place of some entries, and which of their operands has those.
 CHOICES = {T.masked_fill: (0,), torch.masked_fill: (0,), T.where: (0,), torch.where: (1, 2)}
@@ -54,7 +62,7 @@ def scale_of(function: Any, args: Any, kwargs: Any, at: int, made: Made) -> Any:
         return None
     if function in RESHAPE or (function in _LIKE and at == 0 and not kwargs):
         return 1.0
-    if function in _FAKES:
+    if function in _FAKES or function in TRIANGLES:
         return 1.0 if at == 0 else None
     if function is T.__getitem__:
         return 1.0 if at == 0 and _is_all(args[1], x.shape) else None

@@ -26,11 +26,12 @@ VIEWS = {T.t, torch.t, T.T.__get__, T.mT.__get__, T.transpose, torch.transpose, 
          torch.reshape, T.view, T.unsqueeze, torch.unsqueeze, T.squeeze, torch.squeeze, T.flatten,
          torch.flatten, T.permute, torch.permute, T.__getitem__, T.narrow, torch.narrow,
          torch.view_as_complex, torch.view_as_real}  # fmt: skip
-# Entries of a tensor in other places, or sums of some: what each is multiplied with is 1.
+TRIANGLES = {torch.tril, T.tril, torch.triu, T.triu}  # zeros in the place of some entries
+# Entries of a tensor in other places, sums of some, or without some: what each is multiplied with is 1.
 TAKES = {torch.index_select, T.index_select, torch.gather, T.gather, torch.take_along_dim,
          T.take_along_dim, torch.roll, T.roll, torch.flip, T.flip, torch.repeat_interleave,
          T.repeat_interleave, torch.diag, T.diag, torch.diag_embed, T.diag_embed, torch.diagonal,
-         T.diagonal, T.unfold, torch.sum, T.sum}  # fmt: skip
+         T.diagonal, T.unfold, torch.sum, T.sum, *TRIANGLES}  # fmt: skip
 JOINS = {torch.cat, torch.concat, torch.concatenate, torch.hstack}
 LISTS = JOINS | {torch.stack, torch.vstack}
 _OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -44,6 +45,8 @@ _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
 SHIFTED = ADDED | ADDED_STACKS | ADDED_ENTRYWISE  # products that the first operand is added to
 LOOKS = {T._base.__get__}  # no uses of a view: another mode looks whose it is
+MAXIMA = {torch.maximum, T.maximum, torch.max, T.max}
+EXTREMES = MAXIMA | {torch.minimum, T.minimum, torch.min, T.min}
 QUOTIENTS = {torch.div, T.div, torch.true_divide, T.true_divide, T.__truediv__}
 ARITHMETIC = SUMS | TIMES | QUOTIENTS
 
