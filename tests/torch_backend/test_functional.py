@@ -1863,6 +1863,9 @@ ALSO = {
     "halves": (lambda h, w, b: torch.cat([h @ part for part in w.chunk(2, 1)], 1), True),
     "in a list": (lambda h, w, b: F.linear(h, torch.cat([w, w]))[:, :6], True),
     "a penalty": (lambda h, w, b: h + w.square().sum(), True),
+    "a determinant": (lambda h, w, b: h + torch.linalg.slogdet(w)[1], True),
+    "the largest of a row": (lambda h, w, b: h + w[:, :3].max(1)[0], True),
+    "which are the largest": (lambda h, w, b: h.roll(1, 0)[:, w.detach().max(1)[1]], False),
 }
 
 

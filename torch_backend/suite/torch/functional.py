@@ -481,6 +481,10 @@ class _Watching(Mode):
                 self._changed(function, args, kwargs)
                 self.refresh_followed()
                 return output
+            if self.is_traced and isinstance(output, _LISTS):
+                for x in output:
+                    if isinstance(x, torch.Tensor) and x.requires_grad:
+                        self._stray_in_graph(function, args, kwargs, x)
             if by_graph or not isinstance(output, torch.Tensor) or not output.requires_grad:
                 return output
             before = self._count()
