@@ -1781,23 +1781,32 @@ class FreeLast(nn.Module):
         super().__init__()
         self.how, self.tokens, self.head = how, nn.Linear(4, 5), nn.Linear(5, 3)
         self.weight, self.noise = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.zeros(5, 3))
+        self.square = nn.Parameter(torch.randn(5, 5))
         self.register_buffer("sides", torch.randn(3, 5))
 
     def forward(self, x):
         z, weight = torch.tanh(self.tokens(x)), self.weight + self.noise
         if self.how == "tied":
             return torch.tanh(z @ weight) @ weight.t()
+        if self.how == "symmetric":
+            return z @ (self.square + self.square.T)
         if self.how == "once for all":
             return self.head(z) + (self.sides @ weight).sum(1)
         return torch.tanh(self.head(z))[:, None] * (weight.t() @ z[:, :, None]).mT
 
 
 @pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
-@pytest.mark.parametrize("how", ["tied", "once for all", "mixed"])
-def test_terms_are_of_one_use_of_a_free_parameter_and_of_rows(how):
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["tied", "symmetric", "once for all", "mixed"])
+def test_terms_are_of_one_use_of_a_free_parameter_and_of_rows(how, compiled):
+    torch._dynamo.reset()
     torch.manual_seed(0)
     model = FreeLast(how).double()
     kfac = KFAC(model)
+    if compiled:
+        model.compile(backend="aot_eager", fullgraph=True)
     model(torch.randn(6, 4, dtype=torch.float64)).square().mean().backward()
     kfac.step()
     assert kfac.counted_terms == 6

@@ -154,6 +154,7 @@ class FreeParameters(Mode):
         self.products = Products()  # not of what is compiled, nor are copies
         self.copies = Copies()
         self.saving = packs_with()
+        self.counted_in_graph: list[tuple[Any, bool]] = []  # by capture: which kind of uses
 
     def watches(self, capture: Any) -> bool:
         """Whether a layer's parameter is among those that it was made for."""
@@ -421,7 +422,7 @@ class FreeParameters(Mode):
                     if met and (not kwargs or ends is not None):
                         gated = watched if unless is None else watched._replace(clock=unless)
                         use = function, output, before, place, gated, ends, in_place
-                        probed = _probed(*use, self._without_rows, member)
+                        probed = _probed(*use, self._without_rows, self._counts_in_graph, member)
                     if probed is None:
                         watched.misses(output)
                         continue
@@ -453,7 +454,19 @@ class FreeParameters(Mode):
 
     def _copied(self, function: Any, args: Any, output: T, place: int, source: Watched) -> T | None:
         """`output`, of a function of copies, with a probe behind it."""
-        return _probed(function, output, args, place, source, None, False, self._without_rows, None)
+        rest = self._without_rows, self._counts_in_graph, None
+        return _probed(function, output, args, place, source, None, False, *rest)
+
+    def _counts_in_graph(self, capture: Any, kind: bool) -> bool:
+        """Whether the positions of this kind of uses count in a graph: those of the first do.
+
+        Of others `Run.counts_as` says so, but of a graph nobody knows which backward passes reach first.
+        """
+        for one, first in self.counted_in_graph:
+            if one is capture:
+                return first == kind
+        self.counted_in_graph.append((capture, kind))
+        return True
 
     def _times(self, watched: Watched, derivative: Any) -> Origin | None:
         """What a function of a watched tensor is one of; no gate is joined in what is compiled."""
@@ -643,12 +656,14 @@ def _probed(
     ends: T | None,
     in_place: bool,
     without_rows: Callable[[Any], bool],
+    counts_in_graph: Callable[[Any, bool], bool],
     member: Member | None,
 ) -> T | None:
     """`output`, with a probe behind it; None: this use is not understood.
 
     Args:
         without_rows: whether an operand is made of parameters and buffers alone.
+        counts_in_graph: whether positions of a layer's product do, and where its parameter has inputs.
         member: as which a sum may join the product with others; None: not it.
     """
     others = [x for i, x in enumerate(args[:2]) if i != place and isinstance(x, T)]
@@ -696,6 +711,8 @@ def _probed(
         return None  # a factor of a matrix's rows: its gradient is a sum over them, not a row of x
     counts = kind in _FEATURES and not without_rows(other) and not output.is_complex()
     into_first = (kind in ("right", "grouped", "contraction")) != watched.turned if counts else None
+    if into_first is not None and torch.compiler.is_compiling():
+        into_first = into_first if counts_in_graph(watched.capture, into_first) else None
     how, source = _How(kind, axes, watched.reduce, into_first, negative, labels), None
     unfollowed = in_place or not followed
     if isinstance(other, T) and other.requires_grad | unfollowed and not torch.compiler.is_compiling():
