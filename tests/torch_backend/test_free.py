@@ -934,6 +934,32 @@ def test_functions_of_each_entry_are_followed(name):
     assert_close(A * G[:, 0], 3 * p.grad.square().sum((0, 1)).reshape(1, -1))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
+@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.parametrize("name", ["p ** 3", "p ** -1", "p.pow(1.5)", "2 ** p"])
+def test_powers_are_followed_in_graphs_too(name):
+    class Alone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.Parameter(torch.tensor([0.5, 1.0, 1.5, 2.0]))
+
+        def forward(self, x):
+            return x * OF_ENTRIES[name](self.own)
+
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = double(lambda: nn.Sequential(nn.Linear(4, 4), Alone()))
+        kfac = KFAC(model)
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        loss_of(model(numbers(5, 4))).backward()
+        kfac.step()
+        A, G = held(kfac)["1.own"]
+        found.append(A * G[:, 0])
+    assert_close(*found)
+
+
 @pytest.mark.parametrize(
     "how",
     [lambda x, p: torch.clamp(p, min=x) + p, lambda x, p: x * F.silu(2 * p, inplace=True) + p],

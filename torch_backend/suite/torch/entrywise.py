@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from suite.torch.hooks import over
+from suite.torch.hooks import over, raised
 from suite.torch.operations import NEGATIONS, T
 
 _RELU, _CLAMP = {torch.relu, T.relu, F.relu}, {torch.clamp, T.clamp, torch.clip, T.clip}
@@ -51,7 +51,6 @@ _BY_NUMBERS: dict[Any, Any] = {
         _POWER,
         lambda x, y, exponent: exponent * x ** (exponent - 1) if exponent else torch.zeros_like(x),
     ),
-    T.__rpow__: lambda x, y, base: torch.full_like(x, base).log() * y,
     F.softplus: lambda x, y, beta=1.0, threshold=20.0: torch.where(
         beta * x > threshold, torch.ones_like(x), (beta * x).sigmoid()
     ),
@@ -71,6 +70,8 @@ def derivative_of(function: Any, args: Any, kwargs: Any, output: T) -> T | None:
     x, y = args[0].detach(), output.detach()
     if function is over:
         return -y / x if isinstance(args[1], int | float) else None
+    if function is raised:
+        return torch.full_like(x, args[1]).log() * y if isinstance(args[1], int | float) else None
     if function in _DERIVATIVES:
         return _DERIVATIVES[function](x, y)
     if function in _BY_TENSORS:

@@ -34,6 +34,7 @@ from suite.torch.hooks import (
     is_within_functions,
     on_transformed,
     packs_with,
+    raised,
     root_of,
     tensors_given,
     tensors_in,
@@ -605,7 +606,7 @@ def _of(function: Any, rest: Any, kwargs: Any, x: T) -> Any:
 def _of_first(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """A function and its arguments, with `F.embedding`'s table and a power's exponent in front."""
     if function is torch.pow and isinstance(args[0], int | float) and not kwargs:
-        return T.__rpow__, args[::-1], {}
+        return raised, args[::-1], {}
     if function is not F.embedding:
         return function, args, kwargs
     given = dict(zip(_OF_LOOKUP, args, strict=False)) | kwargs

@@ -27,6 +27,7 @@ _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks"
 _TRACES_MODES = torch.__version__ >= "2.8"  # by version, not by letter
 
 _REVERSED_MINUS, _REVERSED_OVER = torch.Tensor.__rsub__, torch.Tensor.__rtruediv__
+_POWER, _REVERSED_POWER = torch.Tensor.__pow__, torch.Tensor.__rpow__
 _REVERSED_DIV, _UNFLATTEN = torch.Tensor.__rdiv__, torch.Tensor.unflatten
 # NumPy's operators, by the names of the tensors' functions that torch.compile asks modes for instead,
 # where these are no names of the arrays' own methods.
@@ -228,6 +229,11 @@ def over(x: torch.Tensor, number: Any) -> torch.Tensor:
     return x.reciprocal() * number
 
 
+def raised(x: torch.Tensor, base: Any) -> torch.Tensor:
+    """base ** x"""
+    return torch.pow(base, x)
+
+
 def traceable(function: Any, args: Any) -> Any:
     """A function as a mode is to call it, and to know it by.
 
@@ -240,6 +246,10 @@ def traceable(function: Any, args: Any) -> Any:
         return torch.rsub
     if function is _REVERSED_OVER or function is _REVERSED_DIV:
         return over
+    if function is _REVERSED_POWER:
+        return raised
+    if function is _POWER and torch.compiler.is_compiling():
+        return torch.pow
     if function is _UNFLATTEN and torch.compiler.is_compiling():
         return torch.unflatten
     return function
