@@ -62,6 +62,10 @@ FUNCTIONS = {
     "divided by rows": (lambda p, x: p / (2 + jnp.cos(x)), 4),
     "divided by rows, and a function": (lambda p, x: jnp.exp(p) / (2 + x**2), 4),
     "a number divided": (lambda p, x: x * (2 / p), 4),
+    "times its whole part": (
+        lambda p, x: x * (lambda e: e * e.astype(int).astype(e.dtype))(jnp.exp(p + 1)),
+        4,
+    ),
     "moved before": (lambda p, x: x * jnp.exp(p[1:][::-1]), 5),
     "moved after": (lambda p, x: x * jnp.exp(p)[1:][::-1], 5),
     "moved between": (lambda p, x: x * jnp.sin(jnp.exp(p)[1:]), 5),

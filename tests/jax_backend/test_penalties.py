@@ -129,6 +129,9 @@ def test_the_entropy_of_a_policy_leaves_its_deviations_covered():
 NO_PENALTIES = {
     "of the loss's logarithm": lambda p, x: jnp.log(jnp.mean(rows(p, x)) + jnp.sum(p["w"] ** 2)),
     "times the loss": lambda p, x: jnp.mean(rows(p, x)) * (1 + jnp.sum(p["w"] ** 2)),
+    "a term of the loss's square": lambda p, x: (lambda v: v + v**2)(
+        jnp.mean(rows(p, x)) + jnp.sum(p["w"] ** 2)
+    ),
     "of what examples have": lambda p, x: jnp.mean(rows(p, x)) + jnp.sum((p["w"] - x[:4, :3]) ** 2),
 }
 
@@ -137,6 +140,25 @@ NO_PENALTIES = {
 def test_what_is_more_than_a_term_leaves_a_weight_plain(name):
     plan, _ = check(NO_PENALTIES[name], PARAMS, X, uncovered=["['w']"])
     assert "but also used by" in plan.routing["['w']"].reason
+    assert not plan.penalized
+
+
+def poisson(p, x):
+    """A log likelihood has the rate's logarithm in a sum, and elsewhere."""
+    z = x @ p["w"] + jax.nn.softplus(p["s"])
+    return jnp.sum(jnp.exp(z) - jnp.abs(jnp.cos(3 * x[:, :1])) * z)
+
+
+def by_rows(p, x):
+    return jnp.sum(jnp.sin(x @ p["w"])) + jnp.sum(x[:, 0] * jnp.exp(p["s"]))
+
+
+@pytest.mark.parametrize("loss", [poisson, by_rows])
+def test_what_examples_are_moved_or_multiplied_by_is_no_term(loss):
+    params = {"w": normal(4, 1), "s": jnp.asarray(0.3)}
+    plan, statistics = check(loss, params, X)
+    each = jax.vmap(jax.grad(loss), (None, 0))(params, X[:, None])["s"]
+    np.testing.assert_allclose(statistics["['s']"].main.G.ravel(), jnp.sum(each**2, 0), rtol=1e-10)
     assert not plan.penalized
 
 

@@ -31,24 +31,27 @@ def find_penalties(
         differentiable: values through which a gradient may flow to leaves.
     """
     alone = _Alone(program, leaves, data)
-    makers = {out: node for node in program.nodes for out in node.outputs}
     found: dict[tuple[jaxprs.Path, int], frozenset[int]] = {}
-    waiting, seen = list[int](), set[int]()
-    if root is not None and program.avals[root].shape == () and root not in alone.made_of:
-        waiting.append(root)
-    while waiting:
-        value = waiting.pop()
-        node = makers.get(value)
-        if node is None or value in seen:
+    if root is None or program.avals[root].shape != () or root in alone.made_of:
+        return found
+    # Values that the loss is a sum of, and those of which it has anything else, besides or alone.
+    terms, others = {root}, {out for _, out in program.back}
+    for node in reversed(program.nodes):  # what reads a value comes before what makes it
+        own = terms.intersection(node.outputs)
+        is_sum = others.isdisjoint(node.outputs)
+        if (is_sum and not own) or jaxprs.stops_gradients(program, node):
             continue
-        seen.add(value)
-        for place in _summed(node, value, differentiable):
-            term = node.inputs[place]
+        places = {place for value in own if is_sum for place in _summed(node, value, differentiable)}
+        for place, term in enumerate(jaxprs.given_to(node)):
             if term is None or term not in differentiable:
                 continue
-            if term not in alone.made_of:
-                waiting.append(term)
-            elif term in alone.numbers and term not in alone.views:
+            if place not in places:
+                others.add(term)
+            elif term not in alone.made_of:
+                terms.add(term)
+            elif term in alone.views or term not in alone.numbers:
+                continue
+            elif not alone.is_by_example(node, place):
                 found[node.path, place] = alone.made_of[term]
     return found
 
@@ -106,6 +109,13 @@ class _Alone:
                 and not others
             ):
                 self.views.add(out)
+
+    def is_by_example(self, node: jaxprs.Node, place: int) -> bool:
+        """Whether an operand is multiplied with, or divided by, what each example has of its own."""
+        if isinstance(node.operation, (operations.Add, operations.Concatenate)):
+            return False
+        others = (v for i, v in enumerate(node.inputs) if i != place)
+        return any(v in self.data and self.program.avals[v].shape for v in others if v is not None)
 
     def goes_on(self, node: jaxprs.Node, own: Sequence[int], others: Sequence[int]) -> bool:
         """Whether what an operation makes is of parameters alone, if its operands `own` are."""

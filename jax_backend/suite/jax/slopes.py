@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from suite.jax.jaxprs import Path, bind
+from suite.jax.jaxprs import Path, bind, dtype_is_float
 from suite.jax.operations import Reindex, operation_of
 from suite.jax.varying import varying_alike
 
@@ -69,7 +69,9 @@ _SIDE_BY_SIDE = {"optimization_barrier", "device_put"}  # each output is one of 
 
 
 def _moves_entries(eqn: Any) -> bool:
-    """Whether all outputs are the first operand, re-indexed."""
+    """Whether all outputs are the first operand, re-indexed, and have its derivative."""
+    if not dtype_is_float(eqn.outvars[0].aval):
+        return False
     moves = eqn.primitive.name in {"split", "unstack", "dynamic_slice", "reshape"}
     return moves or isinstance(operation_of(eqn), Reindex)
 
