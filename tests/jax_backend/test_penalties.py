@@ -180,6 +180,20 @@ def test_points_that_the_loss_makes_are_rows():
     assert plan.penalized == ("['b']", "['g']", "['v']", "['w']")
 
 
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_a_point_at_the_boundary_is_a_row(start):
+    """Of zeros or ones, which are written out in the program."""
+    params = {name: PARAMS[name] for name in ("w", "b", "v")}
+
+    def loss(p, x):
+        h, end = (jnp.tanh(x @ p["w"] + p["b"]) @ p["v"] for x in (x, jnp.full((1, 4), start)))
+        return jnp.sum(jnp.sin(h)) + jnp.sum((end - 1) ** 2)
+
+    plan, statistics = check(loss, params, X)
+    assert float(statistics["['v']"].main.rows[0]) == 7
+    assert not plan.penalized
+
+
 def test_outputs_have_none():
     """What a sampled Fisher is of may be moved by a number that is made of parameters."""
 

@@ -126,6 +126,9 @@ class _Alone:
         wider |= (moves or by_entry) and self.sizes[out] > max(self.sizes[v] for v in own)
         arrays = [v for v in others if jaxprs.dtype_is_float(avals[v]) or v in self.data]
         paired = bool(arrays) or not self.paired.isdisjoint(own)
+        products = isinstance(op, (operations.DotGeneral, operations.Convolve))
+        if products and len(own) < len(node.inputs):  # with zeros or ones: a point that the loss makes
+            return False
         chooses = node.name == "cond"
         if (isinstance(op, operations.Moved) and not chooses) or (others and wider):
             return False
