@@ -101,6 +101,29 @@ def test_a_shift_that_is_repeated_and_added_stays_a_bias():
     assert plan.routing["['b']"].reason == "bias of ['w']"
 
 
+# As many gains, heads or queries as examples: (a function of leaves mu and w (n, 4), and rows (., n, n))
+OTHERS = {
+    "gains of inputs": lambda p, x: x @ (p["w"] * jnp.broadcast_to(p["mu"], p["w"].shape)),
+    "a weight of copies": lambda p, x: x @ jnp.cumsum(jnp.tile(p["mu"], (len(p["w"]), 1)), 0),
+    "heads": lambda p, x: (lambda s: jnp.sin((x @ p["w"]) * s) * s)(
+        jnp.broadcast_to(p["mu"], p["w"].shape)
+    ),
+    "queries": lambda p, x: jax.nn.softmax(
+        jnp.einsum("qd,btd->bqt", jnp.sort(jnp.tile(p["mu"], (len(p["w"]), 1)), 1), x @ p["w"])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_as_often_as_there_are_examples_is_not_one_of_each(name):
+    def loss(p, x):
+        return jnp.sum(jnp.sin(OTHERS[name](p, x))) + jnp.sum(jnp.sin(x @ p["u"]))
+
+    params = {"mu": normal(4), "w": normal(5, 4, seed=1), "u": normal(5, 3, seed=2)}
+    plans = [value_and_grad(loss).plan(params, normal(n, 5, 5, seed=3)) for n in (5, 7)]
+    assert plans[0].routing.routes == plans[1].routing.routes
+
+
 def test_copies_and_another_use_that_is_none_leave_a_leaf_plain():
     params, x = {"w": normal(4, 3), "b": normal(3, seed=1)}, normal(5, 4, seed=2)
 

@@ -66,6 +66,79 @@ def batch_of(program: jaxprs.Program, arguments: Sequence[int]) -> int:
     return max(lengths, key=lengths.count, default=1)
 
 
+def axes_of(program: jaxprs.Program, starts: Mapping[int, set[int]]) -> dict[int, set[int]]:
+    """Where axes of some values are in what is made of them, as far as that can be told."""
+    found = {value: set(axes) for value, axes in starts.items()}
+    for node in program.nodes:
+        axes = [found.get(v, set()) if v is not None else set() for v in node.inputs]
+        if any(axes):
+            _move_on(program, node, axes, found)
+    return found
+
+
+def _move_on(
+    program: jaxprs.Program,
+    node: jaxprs.Node,
+    axes: Sequence[Collection[int]],
+    found: dict[int, set[int]],
+) -> None:
+    """Add where an operation puts axes of its operands."""
+    shapes = [_shape(program, v) for v in node.inputs]
+    for result in node.outputs:
+        out = set[int]()
+        if isinstance(node.operation, operations.DotGeneral):
+            known = [{(axis, 0) for axis in own} for own in axes]
+            out = {axis for axis, _ in _of_product(node.operation, known, shapes)}
+        else:
+            for shape, own in zip(shapes, axes, strict=True):
+                places = _places_after(node, shape, _shape(program, result)) if own else {}
+                out |= {places[axis] for axis in own if places.get(axis, -1) >= 0}
+        if out:
+            found.setdefault(result, set()).update(out)
+
+
+def _places_after(node: jaxprs.Node, old: Shape, new: Shape) -> dict[int, int]:
+    if isinstance(node.operation, operations.LoopSlice):
+        return {axis: axis - 1 for axis in range(1, len(old))}
+    summed = (node.params or {}).get("axes")
+    if node.name.startswith("reduce_") and summed is not None:
+        kept = [axis for axis in range(len(old)) if axis not in summed]
+        return {axis: place for place, axis in enumerate(kept)}
+    return _places(node.operation, old, new)
+
+
+def are_for_examples(
+    program: jaxprs.Program, value: int, examples: Mapping[int, Collection[int]]
+) -> bool:
+    """Whether what has an axis as long as there are examples may be one of each: none meets another's.
+
+    Args:
+        examples: along which axes values have examples.
+    """
+    found = {value: {0}}
+    for node in program.nodes:
+        axes = [found.get(v, set()) if v is not None else set() for v in node.inputs]
+        if not any(axes):
+            continue
+        given = [examples.get(v, ()) if v is not None else () for v in node.inputs]
+        met = [(own, given[j], i, j) for i, own in enumerate(axes) for j in range(len(given)) if i != j]
+        met = [pair for pair in met if pair[0] and pair[1]]
+        if not met or isinstance(node.operation, operations.Gather):
+            _move_on(program, node, axes, found)
+        elif not all(_is_beside(node.operation, *pair) for pair in met):
+            return False
+    return True
+
+
+def _is_beside(op: object, own: Collection[int], other: Collection[int], i: int, j: int) -> bool:
+    """Whether one of some axes of operand i goes along with one of operand j's."""
+    if not isinstance(op, operations.DotGeneral):
+        return any(axis in other for axis in own)
+    bound = [*op.batch[i], *op.contracted[i]], [*op.batch[j], *op.contracted[j]]
+    pairs = dict(zip(*bound, strict=True))
+    return any(pairs.get(axis) in other for axis in own)
+
+
 def _repeats(program: jaxprs.Program, node: jaxprs.Node, batch: int) -> bool:
     """Whether it puts an axis of this length in front of rows, or of indices, but for axes of length 1.
 

@@ -18,7 +18,7 @@ import numpy as np
 from suite.jax import jaxprs, operations
 from suite.jax.activations import Activations, LookedUp
 from suite.jax.derivatives import Derivatives, zero_values
-from suite.jax.examples import batch_of, of_examples
+from suite.jax.examples import are_for_examples, axes_of, batch_of, of_examples
 from suite.jax.functions import Functions
 from suite.jax.gates import one_use
 from suite.jax.joined import Piece, moved, pieces, window, windows
@@ -125,6 +125,8 @@ class _Finder:
         arguments = [v for v in program.inputs[leaves:] if v not in weights]
         arguments = [v for v in arguments or sorted(program.constants) if self.shape(v)]
         self.batch = batch_of(program, arguments)
+        rows = {v: {0} for v in arguments if self.shape(v)[0] == self.batch}
+        self.examples = axes_of(program, rows)  # where values have axes for them
         self.axes = set[str]().union(*(program.varying.get(v, ()) for v in program.inputs[leaves:]))
         self.makers = {out: node for node in program.nodes for out in node.outputs}
         self.repeats: dict[int, tuple[jaxprs.Node, Origin]] = {}  # what holds a leaf for each example
@@ -342,6 +344,8 @@ class _Finder:
             return after
         # A copy that devices have in common has the sum of what their examples' gradients are.
         if self.is_mapped(node) or not self.axes <= self.program.varying.get(out, set()):
+            return after
+        if not are_for_examples(self.program, out, self.examples):
             return after
         after = after._replace(repeated=out)
         self.repeats[out] = node, after
