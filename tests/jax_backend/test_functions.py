@@ -72,6 +72,10 @@ FUNCTIONS = {
     "parts with functions": (lambda p, x: x * jnp.sin(jnp.split(jnp.exp(p), 2)[1]), 8),
     "a gate": (gate, 4),
     "a gate of functions": (lambda p, x: jnp.exp(p) * x - p * jnp.cos(x), 4),
+    "a gate of multiples": (
+        lambda p, x: (lambda g: g * x + (1 - g) * jnp.cos(x))(2 * sigmoid(p / 3)),
+        4,
+    ),
     "jit": (jax.jit(gate), 4),
     "jit of the function": (lambda p, x: x * jax.jit(jnp.exp)(p), 4),
     "jit of parts": (lambda p, x: x * jnp.log(jax.jit(lambda p: jnp.exp(p)[1:] + 1)(p)), 5),
