@@ -30,9 +30,11 @@ def find_penalties(
         data: values that differ between examples, or may.
         differentiable: values through which a gradient may flow to leaves.
     """
-    alone = _Alone(program, leaves, data)
     found: dict[tuple[jaxprs.Path, int], frozenset[int]] = {}
-    if root is None or program.avals[root].shape != () or root in alone.made_of:
+    if root is None or program.avals[root].shape != ():
+        return found
+    alone = _Alone(program, leaves, data, jaxprs.live_values(program, [root]))
+    if root in alone.made_of:
         return found
     # Values that the loss is a sum of, and those of which it has anything else, besides or alone.
     terms, others = {root}, {out for _, out in program.back}
@@ -75,10 +77,12 @@ def _summed(node: jaxprs.Node, value: int, differentiable: Set[int]) -> Sequence
 class _Alone:
     """Values that are computed of parameters alone, and of numbers and what is there for each entry."""
 
-    def __init__(self, program: jaxprs.Program, leaves: Sequence[int], data: Set[int]) -> None:
+    def __init__(
+        self, program: jaxprs.Program, leaves: Sequence[int], data: Set[int], live: Set[int]
+    ) -> None:
         self.made_of = {value: frozenset([i]) for i, value in enumerate(leaves)}
         self.views = set(leaves)  # one of them, re-indexed, times and plus numbers: a bias is that
-        self.program, self.data = program, data
+        self.program, self.data, self.live = program, data, live
         self.given = {*program.inputs[len(leaves) :], *program.constants}
         self.sizes = [math.prod(aval.shape) for aval in program.avals]
         self.numbers = {value for value, size in enumerate(self.sizes) if size == 1}  # or was before
@@ -127,8 +131,8 @@ class _Alone:
         arrays = [v for v in others if jaxprs.dtype_is_float(avals[v]) or v in self.data]
         paired = bool(arrays) or not self.paired.isdisjoint(own)
         products = isinstance(op, (operations.DotGeneral, operations.Convolve))
-        if products and len(own) < len(node.inputs):  # with zeros or ones: a point that the loss makes
-            return False
+        if products and len(own) < len(node.inputs) and out in self.live:
+            return False  # with zeros or ones: a point that the loss makes
         chooses = node.name == "cond"
         if (isinstance(op, operations.Moved) and not chooses) or (others and wider):
             return False
