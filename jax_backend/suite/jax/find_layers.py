@@ -321,8 +321,10 @@ class _Finder:
                     return
         how = op.how if isinstance(op, operations.Moved) else ""
         if name == "select_n" and not any(v in self.of_data for v in node.inputs[1:]):
-            met = [one._replace(origin=one.origin._replace(repeated=None)) for one in met]
-            masks = self.made.is_mask_of(node, met[0].place) and not met[0].origin.widened
+            masks = self.made.is_mask_of(node, met[0].place)
+            if not masks:
+                met = [one._replace(origin=one.origin._replace(repeated=None)) for one in met]
+            masks &= not met[0].origin.widened
             how = "as of a `cond` under `vmap`: choose between results, by `jnp.where`"
             how = "which masks it, though not for products alone" if masks else how
         elif name == "dot_general" and len({one.origin.leaf for one in met}) > 1:
