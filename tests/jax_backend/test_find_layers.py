@@ -505,14 +505,15 @@ def test_a_token_in_the_place_of_activations_has_the_gradients_of_its_rows(name,
     np.testing.assert_allclose(statistics["['t']"].main.G[0], (g**2).sum(0), rtol=1e-10)
 
 
-def test_a_token_in_the_place_of_what_is_the_same_for_all_is_plain():
+def test_a_token_in_the_place_of_what_is_the_same_for_all_is_repeated_for_each():
     params, x = {"t": normal(4), "w": normal(4, 3, seed=1)}, normal(5, 4, seed=2)
 
     def loss(p, x):
         return jnp.sum(jnp.sin((x + jnp.where(x > 0, p["t"], jnp.cos(jnp.arange(4.0)))) @ p["w"]))
 
-    plan, _ = check(loss, params, x, uncovered=["['t']"])
-    assert "`select_n`" in plan.routing["['t']"].reason
+    _, statistics = check(loss, params, x)
+    each = jax.vmap(jax.grad(loss), (None, 0))(params, x[:, None])["t"]
+    np.testing.assert_allclose(statistics["['t']"].main.G[0], jnp.sum(each**2, 0), rtol=1e-10)
 
 
 @pytest.mark.parametrize("others", [(), (np.zeros(2, np.uint32), np.ones(3))])
