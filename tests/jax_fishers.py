@@ -32,6 +32,14 @@ def check(loss_fn, params, *args, uncovered=(), **settings):
     return plan, statistics
 
 
+def squares_of_rows(loss, params, x, leaf, rows):
+    """Σ over rows of a leaf's squared gradients; those of one number are as many as x has entries."""
+    if params[leaf].shape == () and rows == "expand":
+        each = jnp.broadcast_to(params[leaf], x.shape)
+        return jnp.sum(jax.grad(lambda own: loss({**params, leaf: own}, x))(each) ** 2)
+    return jnp.sum(jax.vmap(jax.grad(loss), (None, 0))(params, x[:, None])[leaf] ** 2, 0)
+
+
 def dense_block(plan, statistics, index=0):
     """A ⊗ G of one layer as matrices over the flattened (d_out, d_in), one for each block."""
     layer = plan.layers[index]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jax_fishers import check, normal
+from jax_fishers import check, normal, squares_of_rows
 from suite.jax import value_and_grad
 
 softplus, sigmoid = jax.nn.softplus, jax.nn.sigmoid
@@ -104,16 +104,9 @@ def test_a_function_has_the_squares_of_its_rows_gradients(name, rows):
     params, x = sizes(size), normal(6, 4, seed=2)
     own = functools.partial(loss_of, function)
     check(own, params, x)
-    vag = value_and_grad(own, rows=rows)
-    statistics = vag(params, x)[2]
-    if size == () and rows == "expand":  # each entry of the output is a row of its own
-        each = jnp.broadcast_to(params["mu"], x.shape)
-        squares = jnp.sum(jax.grad(lambda mu: own({**params, "mu": mu}, x))(each) ** 2)
-    else:
-        each = jax.vmap(jax.grad(own), (None, 0))(params, x[:, None])
-        squares = jnp.sum(each["mu"] ** 2, 0)
-    main = statistics.layers["['mu']"].main
-    np.testing.assert_allclose(main.G.ravel(), np.ravel(squares), rtol=1e-10)
+    found = value_and_grad(own, rows=rows)(params, x)[2].layers["['mu']"].main.G
+    squares = squares_of_rows(own, params, x, "mu", rows)
+    np.testing.assert_allclose(found.ravel(), np.ravel(squares), rtol=1e-10)
 
 
 def test_a_shift_after_it_is_its_shift():

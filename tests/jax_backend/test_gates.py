@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jax_fishers import check, normal
+from jax_fishers import check, normal, squares_of_rows
 from suite.jax import value_and_grad
 
 
@@ -55,13 +55,7 @@ def test_a_gate_has_the_squares_of_its_rows_gradients(name, rows):
         params["mu"] = jnp.asarray(0.4)
     check(functools.partial(loss_of, function), params, x)
     statistics = value_and_grad(functools.partial(loss_of, function), rows=rows)(params, x)[2]
-    # rows one by one; of one number each entry of the output is a row of its own
-    if size == () and rows == "expand":
-        each = jnp.broadcast_to(params["mu"], x.shape)
-        squares = jnp.sum(jax.grad(lambda mu: loss_of(function, {**params, "mu": mu}, x))(each) ** 2)
-    else:
-        each = jax.vmap(jax.grad(functools.partial(loss_of, function)), (None, 0))(params, x[:, None])
-        squares = jnp.sum(each["mu"] ** 2, 0)
+    squares = squares_of_rows(functools.partial(loss_of, function), params, x, "mu", rows)
     main = statistics.layers["['mu']"].main
     np.testing.assert_allclose(main.G.ravel(), np.ravel(squares), rtol=1e-10)
 
