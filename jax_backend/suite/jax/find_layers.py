@@ -85,14 +85,17 @@ class _Finder:
         self.of_arguments = jaxprs.dependent_values(program, with_axes)
         keys = {v for v in with_axes if jax.dtypes.issubdtype(self.kind(v), jax.dtypes.prng_key)}
         self.of_examples, weights = of_examples(program, leaves, with_axes - keys)
+        self.live = jaxprs.live_values(program, roots)
         self.uses.penalties = find_penalties(
             program,
             program.inputs[:leaves],
             roots[0],
             data=self.of_examples or self.of_data,
             differentiable=self.differentiable,
+            live=self.live,
         )
-        self.live = jaxprs.live_values(program, roots, self.uses.penalties)
+        if self.uses.penalties:
+            self.live = jaxprs.live_values(program, roots, self.uses.penalties)
         self.origins: dict[int, Origin] = {}
         for i, value in enumerate(program.inputs[:leaves]):
             shape = program.avals[value].shape
@@ -128,7 +131,6 @@ class _Finder:
         rows = {v: {0} for v in arguments if self.shape(v)[0] == self.batch}
         self.examples = axes_of(program, rows)  # where values have axes for them
         self.axes = set[str]().union(*(program.varying.get(v, ()) for v in program.inputs[leaves:]))
-        self.makers = {out: node for node in program.nodes for out in node.outputs}
         self.repeats: dict[int, tuple[jaxprs.Node, Origin]] = {}  # what holds a leaf for each example
         self.made = MadeWeights(
             program,
@@ -258,7 +260,7 @@ class _Finder:
                 if origin is not None and origin.leaf != made.leaf:
                     self.uses.rule_out(origin, f"`{name}`, which scales a weight")
             return
-        function = self.functions.after(node, known)
+        function = None if is_function else self.functions.after(node, known)
         if function is not None:
             self.origins[node.outputs[0]] = function
             return
@@ -516,7 +518,7 @@ class _Finder:
         """Whether a function with a derivative of its own, which need not read it, is given a leaf."""
         waiting, seen = [value], {value}
         while waiting:
-            node = self.makers.get(waiting.pop())
+            node = self.made.makers.get(waiting.pop())
             if node is None:
                 continue
             given = {v for v in jaxprs.given_to(node) if v is not None and v in self.differentiable}

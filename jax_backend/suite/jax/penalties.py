@@ -21,6 +21,7 @@ def find_penalties(
     *,
     data: Set[int],
     differentiable: Set[int],
+    live: Set[int],
 ) -> Penalties:
     """By equation, and which operand of it is such a term: the leaves that it is made of, by place.
 
@@ -29,11 +30,12 @@ def find_penalties(
         root: the loss; of outputs, as a sampled Fisher has them, there are none.
         data: values that differ between examples, or may.
         differentiable: values through which a gradient may flow to leaves.
+        live: values through which one of the loss flows.
     """
     found: dict[tuple[jaxprs.Path, int], frozenset[int]] = {}
     if root is None or program.avals[root].shape != ():
         return found
-    alone = _Alone(program, leaves, data, jaxprs.live_values(program, [root]))
+    alone = _Alone(program, leaves, data, live)
     if root in alone.made_of:
         return found
     # Values that the loss is a sum of, and those of which it has anything else, besides or alone.
