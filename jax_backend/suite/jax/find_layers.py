@@ -16,9 +16,11 @@ import jax
 import numpy as np
 
 from suite.jax import jaxprs, operations
-from suite.jax.activations import Activations, LookedUp
-from suite.jax.derivatives import Derivatives, zero_values
-from suite.jax.examples import are_for_examples, axes_of, batch_of, of_examples
+from suite.jax.activations import Activations
+from suite.jax.beside import Beside
+from suite.jax.copies import Copies
+from suite.jax.derivatives import Derivatives
+from suite.jax.examples import batch_of, of_examples
 from suite.jax.functions import Functions
 from suite.jax.gates import one_use
 from suite.jax.joined import Piece, moved, pieces, window, windows
@@ -34,6 +36,7 @@ from suite.jax.layers import (
     example_count,
     feature_axes,
 )
+from suite.jax.lookups import Lookups
 from suite.jax.made_weights import MadeWeights, seen_through
 from suite.jax.penalties import find_penalties
 from suite.jax.probes import Multiplier
@@ -114,11 +117,7 @@ class _Finder:
         self.scalings: dict[int, _Scaling] = {}
         self.early: dict[int, tuple[Site, tuple[Step, ...]]] = {}  # a leaf times rows, re-indexed
         self.products: dict[int, Site] = {}  # a leaf times rows, and sums of such
-        self.rows_found: dict[int, Origin] = {}  # what known indices look up, moved about
-        self.aside: dict[int, Site] = {}  # products that the loss does not depend on
-        self.passed_on: dict[int, Site] = {}  # and what they are moved to
-        self.zeros = zero_values(program)  # seeds of derivatives of higher order, perhaps
-        self.near: set[int] = set()  # made of what it depends on, and no other data: sin z, beside cos z
+        self.beside = Beside(program, self.uses, live=self.live, of_data=self.of_data)
         self.late: dict[Any, Site] = {}  # by place: of which site it is what it may be moved to
         self.roots = [root for root in roots if root is not None]
         self.nodes = [n for n in program.nodes if any(out in self.live for out in n.outputs)]
@@ -128,10 +127,15 @@ class _Finder:
         arguments = [v for v in program.inputs[leaves:] if v not in weights]
         arguments = [v for v in arguments or sorted(program.constants) if self.shape(v)]
         self.batch = batch_of(program, arguments)
-        rows = {v: {0} for v in arguments if self.shape(v)[0] == self.batch}
-        self.examples = axes_of(program, rows)  # where values have axes for them
-        self.axes = set[str]().union(*(program.varying.get(v, ()) for v in program.inputs[leaves:]))
-        self.repeats: dict[int, tuple[jaxprs.Node, Origin]] = {}  # what holds a leaf for each example
+        self.copies = Copies(program, self.uses, leaves=leaves, arguments=arguments, batch=self.batch)
+        self.lookups = Lookups(
+            program,
+            self.uses,
+            self.activations,
+            of_data=self.of_data,
+            of_arguments=self.of_arguments,
+            readers=self.readers,
+        )
         self.made = MadeWeights(
             program,
             leaves=leaves,
@@ -140,6 +144,8 @@ class _Finder:
             differentiable=self.differentiable,
             of_examples=self.of_examples,
             batch=self.batch,
+            one_example=self.one_example,
+            origins=self.origins,
             is_number=self.activations.is_number,
         )
         self.functions = Functions(
@@ -187,12 +193,12 @@ class _Finder:
             elif not any(known):
                 self.activations.follow(node)
                 if live:
-                    self.weigh_lookups(node)
-                    self.sum_lookups(node)
+                    self.lookups.weigh(node)
+                    self.lookups.add_up(node)
                     self.scale_later(node)
                     self.join(node)
                 else:
-                    self.go_near(node, known)
+                    self.beside.follow(node, known)
             elif live:
                 self.meet(node, known)
             else:
@@ -204,9 +210,9 @@ class _Finder:
                 self.scalings[self.scaled[root].first].others.append("being returned")
         self.uses.held = self.made.own.held()
         self.settle_scalings()
-        self.settle_repeats()
-        self.settle_beside()
-        self.leave_out_zeros()
+        self.copies.settle(self.repeated)
+        self.beside.settle()
+        self.beside.leave_out_zeros()
         self.uses.each_its_own = any(map(self.is_of_each, self.nodes))
         for leaf, marked in self.uses.by_hand.items():  # the user vouches for them
             self.uses.sites = [s for s in self.uses.sites if s.leaf != leaf or s in marked]
@@ -237,7 +243,7 @@ class _Finder:
         op = node.operation
         name = node.custom.name if node.custom is not None else node.name
         if isinstance(op, operations.Reindex) and known[0] is not None and self.stays_real(node):
-            self.origins[node.outputs[0]] = self.moved(node, known[0])
+            self.origins[node.outputs[0]] = self.copies.moved(node, known[0])
             return
         place = next(i for i, origin in enumerate(known) if origin is not None)
         is_function = any(origin is not None and origin.slope is not None for origin in known)
@@ -291,7 +297,7 @@ class _Finder:
                 if self.elementwise(node, met[0]):
                     return
                 place = met[0].place
-                if self.made.is_shift(node, place) or self.perturbed(node, met[0]):
+                if self.made.is_shift(node, place) or self.made.is_perturbed(node, place, met[0].origin):
                     other = node.inputs[1 - place]
                     by_data = other in self.differentiable and other in self.of_arguments
                     origin = met[0].origin._replace(
@@ -314,12 +320,8 @@ class _Finder:
                         self.uses.by_hand.setdefault(site.leaf, []).append(site)
                     out = node.outputs[0]
                     self.activations.outputs[out] = self.activations.made_by(site, out)
-                    product = site.use.product
-                    if isinstance(product, Lookup) and site.input not in self.of_arguments:
-                        self.rows_found[out] = met[-1].origin
-                    if isinstance(product, Lookup) and self.may_be_for_all(node, product, site.input):
-                        features = product.offset_axes[0] if product.offset_axes else None
-                        self.activations.looked_up[out] = (LookedUp(site, features),)
+                    if isinstance(site.use.product, Lookup):
+                        self.lookups.found(node, site, met[-1].origin)
                     return
         how = op.how if isinstance(op, operations.Moved) else ""
         if name == "select_n" and not any(v in self.of_data for v in node.inputs[1:]):
@@ -336,55 +338,9 @@ class _Finder:
             own = how or ("of a function of it" if one.origin.slope is not None else before)
             self.uses.rule_out(one.origin, f"`{name}`, {own}" if own else f"`{name}`")
 
-    def moved(self, node: jaxprs.Node, origin: Origin) -> Origin:
-        """What a re-indexing makes of a leaf, which it may repeat for each example."""
-        step, out = node.operation.step, node.outputs[0]
-        after, (first, *_) = origin.moved(step), (*self.shape(out), 0)
-        if step is None or step[0] != "broadcast" or first != self.batch or first == 1:
-            return after
-        before = dict(zip(step[1][1], self.shape(node.inputs[0]), strict=True))  # type: ignore[arg-type]
-        known = origin.repeated is not None or origin.made or origin.shifted
-        if known or before.get(0, 1) != 1 or node.custom is not None or out in self.program.merged:
-            return after
-        # A copy that devices have in common has the sum of what their examples' gradients are.
-        if self.is_mapped(node) or not self.axes <= self.program.varying.get(out, set()):
-            return after
-        if not are_for_examples(self.program, out, self.examples):
-            return after
-        after = after._replace(repeated=out)
-        self.repeats[out] = node, after
-        return after
-
-    def is_mapped(self, node: jaxprs.Node) -> bool:
-        """Whether it is inside of a `shard_map` that the loss calls."""
-        return any(node.path[:depth] in self.program.mapped for depth in range(len(node.path)))
-
-    def settle_repeats(self) -> None:
-        """Have a leaf's copies be its use, where what is done with them is none, or more than one."""
-        done = [*self.uses.sites, *(use.instead for own in self.uses.biases.values() for use in own)]
-        times = Counter(site.repeated for site in done)
-        for value, (_, origin) in self.repeats.items():
-            others = self.uses.of_repeated.get(value, ())
-            if not others and times[value] < 2:
-                continue
-            rows = None if origin.leaf in self.uses.others else self.as_rows(value)
-            if rows is not None:
-                self.use_rows(value, rows)
-                continue
-            for why in others:
-                self.uses.rule_out(origin._replace(repeated=None), why)
-
-    def use_rows(self, value: int, rows: Site) -> None:
-        """Have the copies of a leaf be a use, and what is done with them none."""
-        self.uses.sites = [*(site for site in self.uses.sites if site.repeated != value), rows]
-        others = [use for use in self.uses.biases.pop(rows.leaf, []) if use.instead.repeated != value]
-        if others:
-            self.uses.biases[rows.leaf] = others
-
-    def as_rows(self, value: int) -> Site | None:
-        """The copies of a leaf as a use of it."""
-        node, origin = self.repeats[value]
-        if not self.elementwise(node, _Meeting(0, origin, self.shape(value), None)):
+    def repeated(self, node: jaxprs.Node, origin: Origin) -> Site | None:
+        """The copies of a leaf, which a re-indexing makes, as a use of it."""
+        if not self.elementwise(node, _Meeting(0, origin, self.shape(node.outputs[0]), None)):
             return None
         return self.uses.sites.pop()
 
@@ -399,7 +355,7 @@ class _Finder:
 
     def meet_beside(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
         """An operation that the loss does not depend on: y = x w + b where its derivatives have x."""
-        self.go_near(node, known)
+        self.beside.follow(node, known)
         op, out = node.operation, node.outputs[0]
         met = [
             _Meeting(i, origin, self.shape(node.inputs[i]), None)  # type: ignore[arg-type]
@@ -414,58 +370,11 @@ class _Finder:
         elif len(met) == 1 and (multiplier := self.multiplier(node, met[0].place)) is not None:
             self.origins[out] = met[0].origin.times(multiplier)
         elif isinstance(op, operations.Add):
-            products = self.aside | self.passed_on
-            self.uses.beside += [products[v] for v in node.inputs if v is not None and v in products]
+            self.beside.added(node)
         elif len(met) == 1 and isinstance(op, (operations.DotGeneral, operations.Convolve)):
             site = self.product(node, met[0])
-            if site is not None and out in self.near:
-                self.aside[out] = site
-
-    def leave_out_zeros(self) -> None:
-        """Products with 0 are no uses, in derivatives of a leaf's others, which have a bias, or for all.
-
-        A cell that is unrolled begins with zeros, which have no axis for examples under `vmap`: what
-        comes to that product is the examples' summed gradient, and its part of the weight's is 0.
-        """
-        valued = {use.site.use.place: use.site.leaf for own in self.uses.biases.values() for use in own}
-        leaves = {*valued.values(), *(site.leaf for site in self.uses.beside)}
-
-        def is_seed(site: Site) -> bool:
-            product = isinstance(site.use.product, (Dense, Convolution)) and site.input in self.zeros
-            return product and site.use.place not in valued and (site.leaf in leaves or site.use.once)
-
-        self.uses.sites = [site for site in self.uses.sites if not is_seed(site)]
-
-    def settle_beside(self) -> None:
-        """Products that the loss depends on in no way, as of a head for another, are no terms of it.
-
-        Of what it has derivatives of there are other products with the leaf, to which no bias is added,
-        or if that is added to none, of a direction or of what is linear in one.
-        """
-        valued = {use.site.use.place: use.site.leaf for own in self.uses.biases.values() for use in own}
-        others = [site for site in self.uses.sites if site.use.place not in valued]
-        derived = {site.leaf for site in others}
-        self.uses.beside = [site for site in self.uses.beside if site.leaf in derived]
-        biased = {*valued.values(), *(site.leaf for site in self.uses.beside)}
-        alone = [site for site in self.aside.values() if site.leaf in derived - biased]
-        if alone:
-            told = self.uses.derivatives
-            along = {site.leaf for site in others if told.is_derivative(site, [])}
-            alone = [site for site in alone if site.leaf in along]
-            self.uses.beside += [site for site in alone if not told.is_linear(site)]
-
-    def go_near(self, node: jaxprs.Node, known: list[Origin | None]) -> None:
-        """Note what is made of values that the loss depends on, and of no other data."""
-        first = next((v for v in node.inputs if v is not None), -1)
-        site = self.aside.get(first) or self.passed_on.get(first)
-        to_number = isinstance(node.operation, operations.Add) and None in node.inputs
-        if site is not None and (to_number or isinstance(node.operation, operations.Reindex)):
-            self.passed_on[node.outputs[0]] = site
-        pairs = zip(node.inputs, known, strict=True)
-        given = [v for v, origin in pairs if v is not None and origin is None]
-        far = [v for v in given if v not in self.live and v not in self.near]
-        if len(far) < len(given) and not any(v in self.of_data for v in far):
-            self.near.update(node.outputs)
+            if site is not None:
+                self.beside.found(site)
 
     def multiplier(self, node: jaxprs.Node, place: int) -> Multiplier | None:
         """The number, without a derivative, that the operand at `place` is multiplied with."""
@@ -499,35 +408,6 @@ class _Finder:
         depth = len(inside)  # else it is of a call that has not begun, or that is over
         maker = self.program.makers[multiplier.path][multiplier.operand]
         return path[:depth] == tuple(inside) and maker < path[depth]
-
-    def perturbed(self, node: jaxprs.Node, met: _Meeting) -> bool:
-        """Whether a leaf is moved by what has its shape before it is used, as by learned noise."""
-        if not isinstance(node.operation, operations.Add) or node.custom is not None:
-            return False
-        out, origin, other = node.outputs[0], met.origin, node.inputs[1 - met.place]
-        if other is None or self.may_have_its_gradient(other, origin.leaf):
-            return False
-        plain = not origin.widened and origin.slope is None and node.operation.signs[met.place] > 0
-        if not plain or met.shape != self.shape(out) or not self.stays_real(node):
-            return False
-        if len(met.shape) == 1:  # of a bias, if it is not one for each example
-            return not self.one_example and met.shape != (self.batch,)
-        return self.made.leads_to_products(out)
-
-    def may_have_its_gradient(self, value: int, leaf: int) -> bool:
-        """Whether a function with a derivative of its own, which need not read it, is given a leaf."""
-        waiting, seen = [value], {value}
-        while waiting:
-            node = self.made.makers.get(waiting.pop())
-            if node is None:
-                continue
-            given = {v for v in jaxprs.given_to(node) if v is not None and v in self.differentiable}
-            own = [self.origins[v].leaf for v in given if v in self.origins]
-            if isinstance(node.operation, operations.Returned) and leaf in own:
-                return True
-            waiting += given - seen
-            seen |= given
-        return False
 
     def concatenated(self, node: jaxprs.Node, known: list[Origin | None]) -> bool:
         """Leaves side by side, or one that is broadcast (a class token) beside activations."""
@@ -736,92 +616,6 @@ class _Finder:
         )
         hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
-
-    def may_be_for_all(self, node: jaxprs.Node, product: Lookup, index: int | None) -> bool:
-        """Whether what a lookup finds may be for all examples, as positions are.
-
-        What arguments look up is each example's, whatever it is broadcast along later, but where they
-        have an axis of length 1 for the examples.
-        """
-        if len(product.offset_axes) > 1 or node.custom is not None or index is None:
-            return False
-        return index not in self.of_arguments or self.shape(index)[:1] == (1,)
-
-    def weigh_lookups(self, node: jaxprs.Node) -> None:
-        """Rule out tables of which a weight is made: of products with what each example has.
-
-        Rows that are the same for all examples have the examples' summed gradient. They are followed
-        through functions of them alone, and one at a time.
-        """
-        op = node.operation
-        if not isinstance(op, operations.DotGeneral):
-            found = [v for v in node.inputs if v in self.rows_found]
-            others = [v for v in node.inputs if v in self.of_data and v not in self.rows_found]
-            if len(found) == 1 and not others and len(node.outputs) == 1:
-                self.rows_found[node.outputs[0]] = self.rows_found[found[0]]
-            elif len(found) == 1 and isinstance(op, operations.Multiply) and not self.stays_real(node):
-                why = "a lookup of what then multiplies complex data"
-                self.uses.rule_out(self.rows_found[found[0]], why)
-            return
-        for i, (value, other) in enumerate((node.inputs[:2], node.inputs[1::-1])):
-            origin = None if value is None else self.rows_found.get(value)
-            if origin is None or other not in self.of_data or other in self.rows_found or op.batch[i]:
-                continue
-            if len(self.shape(other)) > len(op.contracted[1 - i]):  # of however many examples
-                self.uses.rule_out(origin, "a lookup of what is then a product's weight")
-
-    def sum_lookups(self, node: jaxprs.Node) -> None:
-        """See to it that a lookup once for all examples has the gradients of each."""
-        out, carried = node.outputs[0], []
-        if not isinstance(node.operation, operations.Add) or node.custom is not None:
-            return
-        # There the lookup is one for all devices, and what it is added to differs between them.
-        if self.is_mapped(node):
-            return
-        for value in node.inputs:
-            if value is None or self.readers[value] != 1:
-                continue
-            (own, *rest), (count, *others) = (self.shape(v) or (1,) for v in (value, out))
-            copies = math.prod((count, *others)) // max(math.prod((own, *rest)), 1)
-            for one in self.activations.looked_up.get(value, ()):
-                if self.activations.is_for_all(out):
-                    axis = one.features
-                    whole = axis is None or self.shape(value)[axis] == self.shape(out)[axis]
-                    if whole:
-                        carried.append(
-                            one._replace(copies=one.copies * copies * one.examples, examples=1)
-                        )
-                    continue
-                if rest != others:
-                    continue
-                examples = max(one.examples, count if own == 1 else 1)
-                if examples == 1:
-                    carried.append(one)
-                elif one.site.loops == node.loops:
-                    self.take_apart(one._replace(examples=examples), node)
-        if carried:
-            self.activations.looked_up[out] = tuple(carried)
-
-    def take_apart(self, found: LookedUp, node: jaxprs.Node) -> None:
-        """A lookup's inputs where they are, and its outputs where they meet what each example has."""
-        site, out = found.site, node.outputs[0]
-        place = next(i for i, other in enumerate(self.uses.sites) if other is site)
-        inputs = site.use._replace(
-            half="inputs", shared_by=found.examples * found.copies, rows=0, examples=0, once=False
-        )
-        rows = math.prod(self.shape(out)) // max(site.block[0], 1)
-        outputs = site.use._replace(
-            path=node.path,
-            out=0,
-            x_operand=None,
-            half="outputs",
-            once=False,
-            features=found.features,
-            rows=rows,
-            examples=rows,
-        )
-        self.uses.sites[place] = site._replace(use=inputs)
-        self.uses.sites.append(site._replace(use=outputs, input=None, value=out))
 
     def spec(
         self, node: jaxprs.Node, w: int, operand: Shape

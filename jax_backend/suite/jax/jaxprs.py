@@ -79,6 +79,10 @@ class Program:
         """The number that an operand is as the program is written; None: it is none."""
         return self.numbers.get((node.path, operand))
 
+    def is_mapped(self, node: Node) -> bool:
+        """Whether an operation is inside of a `shard_map` that the loss calls."""
+        return any(node.path[:depth] in self.mapped for depth in range(len(node.path)))
+
     def region(self, path: Path) -> Path:
         """The innermost loop, branch or other call around an equation that is not inlined; (): none."""
         depth = len(path) - 1

@@ -7,7 +7,7 @@ may leave entries out. All else that a matrix is multiplied with entry by entry 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -35,6 +35,8 @@ class MadeWeights:
         differentiable: Set[int],
         of_examples: Set[int],
         batch: int,
+        one_example: bool,
+        origins: Mapping[int, Origin],
         is_number: Callable[[int], bool],
     ) -> None:
         """
@@ -45,10 +47,13 @@ class MadeWeights:
             differentiable: values through which a gradient may flow to leaves.
             of_examples: those that differ between examples.
             batch: how many examples there are.
+            one_example: whether the loss's arguments are one example.
+            origins: by value, as far as they are known.
             is_number: whether a value is one number, broadcast.
         """
         self.program, self.live, self.differentiable = program, live, differentiable
         self.of_examples, self.is_number = of_examples, is_number
+        self.batch, self.one_example, self.origins = batch, one_example, origins
         self.makers = {out: node for node in program.nodes for out in node.outputs}
         self.readers: dict[int, list[jaxprs.Node]] = {}
         for node in program.nodes:
@@ -116,6 +121,36 @@ class MadeWeights:
         return node.inputs[1 - place] not in self.differentiable and all(
             jaxprs.dtype_is_float(self.program.avals[value]) for value in (operand, out)
         )
+
+    def is_perturbed(self, node: jaxprs.Node, place: int, origin: Origin) -> bool:
+        """Whether a leaf is moved by what has its shape before it is used, as by learned noise."""
+        if not isinstance(node.operation, operations.Add) or node.custom is not None:
+            return False
+        (operand, other), out = (node.inputs[i] for i in (place, 1 - place)), node.outputs[0]
+        if operand is None or other is None or self._may_have_its_gradient(other, origin.leaf):
+            return False
+        plain = not origin.widened and origin.slope is None and node.operation.signs[place] > 0
+        shape, is_real = self.shape(operand), jaxprs.dtype_is_float(self.program.avals[out])
+        if not plain or shape != self.shape(out) or not is_real:
+            return False
+        if len(shape) == 1:  # of a bias, if it is not one for each example
+            return not self.one_example and shape != (self.batch,)
+        return self.leads_to_products(out)
+
+    def _may_have_its_gradient(self, value: int, leaf: int) -> bool:
+        """Whether a function with a derivative of its own, which need not read it, is given a leaf."""
+        waiting, seen = [value], {value}
+        while waiting:
+            node = self.makers.get(waiting.pop())
+            if node is None:
+                continue
+            given = {v for v in jaxprs.given_to(node) if v is not None and v in self.differentiable}
+            own = [self.origins[v].leaf for v in given if v in self.origins]
+            if isinstance(node.operation, operations.Returned) and leaf in own:
+                return True
+            waiting += given - seen
+            seen |= given
+        return False
 
     def is_mask_of(self, node: jaxprs.Node, place: int) -> bool:
         """Whether a choice is between entries of the operand and what has no derivative."""
