@@ -34,19 +34,20 @@ class Copies:
     def moved(self, node: jaxprs.Node, origin: Origin) -> Origin:
         """What a re-indexing makes of a leaf, which it may repeat for each example."""
         step, out = node.operation.step, node.outputs[0]
-        after, (first, *_) = origin.moved(step), (*self.program.avals[out].shape, 0)
-        if step is None or step[0] != "broadcast" or first != self.batch or first == 1:
+        after, shape = origin.moved(step), self.program.avals[out].shape
+        first = next((axis for axis, n in enumerate(shape) if n > 1), None)
+        if step is None or step[0] != "broadcast" or first is None or shape[first] != self.batch:
             return after
         value = node.inputs[0]
         assert value is not None
         before = dict(zip(step[1][1], self.program.avals[value].shape, strict=True))
         known = origin.repeated is not None or origin.made or origin.shifted
-        if known or before.get(0, 1) != 1 or node.custom is not None or out in self.program.merged:
+        if known or before.get(first, 1) != 1 or node.custom is not None or out in self.program.merged:
             return after
         # A copy that devices have in common has the sum of what their examples' gradients are.
         if self.program.is_mapped(node) or not self.axes <= self.program.varying.get(out, set()):
             return after
-        if not are_for_examples(self.program, out, self.examples):
+        if not are_for_examples(self.program, out, first, self.examples):
             return after
         after = after._replace(repeated=out)
         self.found[out] = node, after

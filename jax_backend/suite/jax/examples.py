@@ -108,14 +108,14 @@ def _places_after(node: jaxprs.Node, old: Shape, new: Shape) -> dict[int, int]:
 
 
 def are_for_examples(
-    program: jaxprs.Program, value: int, examples: Mapping[int, Collection[int]]
+    program: jaxprs.Program, value: int, axis: int, examples: Mapping[int, Collection[int]]
 ) -> bool:
     """Whether what has an axis as long as there are examples may be one of each: none meets another's.
 
     Args:
         examples: along which axes values have examples.
     """
-    found = {value: {0}}
+    found = {value: {axis}}
     for node in program.nodes:
         axes = [found.get(v, set()) if v is not None else set() for v in node.inputs]
         if not any(axes):
