@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
+from suite.jax.counters import Counters, Loop
 from suite.jax.operations import ByHand, LoopSlice, Moved, Reindex, Returned, operation_of
 from suite.jax.varying import varying_axes
 from suite.jax.views import Shape
@@ -107,6 +108,7 @@ class _Flattener:
         self.program = Program()
         self.same: dict[Any, tuple[int, ...]] = {}  # equal re-indexings are one value
         self.written: dict[int, int] = {}  # arrays that are part of the program, by id
+        self.counters = Counters(self.program.known)
 
     def run(self, jaxpr: Any, consts: Sequence[Any]) -> Program:
         inputs = tuple(self.new(v.aval) for v in jaxpr.invars)
@@ -173,7 +175,9 @@ class _Flattener:
                 (out,) = eqn.outvars
                 with np.errstate(all="ignore"):  # -1e9 as a half, -1 as an unsigned integer
                     given[out] = np.asarray(numbers[0]).astype(out.aval.dtype).item()
-            env.update(zip(eqn.outvars, self.equation(eqn, values, path, loops, custom), strict=True))
+            outputs = self.equation(eqn, values, path, loops, custom)
+            self.counters.follow(eqn, values, outputs)
+            env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def equation(self, eqn: Any, values: Any, path: Path, loops: Any, custom: Any) -> Sequence[Any]:
@@ -242,6 +246,11 @@ class _Flattener:
                 own = node(_slice(shape, begin, end), values, one)
                 outs.append(node(Reindex(("reshape", (one.shape, out.aval.shape))), (own,), out.aval))
             return outs
+        if name == "dynamic_slice" and self.counters.takes_apart(eqn, values, loops):
+            (length, *part), (out,) = eqn.invars[0].aval.shape, eqn.outvars
+            order = {"length": length, "reverse": False}
+            one = node(LoopSlice(length), values[:1], out.aval.update(shape=tuple(part)), order)
+            return [node(Reindex(("reshape", (tuple(part), out.aval.shape))), (one,), out.aval)]
         if name == "dynamic_slice" and all(isinstance(v, jex.Literal) for v in eqn.invars[1:]):
             shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
             known = zip((int(v.val) for v in eqn.invars[1:]), shape, sizes, strict=True)
@@ -279,17 +288,23 @@ class _Flattener:
         inner, (consts, carries) = params["jaxpr"].jaxpr, scan_counts(params)
         length = int(params["length"])
         inputs: list[Any] = list(values[:consts])
+        inside = (*loops, (path, length))
+        loop = Loop(inside[-1], len(self.program.avals))
         unchanged = [inner.outvars[i] is inner.invars[consts + i] for i in range(carries)]
         order = {"length": length, "reverse": params["reverse"]}
         for i in range(carries):
             value, v = values[consts + i], inner.invars[consts + i]
-            start = {**order, "start": self.program.numbers.get((path, consts + i))}
-            inputs.append(value if unchanged[i] else node(Moved(), (value,), v.aval, start))
-        inside = (*loops, (path, length))
+            start = self.program.numbers.get((path, consts + i))
+            begun = {**order, "start": start}
+            inputs.append(value if unchanged[i] else node(Moved(), (value,), v.aval, begun))
+            if not unchanged[i] and not params["reverse"]:
+                self.counters.carried(loop, inputs[-1], v, inner.eqns, inner.outvars[i], start)
         for value, v in zip(values[consts + carries :], inner.invars[consts + carries :], strict=True):
             out = self.new(v.aval)
             self.add(Node(path, "scan", LoopSlice(length), (value,), (out,), inside, custom, order))
             inputs.append(out)
+            if not params["reverse"]:
+                self.counters.sliced(loop, value, out)
         returned = self.body(inner, inputs, path, inside, custom)
         outs: list[Any] = []
         for i, (value, out) in enumerate(zip(returned, eqn.outvars, strict=True)):
