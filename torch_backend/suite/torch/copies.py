@@ -31,7 +31,7 @@ from suite.torch.operations import (
 )
 
 if TYPE_CHECKING:
-    from suite.torch.free import Watched
+    from suite.torch.free_probes import Watched
 
 
 class Copy(NamedTuple):

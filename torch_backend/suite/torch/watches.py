@@ -11,7 +11,8 @@ from torch import nn
 
 from suite.torch.capture import LayerCapture
 from suite.torch.clock import CaptureClock
-from suite.torch.free import FreeParameters, Watched
+from suite.torch.free import FreeParameters
+from suite.torch.free_probes import Watched
 from suite.torch.hooks import (
     Hook,
     ModeAround,
