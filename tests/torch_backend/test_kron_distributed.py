@@ -326,10 +326,18 @@ def test_packed_and_whole_factors_continue_each_other(crew, tmp_path, how, packe
         assert distance(parameters, expected) < 1e-9
 
 
-def step_with_other_parameters() -> str:
-    """One rank more has a parameter more."""
-    parameters = [torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2 + world_and_rank()[1])]
-    optimizer = Kron(parameters)
+def step_with_other_parameters(zero: bool) -> str:
+    """One rank has a parameter more, by itself or as ZeroRedundancyOptimizer deals them out."""
+    rank = world_and_rank()[1]
+    parameters = [torch.nn.Parameter(torch.ones(3, 3)) for _ in range(5 if zero else 2 + rank)]
+    if zero:
+        from torch.distributed.optim import (
+            ZeroRedundancyOptimizer,
+        )  # which warns of what torch deprecates
+
+        optimizer = ZeroRedundancyOptimizer(parameters, Kron)
+    else:
+        optimizer = Kron(parameters)
     for p in parameters:
         p.grad = torch.ones_like(p)
     try:
@@ -339,11 +347,12 @@ def step_with_other_parameters() -> str:
     return "nothing was said"
 
 
-def test_other_parameters_on_another_rank_are_an_error(crew):
-    for rank, said in enumerate(crew.run(step_with_other_parameters, 2)):
-        assert (
-            f"the same on all ranks, got {2 + rank} here and 5 on 2 ranks: give process_group=" in said
-        )
+@pytest.mark.parametrize("zero", [False, True])
+def test_other_parameters_on_another_rank_are_an_error(crew, zero):
+    for rank, said in enumerate(crew.run(step_with_other_parameters, 2, zero)):
+        own = 3 - rank if zero else 2 + rank
+        assert f"the same on all ranks, got {own} here and 5 on 2 ranks: give process_group=" in said
+        assert "in place of a ZeroRedundancyOptimizer, distributed='shard'" in said
 
 
 def train_torn(distributed: str) -> tuple[list[torch.Tensor], list[str]]:

@@ -532,7 +532,8 @@ class Kron(torch.optim.Optimizer):
         if squares * self._ranks.world != total**2:
             raise ValueError(
                 f"parameters must be the same on all ranks, got {own} here and {total:g} on "
-                f"{self._ranks.world} ranks: give process_group= the ranks that share them"
+                f"{self._ranks.world} ranks: give process_group= the ranks that share them, or, in "
+                "place of a ZeroRedundancyOptimizer, distributed='shard'"
             )
         self._agreed_on = own
 
