@@ -844,12 +844,15 @@ def test_gradients_that_were_unscaled_already_are_not_unscaled_again():
     assert kfac.steps == 1
 
 
-@pytest.mark.parametrize("assign", [True, False])
-def test_parameters_that_replace_those_k_fac_knows_are_an_error(assign):
+@pytest.mark.parametrize("how", ["assigned", "one", "without storage"])
+def test_parameters_that_replace_those_k_fac_knows_are_an_error(how):
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    kfac = KFAC(model)
-    if assign:
-        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    state = model.state_dict()
+    kfac = KFAC(model.to("meta") if how == "without storage" else model)
+    if how == "without storage":
+        model.to_empty(device="cpu").load_state_dict(state)
+    elif how == "assigned":
+        model.load_state_dict(copy.deepcopy(state), assign=True)
     else:
         model[1].weight = nn.Parameter(torch.ones(2, 3))
     model(torch.ones(5, 4)).square().sum().backward()
