@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,8 +21,6 @@ from torch.nn import functional as F
 from suite.torch import KFAC
 from suite.torch.overdue import Overdue
 
-CPU = [torch.device("cpu")]
-
 
 class TwoHeads(nn.Module):
     def __init__(self):
@@ -31,6 +31,15 @@ class TwoHeads(nn.Module):
 
     def forward(self, x, head):
         return getattr(self, head)(torch.tanh(self.trunk(x)))
+
+
+def state_of(overdue):
+    return overdue.waits, overdue._asked, overdue._tries, overdue._idles, overdue._left
+
+
+def waits_in(kfac):
+    """What its state says of layers that wait for statistics."""
+    return json.loads(kfac.state_dict()["kfac"]["inputs"]).get("waits")
 
 
 def batch(step):
@@ -131,8 +140,9 @@ def test_a_layer_that_is_trained_later_where_no_hook_sees_it_is_told_of_once():
     assert "'trunk'" in said[0][1]
 
 
+@pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("stop", [3, 8, 11])
-def test_a_run_with_heads_in_turn_is_resumed_as_it_was(stop, tmp_path):
+def test_a_run_with_heads_in_turn_is_resumed_as_it_was(stop, older, tmp_path):
     ends = []
     for stops in (False, True):
         kfac = made(TwoHeads(), 4)
@@ -142,6 +152,11 @@ def test_a_run_with_heads_in_turn_is_resumed_as_it_was(stop, tmp_path):
             saved = torch.load(tmp_path / "state", weights_only=True)
             kfac = made(TwoHeads(), 4)
             kfac.model.load_state_dict(saved["model"])
+            record = saved["kfac"]["kfac"]
+            if older:  # which have it in an entry of its own
+                inputs = json.loads(record["inputs"])
+                record["waits"] = torch.tensor(inputs.pop("waits"))
+                record["inputs"] = json.dumps(inputs)
             kfac.load_state_dict(saved["kfac"])
         steps_in_turn(kfac, range(stop if stops else 0, 24))
         ends.append(list(kfac.model.parameters()))
@@ -153,7 +168,7 @@ def test_a_run_with_heads_in_turn_is_resumed_by_torch(how):
     options, (model, other) = StateDictOptions(**how), (TwoHeads(), TwoHeads())
     kfac, resumed = made(model, 2), made(other, 2)
     steps_in_turn(kfac, range(7))
-    assert "waits" in kfac.state_dict()["kfac"]
+    assert waits_in(kfac)
     state = copy.deepcopy(get_optimizer_state_dict(model, kfac, options=options))
     other.load_state_dict(model.state_dict())
     set_optimizer_state_dict(other, resumed, state, options=options)
@@ -162,12 +177,72 @@ def test_a_run_with_heads_in_turn_is_resumed_by_torch(how):
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
+def checkpoint_of(kfac):
+    model = kfac.model
+    of_base = get_optimizer_state_dict(model, kfac.optimizer)
+    return {"model": model.state_dict(), "sgd": of_base, **kfac.state_dict(gather=False)}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.parametrize("saved", ["in turn", "both", "nothing"])
+@pytest.mark.parametrize("into", ["another", "itself"])
+def test_checkpoints_of_torch_have_what_heads_in_turn_wait_for(saved, into, tmp_path):
+    """Whether there was anything to wait for when it was saved, or is where it is loaded."""
+
+    def step(kfac, number, heads):
+        kfac.zero_grad()
+        x, y = batch(number)
+        sum(F.cross_entropy(kfac.model(x, head), y) for head in heads).backward()
+        kfac.step()
+
+    ends = []
+    for stops in (False, True):
+        kfac = made(TwoHeads(), 4)
+        for number in range(0 if saved == "nothing" else 7):
+            step(kfac, number, "ab" if saved == "both" else "ab"[number % 2])
+        if stops:
+            dcp.save(checkpoint_of(kfac), checkpoint_id=tmp_path)
+            if into == "another":
+                kfac = made(TwoHeads(), 4)
+            else:
+                steps_in_turn(kfac, range(7, 14))
+                assert waits_in(kfac)
+            state = checkpoint_of(kfac)
+            dcp.load(state, checkpoint_id=tmp_path)
+            kfac.model.load_state_dict(state["model"])
+            set_optimizer_state_dict(kfac.model, kfac.optimizer, state["sgd"])
+            kfac.load_state_dict({"kfac": state["kfac"]})
+        steps_in_turn(kfac, range(7, 24))
+        ends.append(list(kfac.model.parameters()))
+    assert all(map(torch.equal, *ends))
+
+
+def test_a_copy_without_a_layer_that_was_taken_away_has_what_the_others_wait_for():
+    kfac = made(TwoHeads(), 4)
+    steps_in_turn(kfac, range(11))
+    waits, asked, tries, idles, left = state_of(kfac._overdue)
+    assert waits[1] != waits[2]
+    kfac.model.a = nn.Identity()
+    _, copied = copy.deepcopy((kfac.model, kfac))
+    trunk_and_b = ([numbers[i] for i in (0, 2)] for numbers in (waits, tries, idles))
+    kept = {{0: 0, 2: 1}[i]: number for i, number in asked.items() if i != 1}
+    assert state_of(copied._overdue) == (next(trunk_and_b), kept, *trunk_and_b, left)
+
+
+def test_a_state_has_the_same_entries_whatever_layers_wait_for():
+    """So that any loads as strictly as torch.distributed.checkpoint's, into any, and older ones do."""
+    kfac = made(TwoHeads(), 4)
+    keys = kfac.state_dict()["kfac"].keys()
+    steps_in_turn(kfac, range(7))
+    assert waits_in(kfac)
+    assert kfac.state_dict()["kfac"].keys() == keys
+
+
 def test_a_state_says_nothing_of_it_where_all_layers_are_alike():
-    """So that one of before it did loads, be it as strictly as torch.distributed.checkpoint's."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     kfac = made(model, 4)
     for step in range(7):
-        assert "waits" not in kfac.state_dict()["kfac"]
+        assert not waits_in(kfac)
         kfac.zero_grad()
         x, y = batch(step)
         F.cross_entropy(model(x), y).backward()
@@ -290,10 +365,6 @@ def test_for_experts_that_are_mostly_idle_few_steps_more_take_statistics():
     assert {route.treatment for route in kfac.routing()} == {"kfac"}
 
 
-def state_of(overdue):
-    return overdue.waits, overdue._asked, overdue._tries, overdue._idles, overdue._left
-
-
 @pytest.mark.parametrize("period", [1, 3, 10])
 @pytest.mark.parametrize("kind", ["seen", "unseen", "idle", "mixed"])
 def test_what_is_known_of_layers_comes_back_with_a_state(period, kind):
@@ -319,10 +390,10 @@ def test_what_is_known_of_layers_comes_back_with_a_state(period, kind):
         whole, first, second = Overdue(3), Overdue(3), Overdue(3)
         expected = steps(whole, range(150))
         steps(first, range(stop))
-        second.load(first.state(stop, period, CPU).get("waits"), stop, period)
+        second.load(first.state(stop, period), stop, period)
         assert steps(second, range(stop, 150)) == expected[stop:]
     if kind == "seen":
-        assert not first.state(stop, period, CPU)
+        assert not first.state(stop, period)
     else:
         assert state_of(second) == state_of(whole)
 
@@ -332,5 +403,5 @@ def test_a_state_that_knows_less_can_be_loaded():
     overdue.load([-2, 3, 0, 1, 0, 2], 7, 10)
     assert state_of(overdue) == ([-2, 3], {1: 1}, [0, 2], [0, 0], 2)
     again = Overdue(2)
-    again.load(overdue.state(7, 10, CPU)["waits"], 7, 10)
+    again.load(overdue.state(7, 10), 7, 10)
     assert state_of(again) == state_of(overdue)

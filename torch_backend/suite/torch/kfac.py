@@ -661,7 +661,9 @@ class KFAC(torch.optim.Optimizer):
         state["layers"] = {name: x for name, x in state["layers"].items() if name not in saved}
         shared = kfac_records.sharing_of(state)
         kept = {name: leader for name, leader in shared.items() if gone.isdisjoint((name, leader))}
-        state["inputs"] = kfac_records.inputs_of(kept, self._settings)
+        here = [i for i, layer in enumerate(self._engine.layers) if layer.name not in gone]
+        waits = self._overdue.state(self._steps, self.factor_update_steps, here)
+        state["inputs"] = kfac_records.inputs_of(kept, self._settings, waits)
         known = [
             frozenset(n for n, p in names.items() if now.get(n) is p and id(p) not in without)
             for names in (self._trained, self._given)
@@ -784,7 +786,8 @@ class KFAC(torch.optim.Optimizer):
             pre_hook(self)
         given = {name: self._given_as(name) for name in self._hyperparameters}
         numbers = {name: plain(value) for name, value in given.items() if not callable(value)}
-        devices = [layer.device for layer in self._engine.layers]
+        sharing = self._engine.factors.sharing()
+        waits = self._overdue.state(self._steps, self.factor_update_steps)
         kfac = {
             "version": kfac_records.VERSION,
             "compute_method": self._engine.rule.compute_method,
@@ -796,12 +799,11 @@ class KFAC(torch.optim.Optimizer):
             "layers": self._engine.state_dict(
                 gather=gather, include_factors=include_factors, include_inverses=include_inverses
             ),
-            "inputs": kfac_records.inputs_of(self._engine.factors.sharing(), self._settings),
+            "inputs": kfac_records.inputs_of(sharing, self._settings, waits),
             "discovered": not self._engine.capture.clock.discovering,
             "gathered": gather,
             "factors": include_factors and self._engine.factors.allocated,
             "inverses": include_inverses,
-            **self._overdue.state(self._steps, self.factor_update_steps, devices),
         }
         if self._base is None and "initial_lr" in self.param_groups[0]:  # of a scheduler
             kfac["initial_lr"] = plain(self.param_groups[0]["initial_lr"])
@@ -881,7 +883,7 @@ class KFAC(torch.optim.Optimizer):
         self._steps = kfac["steps"]
         self._skipped.load(kfac["skipped_steps"])
         self._engine.refreshed_at = kfac["refreshed_at"]
-        self._overdue.load(kfac.get("waits"), kfac["steps"], self.factor_update_steps)
+        self._overdue.load(kfac_records.waits_of(kfac), kfac["steps"], self.factor_update_steps)
         if self._sampler is not None:
             self._sampler.draws = kfac["draws"]
         self._set_clock()

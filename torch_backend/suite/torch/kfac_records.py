@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,18 +74,25 @@ def from_kfac_pytorch(
     return {"kfac": kfac}
 
 
-def inputs_of(sharing: Mapping[str, str], settings: Mapping[str, Any]) -> str:
-    """A checkpoint's 'inputs': which layer has whose A, and what its factors are numbers of.
+def inputs_of(sharing: Mapping[str, str], settings: Mapping[str, Any], waits: Sequence[int] = ()) -> str:
+    """A checkpoint's 'inputs': which layer has whose A, what its factors are numbers of, who waits.
 
     A string: what stores nested dicts and lists flat loses which there are, and those that are empty,
     and wants all that there are in every file, older ones, too.
     """
-    return json.dumps({"inputs": [*sharing.items()], "scales": _scales_of(settings)})
+    record = {"inputs": [*sharing.items()], "scales": _scales_of(settings)}
+    return json.dumps(record | ({"waits": [*waits]} if waits else {}))
 
 
 def sharing_of(kfac: Mapping[str, Any]) -> dict[str, str]:
     """Layer -> the one whose A it has, from a checkpoint's 'kfac'."""
     return dict(_record_of(kfac)["inputs"])
+
+
+def waits_of(kfac: Mapping[str, Any]) -> list[int]:
+    """What layers that run in turn wait for, from a checkpoint's 'kfac'; older ones have it beside."""
+    waits = _record_of(kfac).get("waits", kfac.get("waits", []))
+    return [int(number) for number in waits]
 
 
 def _record_of(kfac: Mapping[str, Any]) -> dict[str, Any]:

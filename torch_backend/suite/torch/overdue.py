@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
-
 _NEVER = -1  # without statistics so far; below, it is let be for so many of its steps less one
 _PAUSE = 8  # periods until it is asked for again, after the first time, and then twice as many
 _MOST_DOUBLED = 20  # times
@@ -114,31 +112,24 @@ class Overdue:
             if self._lost[i] == 2:
                 self.stale.append(i)
 
-    def state(self, steps: int, period: int, devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
-        """What a resumed run needs, in entries that are there only where layers run in turn.
-
-        Tensors: of other entries torch's `set_optimizer_state_dict` wants all to be there already.
-
-        Args:
-            devices: of the layers; that of the first has the tensors.
-        """
+    def state(self, steps: int, period: int, among: Sequence[int] | None = None) -> list[int]:
+        """What a resumed run needs, of these layers; nothing where all are alike."""
         alike = self.waits == self._all_seen(steps, period)
         if alike and not any(self._tries) and not any(self._idles):
-            return {}
+            return []
         asked = [self._asked.get(i, 0) for i in range(len(self.waits))]
-        numbers = [*self.waits, *asked, *self._tries, *self._idles, self._left]
-        return {"waits": torch.tensor(numbers, device=devices[0])}
+        chosen = range(len(self.waits)) if among is None else among
+        of_each = self.waits, asked, self._tries, self._idles
+        return [*(numbers[i] for numbers in of_each for i in chosen), self._left]
 
     def _all_seen(self, steps: int, period: int) -> list[int]:
         """What `waits` is where all layers had statistics in each step that takes some."""
         return [(steps - 1) % period if steps else _NEVER] * len(self.waits)
 
-    def load(self, state: torch.Tensor | Sequence[int] | None, steps: int, period: int) -> None:
-        """Take over `state()['waits']`; None: all layers had statistics in each step that takes some."""
+    def load(self, state: Sequence[int], steps: int, period: int) -> None:
+        """Take over `state()`; nothing: all layers had statistics in each step that takes some."""
         n = len(self.waits)
-        if isinstance(state, torch.Tensor):
-            state = state.tolist()  # older ones are lists
-        state = self._all_seen(steps, period) if state is None else list(state)
+        state = list(state) or self._all_seen(steps, period)
         state += [0] * (4 * n - len(state))  # there was less to know
         self.waits, asked, self._tries, self._idles = (state[i * n : (i + 1) * n] for i in range(4))
         self._asked = {i: left for i, left in enumerate(asked) if left}
