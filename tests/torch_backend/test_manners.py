@@ -865,6 +865,22 @@ def test_parameters_that_replace_those_k_fac_knows_are_an_error(how):
     kfac.step()
 
 
+def test_a_part_of_the_model_without_numbers_is_an_error_that_names_it():
+    model = nn.ModuleDict({"used": nn.Linear(4, 3), "never_loaded": nn.Linear(4, 3, device="meta")})
+    kfac = KFAC(model)
+    model["used"](torch.ones(5, 4)).square().sum().backward()
+    gradient = model["used"].weight.grad.clone()
+    with pytest.raises(RuntimeError, match=r"got on meta: 'never_loaded'\. .* skip_layers"):
+        kfac.step()
+    assert torch.equal(model["used"].weight.grad, gradient)
+    kfac.detach()
+    kfac = KFAC(model, skip_layers=["never_loaded"])
+    model.zero_grad()
+    model["used"](torch.ones(5, 4)).square().sum().backward()
+    kfac.step()
+    assert not torch.equal(model["used"].weight.grad, gradient)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("method", ["inverse", "eigen", "newton_schulz", "Kron", "LRA"])
 def test_a_step_inside_of_autocast_is_the_step_outside(method, dtype):

@@ -584,6 +584,7 @@ class KFAC(torch.optim.Optimizer):
         agreed = self._engine.agree(parameters, taken, moves, doubted, reads=reads)
         self._engine.reports.joined(parameters)
         if not self._compared and agreed.present:
+            self._engine.reports.require_storage()
             self._engine.require_the_same_parameters(agreed)
             if self._grad_scaler is None and self._sampler is None:
                 warn_of_unknown_scaler(parameters)

@@ -94,6 +94,16 @@ class Reports:
                 f"{', '.join(map(repr, replaced))}. {_ATTACH_AGAIN}"
             )
 
+    def require_storage(self) -> None:
+        """RuntimeError if a layer's weight has no numbers (what is offloaded, or never loaded)."""
+        empty = [layer.name for layer in self.layers if layer.weight.parameter.is_meta]
+        if empty:
+            raise RuntimeError(
+                "layers must be on a device that has their numbers, got on meta: "
+                f"{', '.join(map(repr, empty))}. Load them before K-FAC is attached, or name them in "
+                "skip_layers"
+            )
+
     def gradients_are_zero(self) -> bool:
         """Whether there are gradients, on some rank, and all are zeros."""
         moving, given = self._gradients()
