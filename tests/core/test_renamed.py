@@ -44,6 +44,8 @@ def test_front_doors_have_the_names_that_are_told():
         (torch.KFAC, {"inv_update_freq": 3}, "inv_update_freq is inv_update_steps here"),
         (jax.kron, {"params_sharding": None}, "params_sharding is params_partition_specs here"),
         (jax.kfac, {"curvature_ema": 0.9}, "curvature_ema is factor_decay here"),
+        (jax.kfac, {"l2_reg": 0.1}, "l2_reg is weight_decay here"),
+        (jax.kfac, {"multi_device": True}, "multi_device is mesh here"),
         (jax.kron, {"lr": 0.1}, "lr is learning_rate here"),
         (torch.Kron, {"learning_rate": 0.1}, "learning_rate is lr here"),
     ):

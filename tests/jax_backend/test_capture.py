@@ -572,6 +572,8 @@ def test_errors():
         value_and_grad(lambda p, x: jnp.sum(x @ p), has_aux=True)(normal(4, 3), normal(5, 4))
     with pytest.raises(ValueError, match="would precondition nothing"):
         value_and_grad(lambda p: jnp.sum(p**2)).plan(normal(4, 3))
+    with pytest.raises(TypeError, match=r"bases must be what suite\.jax\.eigenbases returns, got tuple"):
+        value_and_grad(lambda p, x: jnp.sum(x @ p))(normal(4, 3), normal(5, 4), bases=(1, 2))
 
 
 def test_the_plan_says_how_many_terms_and_by_which_layer():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import jax
@@ -533,3 +534,18 @@ def test_a_state_of_other_settings_is_an_error(settings):
     state = scale_by_kron(**settings).init(params)
     with pytest.raises(ValueError, match=r"state must be that of init\(params\) with these settings"):
         scale_by_kron().update(params, state, params)
+
+
+@pytest.mark.parametrize(
+    ("scale", "other"),
+    [(functools.partial(scale_by_lra, rank=2), scale_by_lra), (scale_by_dense, scale_by_lra)],
+    ids=["of another rank", "of another rule"],
+)
+def test_so_is_one_of_all_parameters(scale, other):
+    params = {"w": jnp.ones((4, 3))}
+    tx, state = scale(), other().init(params)
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(
+            ValueError, match=r"state must be that of init\(params\) with these settings"
+        ):
+            update(params, state, params)

@@ -515,6 +515,9 @@ def test_errors():
             value_and_grad(loss_fn, has_aux=True)(PARAMS, X, capture=capture)
     with pytest.raises(TypeError, match="must pick an array of floats"):
         value_and_grad(loss_fn, has_aux=True, fisher=Categorical()).plan(PARAMS, X)
+    labels = Categorical(lambda aux: jnp.zeros((5, 3), jnp.int32))
+    with pytest.raises(TypeError, match=r"must pick an array of floats .* got one of int32"):
+        value_and_grad(loss_fn, has_aux=True, fisher=labels).plan(PARAMS, X)
     with pytest.raises(ValueError, match="samples must be >= 1"):
         Categorical(samples=0)
     with pytest.raises(ValueError, match="variance must be > 0"):

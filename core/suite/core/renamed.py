@@ -56,6 +56,10 @@ OF_KFAC = {
     "learning_rate_schedule": "learning_rate",
     "momentum_schedule": "momentum",
     "damping_schedule": "damping",
+    "initial_damping": "damping",
+    "l2_reg": "weight_decay",
+    "multi_device": "mesh",
+    "distributed_inverses": "mesh",
     "lr": "learning_rate",
 }
 

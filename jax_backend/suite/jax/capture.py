@@ -396,9 +396,10 @@ class value_and_grad:
         assert self._fisher is not None
         outputs = self._fisher.outputs(aux)
         if not _is_array(outputs) or not jnp.issubdtype(outputs.dtype, jnp.floating):
+            kind = f"one of {outputs.dtype}" if _is_array(outputs) else type(outputs).__name__
             raise TypeError(
                 f"outputs of {type(self._fisher).__name__} must pick an array of floats from the "
-                f"auxiliary output, got {type(outputs).__name__}"
+                f"auxiliary output, got {kind}"
             )
         self._fisher.likelihood.columns(outputs.shape)
         return outputs
@@ -698,6 +699,8 @@ def _joined(static: Any, arrays: Sequence[Any]) -> Any:
 def _check_bases(bases: AllBases | None, plan: Plan) -> None:
     if bases is None:
         return
+    if not isinstance(bases, dict):
+        raise TypeError(f"bases must be what suite.jax.eigenbases returns, got {type(bases).__name__}")
     unknown = sorted(set(bases) - {layer.name for layer in plan.layers})
     if unknown:
         raise ValueError(f"bases do not fit the plan: unknown layers {unknown}")

@@ -196,6 +196,15 @@ def _scale(
         vector = ravel_pytree(tree)[0]
         return vector.astype(at_least_float32(vector.dtype))
 
+    def require_own(state: ScaleByVectorState) -> None:
+        own = jax.eval_shape(init_rule, state.momentum, streams())
+        expected, found = (jax.tree.map(jnp.shape, x) for x in (own, state.preconditioner))
+        if found != expected:
+            raise ValueError(
+                "state must be that of init(params) with these settings: its preconditioner must have "
+                f"the shapes {expected}, got {found}"
+            )
+
     def init(params: Any) -> ScaleByVectorState:
         momentum = jnp.zeros_like(on_automatic_axes(flat, params))
         return ScaleByVectorState(
@@ -248,6 +257,7 @@ def _scale(
         params: Any = None,
         value_fn: Callable[[Any], jax.Array] | None = None,
     ) -> tuple[Any, ScaleByVectorState]:
+        require_own(state)
         gradient = flat(plain).astype(state.momentum.dtype)
         finite = all_finite((plain, hvp), FINITE_POWER)
         step = state.steps + 1
