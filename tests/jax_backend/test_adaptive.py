@@ -412,12 +412,17 @@ def test_what_has_no_update_may_be_anything():
     def value_fn(p):
         return loss_fn(p["layers"], batch)
 
+    def of_whole(p):
+        assert p["activation"] is jnp.tanh
+        return value_fn(p)
+
     vag = value_and_grad(value_fn, has_aux=True)
     tx = adaptive_kfac(vag.plan(arrays))
     _, grads, statistics = vag(arrays)
     state, whole = tx.init(arrays), {**arrays, "activation": jnp.tanh}
     got, expected = (
-        tx.update(grads, state, p, statistics=statistics, value_fn=value_fn)[0] for p in (whole, arrays)
+        tx.update(grads, state, p, statistics=statistics, value_fn=loss)[0]
+        for p, loss in ((whole, of_whole), (arrays, value_fn))
     )
     assert_same(got, expected)
 

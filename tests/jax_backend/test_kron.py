@@ -293,6 +293,23 @@ def test_what_has_no_update_may_be_anything(make):
 
 
 @pytest.mark.parametrize("make", [kron, lra, dense_newton])
+def test_the_loss_gets_what_has_no_update_too(make):
+    grads = {"w": normal(3, 4), "activation": None, "seen": None}
+    params = {"w": normal(3, 4, seed=1), "activation": jnp.tanh, "seen": jnp.arange(3)}
+    arrays = {"w": params["w"], "activation": None, "seen": None}
+
+    def loss(p):
+        return jnp.sum(p["activation"](p["w"]) ** 2) * p["seen"][2]
+
+    tx = make(0.1)
+    given = (params, loss), (arrays, lambda p: jnp.sum(jnp.tanh(p["w"]) ** 2) * 2)
+    (got, _), (expected, _) = (
+        tx.update(grads, tx.init(arrays), p, value_fn=value_fn) for p, value_fn in given
+    )
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize("make", [kron, lra, dense_newton])
 def test_gradients_and_the_parameters_of_a_loss_may_be_python_numbers(make):
     numbers, arrays = {"a": 1.5, "w": normal(3, 4)}, {"a": jnp.asarray(1.5), "w": normal(3, 4)}
     tx = make(0.1)

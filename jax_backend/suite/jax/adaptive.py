@@ -23,7 +23,7 @@ from suite.jax.finite import select
 from suite.jax.gauss_newton import linearized, total
 from suite.jax.kfac import Schedule, of_the_rest, plan_leaves, scale_by_kfac
 from suite.jax.kfac_state import ScaleByKFACState, explicit_state_specs
-from suite.jax.masks import beside
+from suite.jax.masks import beside, of_whole
 from suite.jax.plan import Plan
 from suite.jax.spread import spread_of
 from suite.jax.varying import cond
@@ -206,7 +206,7 @@ def adaptive_kfac(
     ) -> tuple[Any, AdaptiveKFACState]:
         if params is None or value_fn is None:
             raise ValueError("params and value_fn must be given to update(...)")
-        params = beside(updates, params)
+        value_fn, params = of_whole(value_fn, updates, params), beside(updates, params)
         now, dtype = ours_of(params), state.damping.dtype
         gradients = ours_of(updates)
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 
-from suite.jax.masks import beside
+from suite.jax.masks import beside, of_whole
 from suite.jax.varying import type_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -132,6 +132,8 @@ class _Update:
     def __call__(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         arrays = {name: value for name, value in extra.items() if _is_numeric(value)}
         others = {name: value for name, value in extra.items() if name not in arrays}
+        if "value_fn" in others:
+            others["value_fn"] = of_whole(others["value_fn"], updates, params)
 
         def compute(updates: Any, state: Any, params: Any, arrays: Any, numbers: Any) -> tuple[Any, Any]:
             inner = self.inner if self.anew is None else self.anew(numbers).update

@@ -62,6 +62,21 @@ def beside(updates: Any, params: Any) -> Any:
     return params
 
 
+def of_whole(value_fn: Any, updates: Any, params: Any) -> Any:
+    """`value_fn`, a function of parameters, as one of those that `beside` leaves."""
+    leaves = jax.tree.leaves(updates, is_leaf=lambda x: x is None)
+    if not callable(value_fn) or not any(x is None for x in leaves):
+        return value_fn
+
+    def of(values: Any) -> Any:
+        def back(own: Any, value: Any, p: Any) -> Any:
+            return p if own is None else value
+
+        return value_fn(jax.tree.map(back, updates, values, params, is_leaf=lambda x: x is None))
+
+    return of
+
+
 def decayed_weights(weight_decay: Any, mask: Any) -> optax.GradientTransformation:
     """`optax.add_decayed_weights`, whose `init` says what is wrong with a mask.
 
