@@ -256,6 +256,42 @@ def experts() -> Network:
     return Network(weights, rng.normal(size=(32, width)), rng.integers(0, 4, 32), layers, apply)
 
 
+class _Routed(nn.Module):
+    """A matrix for each expert, some of the rows for each."""
+
+    def __init__(self, sizes: tuple[int, ...], width: int) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.up = nn.Parameter(torch.empty(len(sizes), 5, width))
+        self.down = nn.Parameter(torch.empty(len(sizes), width, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for rows, up, down in zip(x.split(self.sizes), self.up, self.down, strict=True):
+            parts.append(nn.functional.linear(torch.tanh(nn.functional.linear(rows, up)), down))
+        return torch.tanh(torch.cat(parts))
+
+
+def routed() -> Network:
+    rng = np.random.default_rng(8)
+    sizes, width = (14, 6, 12), 6
+    shapes = ((width, width), (width,), (3, 5, width), (3, width, 5), (4, width), (4,))
+    weights = [
+        rng.normal(size=s) / np.sqrt(s[-1]) if len(s) > 1 else 0.1 * rng.normal(size=s) for s in shapes
+    ]
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(width, width), nn.Tanh(), _Routed(sizes, width), nn.Linear(width, 4)]
+
+    def apply(p, x):
+        x, counts = jnp.tanh(x @ p[0].T + p[1]), jnp.asarray(sizes, jnp.int32)
+        hidden = jnp.tanh(jax.lax.ragged_dot(x, p[2].swapaxes(1, 2), counts))
+        x = jnp.tanh(jax.lax.ragged_dot(hidden, p[3].swapaxes(1, 2), counts))
+        return x @ p[4].T + p[5]
+
+    return Network(weights, rng.normal(size=(32, width)), rng.integers(0, 4, 32), layers, apply)
+
+
 def torch_model(network: Network, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     """The model and its loss on the network's one batch, () -> 0-d tensor."""
     model = nn.Sequential(*network.torch_layers()).to(dtype)

@@ -32,6 +32,7 @@ KFAC_NETWORKS = {
     "tied": networks.tied,
     "scanned": networks.scanned,
     "experts": networks.experts,
+    "routed": networks.routed,
     "decoder": networks.decoder,
 }
 KFAC_SETTINGS = {"damping": 0.01, "factor_update_steps": 3, "inv_update_steps": 7}

@@ -29,6 +29,7 @@ from suite.jax.layers import (
     Dense,
     Elementwise,
     Factor,
+    Grouped,
     Lookup,
     Product,
     Sloped,
@@ -231,7 +232,7 @@ class _Finder:
 
     def is_of_each(self, node: jaxprs.Node) -> bool:
         """Whether it is a product of what is an example's, with a gradient, and no sum over all."""
-        products = (operations.DotGeneral, operations.Convolve)
+        products = (operations.DotGeneral, operations.Convolve, operations.RaggedDot)
         out = node.outputs[0]
         with_gradient = isinstance(node.operation, products) and out in self.differentiable
         return with_gradient and self.shape(out) != () and not self.is_once(*node.inputs)
@@ -583,7 +584,9 @@ class _Finder:
         k = len(origin.stack)
         lifted = tuple(lift(step, origin.stack) for step in steps)
         made = seen_through(origin, steps, axes)
-        if made is None or (origin.made and (piece is not None or isinstance(product, Lookup))):
+        if made is None or (
+            origin.made and (piece is not None or isinstance(product, Lookup | Grouped))
+        ):
             return None
         scales, masks = made
         groups, out, into = (tuple(a + k for a in group) for group in axes)
@@ -601,7 +604,7 @@ class _Finder:
                 return None
             reads, owns = window(self.shape(x), along[0], piece), window(y_shape, along[1], piece)
             y_shape = y_shape if along[1] is None else piece._replace(axis=along[1]).shape(y_shape)
-        rows = math.prod(y_shape) // max(inner * d_out, 1)
+        rows = math.prod(y_shape) // max((1 if isinstance(product, Grouped) else inner) * d_out, 1)
         path, out_index, x_operand = where
         use = Use(path, out_index, x_operand, product, False, origin.scans, origin.stack, inner, rows)
         counted = rows if isinstance(product, Lookup) else example_count(product, self.shape(x))
@@ -613,6 +616,7 @@ class _Finder:
             once=self.is_once(x),
             row_scales=scales,
             masks=masks,
+            sizes=(node.path, 2) if isinstance(product, Grouped) else None,
         )
         hot = isinstance(product, Dense) and product.x_axes[2] == (self.activations.one_hot.get(x, -1),)
         return Site(origin.leaf, use, view, (d_out, d_in), hot, x, value, node.loops)
@@ -663,6 +667,11 @@ class _Finder:
             split = (op.groups, ordered[0] // op.groups, *ordered[1:])
             steps: tuple[Step, ...] = (("transpose", (op.w_spec,)), ("reshape", (ordered, split)))
             return convolution, steps, ((0,), (1,), tuple(range(2, len(split)))), 0, real
+        known = isinstance(op, operations.RaggedDot) and given[2] is not None
+        if known and w == 1 and node.custom is None:  # whose inside is not run
+            (columns,) = {0, 1, 2} - {op.group, op.contracted}
+            of_stack = (op.group,), (columns,), (op.contracted,)
+            return Grouped(operand[op.group], given[2]), (), of_stack, 0, real
         if isinstance(op, operations.Gather) and w == 0:
             others = tuple(axis for axis in range(len(operand)) if axis != op.axis)
             lookup = Lookup(operand[op.axis], op.offset_axes, op.clip, op.component)
@@ -783,6 +792,8 @@ class _Finder:
         ):
             return None
         site = output.site
+        if isinstance(site.use.product, Grouped):
+            return None
         if site.loops != node.loops or site.use.scans != origin.scans or node.custom is not None:
             return None
         if not all(self.known_before(each, site.use.path) for each in origin.multipliers):

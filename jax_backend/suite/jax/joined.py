@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from suite.jax import operations
-from suite.jax.layers import Convolution, Dense, Lookup, Product
+from suite.jax.layers import Convolution, Dense, Grouped, Lookup, Product
 from suite.jax.views import Shape, Step
 
 
@@ -81,6 +81,8 @@ def windows(
         None for each that does not; None alone if the product is not one of the pieces apart.
     """
     axis = piece.axis
+    if isinstance(product, Grouped):
+        return None
     if isinstance(product, Convolution):
         if product.groups != 1 or axis not in operation.w_spec[:2]:
             return None

@@ -11,9 +11,11 @@ import numpy as np
 from jax import lax
 
 from suite.core import correlations, patches
-from suite.core.ekfac import second_moment_in_basis
+from suite.core.ekfac import grouped_second_moment_in_basis, second_moment_in_basis
+from suite.core.linalg import grouped_products
 from suite.core.statistics import (
     cross_moment_sum,
+    grouped_second_moment_sum,
     second_moment_sum,
 )
 from suite.jax.probes import Mask, Multiplier, RowScale
@@ -63,6 +65,13 @@ class Lookup(NamedTuple):
     component: int
 
 
+class Grouped(NamedTuple):
+    """A ragged_dot: rows (n, d_in), those of one group behind those of another."""
+
+    groups: int
+    sizes: int  # the value that says how many rows each group has
+
+
 class Elementwise(NamedTuple):
     """A sum with, or product by, a leaf that is broadcast: `steps` from the leaf to the operand.
 
@@ -82,7 +91,7 @@ class Elementwise(NamedTuple):
         return of_output * x if self.multiplies else self.sign * of_output
 
 
-Product = Dense | Convolution | Lookup | Elementwise
+Product = Dense | Convolution | Lookup | Grouped | Elementwise
 
 
 class Factor(NamedTuple):
@@ -127,7 +136,7 @@ class Use(NamedTuple):
     scans: tuple[tuple[int, ...], ...]  # the loops that take the leaf apart
     lengths: Shape  # and their lengths
     groups: int  # blocks in each of their steps
-    rows: int  # rows of one block
+    rows: int  # rows of one block; where they are grouped, of all
     x_window: Step | None = None  # what part of the input it reads
     y_window: Step | None = None  # what part of the output is its own, where leaves are concatenated
     factor: Factor | None = None  # of the input
@@ -145,6 +154,7 @@ class Use(NamedTuple):
     sloped: Sloped | None = None
     divided_by: tuple[tuple[int, ...], int] | None = None  # an operand: what is made of a leaf divides
     inverts: bool = False  # whether a leaf is divided by the input
+    sizes: tuple[tuple[int, ...], int] | None = None  # an operand: how many rows each group has
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -166,9 +176,9 @@ class Use(NamedTuple):
     def operands(self) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Where those are, which x comes with, and slopes."""
         there: tuple[RowScale | Mask | Part, ...] = (*self.row_scales, *self.masks, *self.parts)
-        divided = () if self.divided_by is None else (self.divided_by,)
+        others = (one for one in (self.divided_by, self.sizes) if one is not None)
         slopes = (slope.key for slope in self.slopes)
-        return (*((one.path, one.operand) for one in there), *slopes, *divided)
+        return (*((one.path, one.operand) for one in there), *slopes, *others)
 
     @property
     def reads(self) -> tuple[Any, ...]:
@@ -183,7 +193,7 @@ class Use(NamedTuple):
         Without a bias the gradient gets c, and A stays what other layers with this input share; so it
         does in uses as Wᵀ, whose sums are apart.
         """
-        lengths, by_input, by_output, mask = None, None, None, None
+        lengths, by_input, by_output, mask, ends = None, None, None, None, None
         derivative: Any = None
         if self.chains or self.operands:
             x, factors, operands = x
@@ -208,6 +218,8 @@ class Use(NamedTuple):
             if self.divided_by is not None:
                 divisor = next(given).astype(gradient.dtype)
                 derivative = -(1 if derivative is None else derivative) / divisor**2
+            if self.sizes is not None:
+                ends = jnp.cumsum(next(given))
         if self.chains:
             c, bias_c = (factor.astype(gradient.dtype) for factor in factors)
             if layer.bias is None or self.transposed:
@@ -224,7 +236,7 @@ class Use(NamedTuple):
         if derivative is not None:
             of_input = isinstance(self.product, Elementwise) and self.product.multiplies
             x, gradient = (x * derivative, gradient) if of_input else (x, gradient * derivative)
-        return _Own(x, gradient, lengths, by_input, by_output, mask)
+        return _Own(x, gradient, lengths, by_input, by_output, mask, ends)
 
 
 class _Own(NamedTuple):
@@ -236,6 +248,7 @@ class _Own(NamedTuple):
     by_input: jax.Array | None  # (groups, d_in)
     by_output: jax.Array | None  # (groups, d_out)
     mask: jax.Array | None  # (groups, d_out, d_in)
+    ends: jax.Array | None  # (groups,): the row behind each group's last
 
 
 def _both(before: jax.Array | None, factor: jax.Array) -> jax.Array:
@@ -283,7 +296,7 @@ class Layer(NamedTuple):
     @property
     def measures_products(self) -> bool:
         """Whether EKFAC's second moments are summed for it."""
-        return all(isinstance(use.product, Dense | Convolution) for use in self.uses)
+        return all(isinstance(use.product, Dense | Convolution | Grouped) for use in self.uses)
 
 
 class Sums(NamedTuple):
@@ -329,7 +342,7 @@ def use_sums(
         reduce: one row for each example (the leading axis), not for each position.
     """
     product, dtype = use.product, like.G.dtype
-    x, gradient, lengths, by_input, by_output, _ = use.own(layer, x, gradient.astype(dtype))
+    x, gradient, lengths, by_input, by_output, _, ends = use.own(layer, x, gradient.astype(dtype))
     rows = jnp.full(like.rows.shape, float(use.rows), jnp.float32)
     if isinstance(product, Elementwise) and layer.bias is not None:
         units = unit_sums(product, x, gradient, reduce)
@@ -347,6 +360,17 @@ def use_sums(
         outputs = outputs.reshape(1, -1, outputs.shape[-1])
         G = second_moment_sum(outputs, diagonal=diagonal_G)
         return Sums(jnp.zeros((1, product.rows), dtype), G, rows, None)
+    if isinstance(product, Grouped):
+        assert ends is not None
+        x, counts = jnp.asarray(x, dtype), jnp.diff(ends, prepend=0).astype(rows.dtype)
+        A = None if like.A is None else grouped_second_moment_sum(x, ends, diagonal=diagonal_A)
+        G = grouped_second_moment_sum(gradient, ends, diagonal=diagonal_G)
+        a, g = (gradient, x) if use.transposed else (x, gradient)
+        measured = like.products
+        if measured is not None and bases is not None:
+            of_A, of_G = bases
+            measured = grouped_second_moment_in_basis(a, g, ends, of_A, of_G)
+        return Sums(A, G, counts, measured)
     if reduce and use.rows:
         rows = rows * (example_count(product, x.shape) / use.rows)
     if isinstance(product, Lookup):
@@ -392,7 +416,7 @@ def use_sums(
 def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Array:
     """(groups, d_out, d_in): what one use adds to the layer's gradient, Σ g aᵀ, for `verify`."""
     product = use.product
-    x, gradient, lengths, by_input, by_output, mask = use.own(layer, x, gradient)
+    x, gradient, lengths, by_input, by_output, mask, ends = use.own(layer, x, gradient)
     if isinstance(product, Elementwise):
         given = product.gradient(x, gradient)
         if layer.bias is None:
@@ -403,6 +427,10 @@ def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Arr
     if use.half == "outputs":
         matrix = jnp.zeros((1, layer.sizes[1], layer.sizes[0]), gradient.dtype)
         return matrix  # all of it is in the other half
+    if isinstance(product, Grouped):
+        assert ends is not None
+        matrix = grouped_products(gradient, x.astype(gradient.dtype), ends)
+        return jnp.matrix_transpose(matrix) if use.transposed else matrix
     outputs = _scaled(gradient_rows(product, gradient, use.groups), by_output)
     if isinstance(product, Lookup):
         indices, valid = _lookups(product, x)
@@ -483,6 +511,8 @@ def feature_axes(product: Product) -> Shape:
         return (product.out_spec[1],)
     if isinstance(product, Lookup):
         return product.offset_axes
+    if isinstance(product, Grouped):
+        return (1,)
     assert isinstance(product, Dense)
     batch, free = len(product.x_axes[0]), len(product.x_axes[1])
     start = batch + (free if product.x_first else 0)
@@ -596,7 +626,7 @@ def example_count(product: Product, x_shape: Shape) -> int:
     if isinstance(product, Dense):
         free = product.x_axes[1]
         return x_shape[free[0]] if free else 1
-    return math.prod(x_shape[:-1])
+    return x_shape[0] if isinstance(product, Grouped) else math.prod(x_shape[:-1])
 
 
 def _mean(rows: jax.Array, examples: int) -> jax.Array:

@@ -50,6 +50,13 @@ class Convolve(NamedTuple):
     groups: int
 
 
+class RaggedDot(NamedTuple):
+    """Rows, each times the matrix of its group: `lax.ragged_dot` of (rows, d_in) and a stack."""
+
+    group: int  # axes of the stack
+    contracted: int
+
+
 class Gather(NamedTuple):
     """Rows of a table, looked up along one axis of it."""
 
@@ -130,6 +137,8 @@ def operation_of(eqn: Any) -> Any:
         return DotGeneral(tuple(map(tuple, contracted)), tuple(map(tuple, batch)))  # type: ignore[arg-type]
     if name == "conv_general_dilated":
         return _convolve(params)
+    if name == "ragged_dot_general":
+        return _ragged_dot(eqn)
     if name == "gather":
         return _gather(eqn)
     if name in ("add", "add_any", "sub"):
@@ -191,6 +200,18 @@ def _convolve(params: Any) -> Convolve | None:
         tuple(params["rhs_dilation"]),
         params["feature_group_count"],
     )
+
+
+def _ragged_dot(eqn: Any) -> RaggedDot | None:
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (of_rows, of_stack), batch = numbers.dot_dimension_numbers
+    grouped = [tuple(axes) for axes in (numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)]
+    if any(map(len, batch)) or len(of_stack) != 1 or len(grouped[1]) != 1 or len(eqn.invars) != 3:
+        return None
+    shapes = [eqn.invars[i].aval.ndim for i in range(2)]
+    if shapes != [2, 3] or tuple(of_rows) != (1,) or grouped[0] != (0,):
+        return None
+    return RaggedDot(grouped[1][0], of_stack[0])
 
 
 def _gather(eqn: Any) -> Gather | None:

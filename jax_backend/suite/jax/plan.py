@@ -16,7 +16,7 @@ import numpy as np
 from suite.core.routing import Route, Routing, describe_factors
 from suite.jax import jaxprs
 from suite.jax.dtypes import at_least_float32
-from suite.jax.layers import Elementwise, Layer, LayerSums, Lookup, empty_sums, unit_rows
+from suite.jax.layers import Elementwise, Grouped, Layer, LayerSums, Lookup, empty_sums, unit_rows
 from suite.jax.uses import BiasUse, Site, Uses
 from suite.jax.views import Signature, overlap, signature
 
@@ -404,9 +404,9 @@ class _Assembly:
 
 def _without_output(product: Any) -> dict[str, Any]:
     """What two products of one input may differ in and still have equal input rows."""
-    if hasattr(product, "out_spec"):
-        return {"out_spec": ()}
-    return {"w_free": 0, "x_first": True}
+    if isinstance(product, Grouped):
+        return {}
+    return {"out_spec": ()} if hasattr(product, "out_spec") else {"w_free": 0, "x_first": True}
 
 
 def _oriented(members: list[tuple[Site, bool]]) -> list[tuple[Site, bool]]:
@@ -478,9 +478,11 @@ def _terms(
     products, sites = ([s for s in some if not s.excludes(last)] for some in (products, sites))
     very_last, mine = products[-1], {use.place: use for use in layer.uses}
 
-    def rows(site: Site) -> int:
+    def rows(site: Site) -> float:
         use = mine.get(site.use.place, site.use)
-        return (use.examples if reduce else use.rows) * site.executions
+        # Of grouped rows the mean over groups is counted.
+        groups = use.groups if isinstance(use.product, Grouped) else 1
+        return (use.examples if reduce else use.rows) * site.executions / groups
 
     own = [s for s in products if owner.get(s.use.place) is layer]
     counted = [s for s in sites if s.use.place in mine and not mine[s.use.place].transposed]
@@ -493,7 +495,7 @@ def _terms(
     own = [s for s in own if not isinstance(s.use.product, Lookup)] or own
     own = list({uses.derivatives.made_of(s): s for s in own}.values()) if len(own) > 1 else own
     positions = sum(s.use.rows * s.executions for s in own)
-    return positions / max(sum(map(rows, counted)), 1), positions
+    return positions / (sum(map(rows, counted)) or 1), positions
 
 
 def _route(
