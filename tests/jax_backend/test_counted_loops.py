@@ -124,3 +124,36 @@ def test_other_indices_leave_a_stack_plain(name):
     p = {"w": normal(LAYERS, 4, 4), "head": normal(4, 2, seed=1)}
     x, run = normal(5, 4, seed=2), OTHERS[name]
     check(lambda p, x: jnp.sum(jnp.sin(run(p, x) @ p["head"])), p, x, uncovered=["['w']"])
+
+
+def numbered(kind):
+    """Steps' numbers as another dtype writes them, which does not have them all."""
+
+    def run(p, x):
+        steps = len(p["w"])
+        if kind == "iota":  # 256 and 257 are one number
+            numbers = lax.iota(jnp.bfloat16, steps)
+            return lax.scan(lambda h, i: (layer(p, h, i.astype(int)), None), x, numbers)[0]
+        if kind == "carry":
+            start = (np.int8(0), x)
+            step = lambda both, _: ((both[0] + np.int8(1), layer(p, both[1], both[0])), None)  # noqa: E731
+            return lax.scan(step, start, length=steps)[0][1]
+        return lax.fori_loop(0, steps, lambda i, h: layer(p, h, i.astype(kind)), x)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"), [("iota", 300), ("carry", 200), ("int8", 200), ("uint8", 300)]
+)
+def test_numbers_that_a_dtype_does_not_have_leave_a_stack_plain(kind, steps):
+    p = {"w": 0.7 * normal(steps, 2, 2), "b": normal(steps, 2, seed=1), "head": normal(2, 2, seed=2)}
+    x, run = normal(4, 2, seed=3), numbered(kind)
+    loss = lambda p, x: jnp.sum(jnp.sin(run(p, x) @ p["head"]))  # noqa: E731
+    check(loss, p, x, uncovered=["['w']", "['b']"])
+
+
+def test_as_many_steps_as_a_dtype_has_numbers_have_a_block_each():
+    p, x, run = {"w": normal(128, 2, 2), "b": normal(128, 2, seed=1)}, normal(4, 2), numbered("int8")
+    plan, _ = check(lambda p, x: jnp.sum(jnp.sin(run(p, x))), p, x)
+    assert [(own.groups, own.sizes) for own in plan.layers] == [(128, (3, 2))]

@@ -30,7 +30,7 @@ class Counters:
 
     def carried(self, loop: Loop, value: int, given: Any, eqns: Any, returned: Any, start: Any) -> None:
         """A loop starts with a number in a carry, and goes on with what one of its equations makes."""
-        if start is None or np.asarray(start).dtype.kind not in "iu" or start != 0:
+        if start != 0 or not _can_count(given.aval.dtype, loop.place[1]):
             return
         for eqn in eqns:
             if returned in eqn.outvars and eqn.primitive.name == "add":
@@ -58,13 +58,14 @@ class Counters:
         if out is None:
             return
         aval = eqn.outvars[0].aval
-        if name == "iota" and len(aval.shape) == 1:
+        if name == "iota" and len(aval.shape) == 1 and _can_count(aval.dtype, aval.shape[0]):
             self.rows[out] = aval.shape[0]
         first = values[0] if values else None
         if first is None:
             return
-        if name == "convert_element_type" and first in self.counts and np.dtype(aval.dtype).kind in "iu":
-            self.counts[out] = self.counts[first]
+        if name == "convert_element_type" and first in self.counts:
+            if _can_count(aval.dtype, self.counts[first].place[1]):
+                self.counts[out] = self.counts[first]
         elif name == "lt" and first in self.counts:
             bound = eqn.invars[1]
             if isinstance(bound, jex.Literal) and not np.ndim(bound.val) and bound.val == 0:
@@ -80,3 +81,8 @@ class Counters:
             return False
         (length, *rest), sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
         return stack < count.first and length == loops[-1][1] and tuple(sizes) == (1, *rest)
+
+
+def _can_count(dtype: Any, steps: int | None) -> bool:
+    """Whether a dtype has the numbers of so many steps: after 127 those of int8 are negative."""
+    return steps is not None and np.dtype(dtype).kind in "iu" and steps - 1 <= np.iinfo(dtype).max
