@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_fishers import normal
+from jax_fishers import check, normal
 from suite.jax import scale_by_kfac, value_and_grad, verify
 
 N, T, D = 6, 5, 4
@@ -208,6 +209,45 @@ def test_weights_that_are_looked_up_are_plain(weights):
     assert "a lookup of what is then a product's weight" in route.reason
     assert [layer.name for layer in plan.layers] == ["['v']"]
     assert set(value_and_grad(loss)(params, x[:1])[2].layers) == {"['v']"}  # a last batch of one, too
+
+
+STEPS = 3
+
+
+def members(p, x):
+    """Each has stacked weights of its own, which `vmap` has a loop look up."""
+
+    def member(w):
+        return lax.fori_loop(0, STEPS, lambda i, h: jnp.tanh(h @ w[i]), x)
+
+    return jax.vmap(member)(p["w"])
+
+
+@pytest.mark.parametrize(
+    ("run", "shape"),
+    [
+        (members, (2, STEPS, D, D)),
+        (lambda p, x: jnp.einsum("nd,mde->mne", x, p["w"][np.array([1, 0])]), (2, D, D)),
+        (lambda p, x: jax.vmap(lambda w: x @ w.T)(p["w"][np.array([2, 0, 1])]), (3, D, D)),
+        (
+            lambda p, x: jnp.einsum(
+                "ntd,td->nt", x[:, None] * np.array([[[1.0], [2.0]]]), p["w"][np.array([1, 0])]
+            ),
+            (2, D),
+        ),
+    ],
+)
+def test_weights_of_members_that_are_looked_up_are_plain(run, shape):
+    """Their gradients are sums over the examples, too: near a minimum those of each do not vanish."""
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(run(p, jnp.tanh(x @ p["v"]))))
+
+    params, x = {"v": normal(3, D), "w": normal(*shape, seed=1)}, normal(N, 3, seed=2)
+    plan, statistics = check(loss, params, x, uncovered=["['w']"])
+    (route,) = (route for route in plan.routing if route.parameter == "['w']")
+    assert "a lookup of what is then a product's weight" in route.reason
+    assert set(statistics.layers) == {"['v']"}
 
 
 def test_spectra_of_what_is_looked_up_are_plain():

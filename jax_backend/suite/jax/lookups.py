@@ -78,10 +78,13 @@ class Lookups:
             return
         for i, (value, other) in enumerate((node.inputs[:2], node.inputs[1::-1])):
             origin = None if value is None else self.rows.get(value)
-            if origin is None or other not in self.of_data or other in self.rows or op.batch[i]:
+            if origin is None or other not in self.of_data or other in self.rows:
+                continue
+            if op.batch[i] and other not in self.of_arguments:  # of examples that are closed over
                 continue
             assert other is not None
-            if len(self._shape(other)) > len(op.contracted[1 - i]):  # of however many examples
+            both = len(op.contracted[1 - i]) + len(op.batch[1 - i])
+            if len(self._shape(other)) > both:  # of however many examples
                 self.uses.rule_out(origin, "a lookup of what is then a product's weight")
 
     def add_up(self, node: jaxprs.Node) -> None:
