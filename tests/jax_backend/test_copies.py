@@ -107,8 +107,29 @@ def test_a_shift_that_is_repeated_and_added_stays_a_bias():
     assert plan.routing["['b']"].reason == "bias of ['w']"
 
 
-# As many gains, heads or queries as examples: (a function of leaves mu and w (n, 4), and rows (., n, n))
+def shifted(h, shift):
+    return jnp.tanh(h + jnp.sort(shift))
+
+
+def in_turn(p, x):
+    """The same shift in each of five layers."""
+    h = x @ p["w"]
+    for shift in jnp.tile(p["mu"], (5, 1)):
+        h = shifted(h, shift)
+    return h
+
+
+# As many gains, heads, queries or layers as examples: (a function of leaves mu and w (n, 4), and rows
+# (., n, n))
 OTHERS = {
+    "layers": in_turn,
+    "layers, by scan": lambda p, x: lax.scan(
+        lambda h, shift: (shifted(h, shift), None), x @ p["w"], jnp.tile(p["mu"], (5, 1))
+    )[0],
+    "layers, by number": lambda p, x: (
+        lambda shifts: lax.fori_loop(0, 5, lambda i, h: shifted(h, shifts[i]), x @ p["w"])
+    )(jnp.repeat(p["mu"][None], 5, axis=0)),
+    "a mean": lambda p, x: jnp.tanh(x @ p["w"]) * normed(jnp.tile(p["mu"], (5, 1))).mean(0),
     "gains of inputs": lambda p, x: x @ (p["w"] * jnp.broadcast_to(p["mu"], p["w"].shape)),
     "a weight of copies": lambda p, x: x @ jnp.cumsum(jnp.tile(p["mu"], (len(p["w"]), 1)), 0),
     "heads": lambda p, x: (lambda s: jnp.sin((x @ p["w"]) * s) * s)(

@@ -115,12 +115,18 @@ def are_for_examples(
     Args:
         examples: along which axes values have examples.
     """
-    found = {value: {axis}}
+    found, single = {value: {axis}}, set[int]()  # made of one example's, or of all of them together
     for node in program.nodes:
         axes = [found.get(v, set()) if v is not None else set() for v in node.inputs]
+        given = [examples.get(v, ()) if v is not None else () for v in node.inputs]
+        if not single.isdisjoint(node.inputs):
+            if any(given):
+                return False
+            single.update(node.outputs)
         if not any(axes):
             continue
-        given = [examples.get(v, ()) if v is not None else () for v in node.inputs]
+        if _takes_one(program, node, axes[0]):
+            single.update(node.outputs)
         met = [(own, given[j], i, j) for i, own in enumerate(axes) for j in range(len(given)) if i != j]
         met = [pair for pair in met if pair[0] and pair[1]]
         if not met or isinstance(node.operation, operations.Gather):
@@ -128,6 +134,19 @@ def are_for_examples(
         elif not all(_is_beside(node.operation, *pair) for pair in met):
             return False
     return True
+
+
+def _takes_one(program: jaxprs.Program, node: jaxprs.Node, axes: Collection[int]) -> bool:
+    """Whether one place along such an axis is taken, as by a loop's step, or all are reduced to one."""
+    op = node.operation
+    if isinstance(op, operations.LoopSlice):
+        return 0 in axes
+    if node.name.startswith("reduce_"):
+        return not set(axes).isdisjoint((node.params or {}).get("axes", ()))
+    if not isinstance(op, operations.Reindex) or op.step is None or op.step[0] != "slice":
+        return False
+    before, after = (_shape(program, v) for v in (node.inputs[0], node.outputs[0]))
+    return any(before[axis] > after[axis] == 1 for axis in axes)
 
 
 def _is_beside(op: object, own: Collection[int], other: Collection[int], i: int, j: int) -> bool:
