@@ -12,8 +12,8 @@ import torch
 def without_autocast(tensors: Iterable[torch.Tensor]) -> Any:
     """A context in which products on these tensors' devices keep their dtypes."""
     kinds = {x.device.type for x in tensors}
-    known = filter(torch.amp.is_autocast_available, sorted(kinds))  # not 'meta'
-    enabled = [kind for kind in known if torch.is_autocast_enabled(kind)]
+    kinds -= {"meta"}  # of which torch knows no autocast
+    enabled = [kind for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
     if not enabled:
         return contextlib.nullcontext()
     if len(enabled) == 1:
