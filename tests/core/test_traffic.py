@@ -78,3 +78,45 @@ def test_the_command_prints_a_row_for_each_strategy(capsys, tmp_path):
     assert [line.split()[:2] for line in lines[1:5]] == [["1", "1"], ["4", "1"], ["4", "2"], ["4", "4"]]
     main(["resnet50", "--worlds", "1024"])
     assert "1024" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", r"must be a list that is not empty, got \[\]"),
+        ('{"sizes": [3, 2]}', "must be a list that is not empty, got {'sizes'"),
+        ("3, 2", "must be resnet50, gpt, or a JSON file of layers: "),
+        ("[[3]]", r"sizes of a layer must be a pair of int, got \[3\]"),
+        ("[[3, 2, 1]]", r"sizes of a layer must be a pair of int, got \[3, 2, 1\]"),
+        ("[[3.5, 2]]", r"sizes of a layer must be a pair of int, got \[3.5, 2\]"),
+        ("[[3, -2]]", "sizes and blocks of a layer must be >= 1, got -2"),
+        ('[{"sizes": [3, 2], "blocks": 0}]', "sizes and blocks of a layer must be >= 1, got 0"),
+        ('[{"sizes": [3, 2], "diagonal": [true]}]', r"diagonal .* must be a pair of bool, got \[True\]"),
+        ('[{"size": [3, 2]}]', "a layer must be .* got {'size'"),
+        ('[{"sizes": [3, 2], "diagonals": [true, true]}]', "a layer must be .* got {'sizes'"),
+        ("[3]", "a layer must be .* got 3"),
+    ],
+)
+def test_a_file_that_is_no_list_of_layers_is_an_error(content, message, tmp_path, capsys):
+    file = tmp_path / "layers.json"
+    file.write_text(content)
+    with pytest.raises((TypeError, ValueError), match=message):
+        read_layers(str(file))
+    with pytest.raises(SystemExit):
+        main([str(file)])
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("resnet50 --worlds 4 0", "argument --worlds: must be >= 1, got 0"),
+        ("gpt --layers -1", "argument --layers: must be >= 1, got -1"),
+        ("gpt --width 0", "argument --width: must be >= 1, got 0"),
+        ("nowhere.json", "model must be resnet50, gpt, or a JSON file of layers: "),
+    ],
+)
+def test_wrong_arguments_of_the_command_say_what_is_right(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert message in capsys.readouterr().err

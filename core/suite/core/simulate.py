@@ -14,7 +14,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from suite.core.checks import check_integer
 from suite.core.layer_lists import gpt, resnet50
 from suite.core.placement import LayerShape, plan_placement
 from suite.core.traffic import footprint
@@ -34,14 +36,36 @@ HEADER = (
 
 
 def read_layers(path: str) -> list[LayerShape]:
-    """The layers of a JSON file, see the module."""
-    found = []
-    for entry in json.loads(Path(path).read_text()):
-        if isinstance(entry, list):
-            entry = {"sizes": entry}
-        diagonal = tuple(entry.get("diagonal", (False, False)))
-        found.append(LayerShape(tuple(entry["sizes"]), diagonal, entry.get("blocks", 1)))
-    return found
+    """The layers of a JSON file, see the module.
+
+    Raises:
+        ValueError, TypeError: not a file, not JSON, or not such a list.
+    """
+    try:
+        entries = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model must be resnet50, gpt, or a JSON file of layers: {error}") from error
+    if not (isinstance(entries, list) and entries):
+        raise ValueError(f"layers of {path} must be a list that is not empty, got {entries!r}")
+    return [_layer(entry) for entry in entries]
+
+
+def _layer(entry: Any) -> LayerShape:
+    given = {"sizes": entry} if isinstance(entry, list) else entry
+    known = {"sizes", "diagonal", "blocks"}
+    if not (isinstance(given, dict) and "sizes" in given and given.keys() <= known):
+        raise ValueError(
+            "a layer must be [d_in, d_out] or have 'sizes', and perhaps 'diagonal' and 'blocks', "
+            f"got {entry!r}"
+        )
+    sizes, diagonal = given["sizes"], given.get("diagonal", [False, False])
+    for name, pair, kind in (("sizes", sizes, int), ("diagonal", diagonal, bool)):
+        if not (isinstance(pair, list) and [type(x) for x in pair] == [kind, kind]):
+            raise ValueError(f"{name} of a layer must be a pair of {kind.__name__}, got {pair!r}")
+    blocks = given.get("blocks", 1)
+    for count in (*sizes, blocks):
+        check_integer("sizes and blocks of a layer", count, at_least=1)
+    return LayerShape(tuple(sizes), tuple(diagonal), blocks)
 
 
 def report(
@@ -89,6 +113,13 @@ def report(
     return rows
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {number}")
+    return number
+
+
 def _bytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MB"
 
@@ -100,9 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="What K-FAC's distributed strategies cost, from the plan alone.",
     )
     parser.add_argument("model", help="resnet50, gpt, or a JSON file of layers")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[4, 16, 64, 256, 1024])
-    parser.add_argument("--layers", type=int, default=12, help="of gpt")
-    parser.add_argument("--width", type=int, default=768, help="of gpt")
+    parser.add_argument("--worlds", type=_count, nargs="+", default=[4, 16, 64, 256, 1024])
+    parser.add_argument("--layers", type=_count, default=12, help="of gpt")
+    parser.add_argument("--width", type=_count, default=768, help="of gpt")
     parser.add_argument("--assignment-strategy", choices=("compute", "memory"), default="compute")
     parser.add_argument("--apart", action="store_true", help="colocate_factors=False")
     parser.add_argument("--inverse", action="store_true", help="inverses instead of eigenbases")
@@ -113,7 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif given.model == "gpt":
         layers = gpt(given.layers, given.width)
     else:
-        layers = read_layers(given.model)
+        try:
+            layers = read_layers(given.model)
+        except (TypeError, ValueError) as error:
+            parser.error(str(error))
     rows = report(
         layers,
         given.worlds,
