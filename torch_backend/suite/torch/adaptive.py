@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -488,12 +488,14 @@ def _loss_and_outputs(returned: Any) -> list[torch.Tensor]:
         kind = type(returned).__name__
         raise TypeError(f"closure must return (loss, outputs), got {kind}")
     loss, outputs = returned
-    listed = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    several = isinstance(outputs, Iterable) and not isinstance(outputs, torch.Tensor)
+    listed = list(outputs) if several else [outputs]
     if not (isinstance(loss, torch.Tensor) and loss.ndim == 0):
         raise TypeError(f"closure must return a loss that is a 0-d tensor first, got {loss!r}")
     if not listed or not all(isinstance(x, torch.Tensor) for x in listed):
         raise TypeError(
-            "closure must return the tensor, or tensors, that the loss is a function of second"
+            "closure must return the tensor, or a sequence of the tensors, that the loss is a function "
+            f"of second, got {type(outputs).__name__}"
         )
     if any(x.is_complex() for x in [loss, *listed]):
         raise TypeError("closure must return real tensors, got complex ones: take torch.view_as_real")
