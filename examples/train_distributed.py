@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+import training
 from distributed import latest, save_atomically
 from suite.torch import KFAC
 
@@ -59,24 +60,47 @@ def batch_of(step: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tenso
     return patterns[labels] + 2 * torch.randn(size, 3, SIZE, SIZE, generator=generator), labels
 
 
+def strategy(text: str) -> float | str:
+    """A fraction, or the name of one."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument(
-        "--strategy", default="COMM_OPT", help="COMM_OPT, HYBRID_OPT, MEM_OPT or a fraction"
+        "--strategy",
+        type=strategy,
+        default="COMM_OPT",
+        help="COMM_OPT, HYBRID_OPT, MEM_OPT or a fraction",
     )
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=96, help="of all processes together")
-    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--steps", type=training.whole, default=100)
+    parser.add_argument(
+        "--batch-size", type=training.whole, default=96, help="of all processes together"
+    )
+    parser.add_argument(
+        "--width", type=training.whole, default=16, help="channels at first, a multiple of 4"
+    )
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--damping", type=float, default=0.03)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a collective may take")
     parser.add_argument("--checkpoint", metavar="FOLDER", help="saved here, and resumed from here")
-    parser.add_argument("--checkpoint-every", type=int, default=50)
+    parser.add_argument("--checkpoint-every", type=training.whole, default=50)
     given = parser.parse_args()
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if given.batch_size % world:  # ranks average their means
+        parser.error(
+            f"--batch-size must be a multiple of the number of processes, {world}, got "
+            f"{given.batch_size}"
+        )
+    if given.width % 4:
+        parser.error(f"--width must be a multiple of 4, got {given.width}")
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
@@ -87,7 +111,7 @@ def main() -> None:
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         rank=int(os.environ.get("RANK", 0)),
-        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        world_size=world,
         timeout=timedelta(seconds=given.timeout),
     )
     train(given, device)
@@ -113,9 +137,8 @@ def train(given: argparse.Namespace, device: torch.device) -> None:
                 fully_shard(layer)
         fully_shard(model)
     sgd = torch.optim.SGD(run.parameters(), lr=given.lr, momentum=0.9)
-    strategy = float(given.strategy) if given.strategy[0].isdigit() else given.strategy
     optimizer = KFAC(
-        run, sgd, damping=given.damping, inv_update_steps=10, gradient_worker_fraction=strategy
+        run, sgd, damping=given.damping, inv_update_steps=10, gradient_worker_fraction=given.strategy
     )
 
     def state() -> dict[str, object]:

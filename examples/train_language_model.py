@@ -161,8 +161,8 @@ def parse() -> argparse.Namespace:
     options = training.parse(parser)
     if options.width % options.heads:
         parser.error(f"--width must be a multiple of --heads, got {options.width} and {options.heads}")
-    if options.text is not None and not options.text.is_file():
-        parser.error(f"--text must be a file, got {options.text}")
+    if options.text is not None and not (options.text.is_file() and options.text.stat().st_size):
+        parser.error(f"--text must be a file that is not empty, got {options.text}")
     return options
 
 

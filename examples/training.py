@@ -113,6 +113,10 @@ def parse(source: argparse.ArgumentParser, arguments: list[str] | None = None) -
         source.error(f"--warmup must be >= 0 and < 1, got {options.settings['warmup']}")
     if options.resume and options.checkpoint is None:
         source.error("--resume needs --checkpoint")
+    for name in ("checkpoint", "output"):
+        path = getattr(options, name)
+        if path is not None and path.is_dir():  # else it would be found out after an epoch
+            source.error(f"--{name} must be a file, got the folder {path}")
     return options
 
 

@@ -166,6 +166,8 @@ def image_folders(folder: Path, size: int) -> tuple[ImagesInFolders, ImagesInFol
             of_class = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES)
             files += of_class
             labels += [names.index(path.name)] * len(of_class)
+        if not files:
+            raise SystemExit(f"--data must have images in the classes of {folder / part}, found none")
         return ImagesInFolders(files, torch.tensor(labels, dtype=torch.long), size)
 
     return read("train"), read("val")

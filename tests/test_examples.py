@@ -17,6 +17,8 @@ import torch
 
 import kron_races
 import resnets
+import train_distributed
+import train_language_model
 import train_pinn
 import training
 import vision
@@ -138,6 +140,8 @@ def test_a_finished_run_has_nothing_to_resume_and_another_run_cannot(tmp_path, c
         ("--epochs 0", "must be >= 1, got 0"),
         ("--seed -1", "must be >= 0, got -1"),
         ("--resume", "--resume needs --checkpoint"),
+        ("--checkpoint .", "--checkpoint must be a file, got the folder ."),
+        ("--output .", "--output must be a file, got the folder ."),
     ],
 )
 def test_wrong_options_say_what_is_right(arguments, message, capsys):
@@ -159,6 +163,49 @@ def test_data_that_are_not_there_are_named(tmp_path):
         vision.cifar10(tmp_path)
     with pytest.raises(SystemExit, match="one folder per class"):
         vision.image_folders(tmp_path, 8)
+
+
+@pytest.mark.parametrize("empty", ["train", "val"])
+def test_folders_without_images_are_named(empty, tmp_path):
+    pytest.importorskip("PIL.Image")
+    for part in ("train", "val"):
+        (tmp_path / part / "red").mkdir(parents=True)
+        if part != empty:
+            (tmp_path / part / "red" / "image.png").touch()
+    with pytest.raises(SystemExit, match=f"--data must have images in the classes of .*{empty}"):
+        vision.image_folders(tmp_path, 8)
+
+
+def test_a_text_that_is_empty_is_named(tmp_path, capsys, monkeypatch):
+    text = tmp_path / "text"
+    text.touch()
+    monkeypatch.setattr(sys, "argv", ["train_language_model.py", "--text", str(text)])
+    with pytest.raises(SystemExit):
+        train_language_model.main()
+    assert f"--text must be a file that is not empty, got {text}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--batch-size 3", "--batch-size must be a multiple of the number of processes, 2, got 3"),
+        ("--batch-size 0", "argument --batch-size: must be >= 1, got 0"),
+        ("--checkpoint-every 0", "argument --checkpoint-every: must be >= 1, got 0"),
+        ("--width 6", "--width must be a multiple of 4, got 6"),
+    ],
+)
+def test_wrong_options_of_the_distributed_example_say_what_is_right(
+    arguments, message, capsys, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["train_distributed.py", *arguments.split()])
+    with pytest.raises(SystemExit):
+        train_distributed.main()
+    assert message in capsys.readouterr().err
+
+
+def test_a_strategy_is_a_name_or_any_fraction():
+    assert [train_distributed.strategy(text) for text in ("MEM_OPT", ".5", "1")] == ["MEM_OPT", 0.5, 1.0]
 
 
 # ---- data ----------------------------------------------------------------------------------------
