@@ -90,7 +90,7 @@ def test_damped_inverse_is_symmetric_to_the_last_bit_and_positive_definite(xp):
     assert np.linalg.eigvalsh(inverse).min() > 0
 
 
-def test_a_stack_of_no_matrices_has_no_inverses_and_no_eigenvalues(xp):
+def test_a_stack_of_no_matrices_has_no_inverses_no_eigenvalues_and_no_diagonals(xp):
     x, y = xp.asarray(np.zeros((0, 3, 3))), xp.asarray(np.zeros((0, 3, 2)))
     for n in (3, 1000):
         empty = xp.asarray(np.zeros((0, n, n)))
@@ -100,6 +100,8 @@ def test_a_stack_of_no_matrices_has_no_inverses_and_no_eigenvalues(xp):
     assert vectors.shape == (0, 3, 3)
     solved = xp.run(lambda a, b: linalg.solve_triangular(a, b, upper=True), x, y)
     assert to_numpy(solved).shape == (0, 3, 2)
+    assert to_numpy(xp.run(linalg.diagonal, x)).shape == (0, 3)
+    assert to_numpy(xp.run(linalg.trace, x)).shape == (0,)
 
 
 @each_matrix
@@ -199,6 +201,16 @@ def test_newton_schulz_inverse_takes_the_iterations_it_says(xp, condition, dtype
     assert relative_error(iterations + 4) < epsilon * (10 + condition)
     if condition > 1:
         assert np.isnan(relative_error(iterations - 2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("iterations", [10, 30, 60])
+def test_newton_schulz_inverse_of_numbers_does_not_start_from_zeros(xp, dtype, iterations):
+    """The bound on a guess's residual rounds to 1, the residual of zeros, which would stay zeros."""
+    numbers = np.array([1e-20, 0.7, 3.0, 1e20])[:, None, None]
+    arrays = xp.asarray(numbers, dtype), 0.0, xp.asarray(np.zeros_like(numbers), dtype)
+    got = to_numpy(xp.run(linalg.newton_schulz_inverse, *arrays, iterations=iterations))
+    assert_close(got * numbers, np.ones_like(numbers), rtol=1e-6)
 
 
 def test_newton_schulz_inverse_takes_one_step_from_a_good_guess(xp):

@@ -169,7 +169,7 @@ def eigh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def diagonal(x: jax.Array) -> jax.Array:
     """(..., n, n) -> (..., n), as a slice with a stride: a gather or a product compiles for longer."""
-    flat = x.reshape(*x.shape[:-2], -1)
+    flat = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])  # -1 is unknown of no matrices
     return lax.slice_in_dim(flat, 0, None, x.shape[-1] + 1, axis=-1)  # indexing would be a gather
 
 
