@@ -331,9 +331,8 @@ def step_with_other_parameters(zero: bool) -> str:
     rank = world_and_rank()[1]
     parameters = [torch.nn.Parameter(torch.ones(3, 3)) for _ in range(5 if zero else 2 + rank)]
     if zero:
-        from torch.distributed.optim import (
-            ZeroRedundancyOptimizer,
-        )  # which warns of what torch deprecates
+        # Here, for to import it warns of what torch deprecates.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
         optimizer = ZeroRedundancyOptimizer(parameters, Kron)
     else:

@@ -671,7 +671,7 @@ class _Finder:
         if known and w == 1 and node.custom is None:  # whose inside is not run
             (columns,) = {0, 1, 2} - {op.group, op.contracted}
             of_stack = (op.group,), (columns,), (op.contracted,)
-            return Grouped(operand[op.group], given[2]), (), of_stack, 0, real
+            return Grouped(given[2]), (), of_stack, 0, real
         if isinstance(op, operations.Gather) and w == 0:
             others = tuple(axis for axis in range(len(operand)) if axis != op.axis)
             lookup = Lookup(operand[op.axis], op.offset_axes, op.clip, op.component)

@@ -68,7 +68,6 @@ class Lookup(NamedTuple):
 class Grouped(NamedTuple):
     """A ragged_dot: rows (n, d_in), those of one group behind those of another."""
 
-    groups: int
     sizes: int  # the value that says how many rows each group has
 
 
