@@ -102,6 +102,56 @@ def test_complex_parameters_have_the_diagonal_of_their_parts(name, reduction):
         assert kfac.routing()[f"own.{i}"].treatment == "kfac"
 
 
+# Complex weights (i, o, t) of two real parameters.
+MADE = {
+    "complex": lambda re, im: torch.complex(re, im),
+    "1j": lambda re, im: re + 1j * im,
+    "a difference": lambda re, im: re - im * 2j,
+    "turned over": lambda re, im: 0.5j * im + re,
+    "stacked": lambda re, im: torch.view_as_complex(torch.stack([re, im], -1)),
+    "cast": lambda re, im: re.to(torch.complex128) + 1j * im,
+    "scaled": lambda re, im: 0.5 * torch.complex(re, im),
+    "divided": lambda re, im: torch.complex(re, im) / 3,
+    "turned": lambda re, im: 1j * torch.complex(re, im),
+    "exponential": lambda re, im: torch.complex(-re.exp(), im),
+    "moved": lambda re, im: torch.complex(re.mT, im.mT).mT,
+}
+
+
+@pytest.mark.parametrize("by", ["modes", "matrix", "entries"])
+@pytest.mark.parametrize("made", MADE)
+def test_two_real_parameters_make_a_complex_one(made, by):
+    """A parameter of its own for every example: autograd gives each one's gradient."""
+    make = MADE[made]
+    operation, by_row = {
+        "modes": (
+            lambda x, p: torch.einsum("nit,iot->not", x, p[:, :, :4]),
+            lambda x, p: torch.einsum("nit,niot->not", x, p[:, :, :, :4]),
+        ),
+        "matrix": (
+            lambda x, p: x[:, 0] @ p[0],
+            lambda x, p: torch.einsum("nt,nto->no", x[:, 0], p[:, 0]),
+        ),
+        "entries": (lambda x, p: x * p[:, 0], lambda x, p: x * p[:, :, 0]),
+    }[by]
+    x, model = numbers(3, 2, 4), double(lambda: Used(None, []))
+    shape = (2, 4, 4)
+    model.own = nn.ParameterList([nn.Parameter(numbers(*shape, seed=s)) for s in (10, 11)])
+    other = copy.deepcopy(model)
+    model.operation = lambda x, re, im: operation(x, make(re, im))
+    other.operation = lambda x, re, im: by_row(x, make(re, im))
+    per_row = [p.detach().expand(3, *shape).clone().requires_grad_() for p in model.own]
+    y = other(x, per_row)
+    torch.testing.assert_close(y, model(x))
+    loss_of(y).backward()
+    kfac = stepped(model, x)
+    for i, p in enumerate(per_row):
+        assert kfac.routing()[f"own.{i}"].treatment == "kfac"
+        A, G = held(kfac)[f"own.{i}"]
+        expected = len(x) * p.grad.square().sum(0)
+        torch.testing.assert_close(A * G[:, 0], expected.reshape(1, -1), rtol=1e-9, atol=1e-12)
+
+
 def test_reduce_sums_over_each_example():
     operation, by_row, shapes, rows = USES["x * p"]
     x, model = numbers(3, 2, 4), double(lambda: Used(operation, shapes))
@@ -115,20 +165,28 @@ def test_reduce_sums_over_each_example():
 
 
 class Spectral(nn.Module):
-    """A spectral convolution, of complex weights, or of real ones in their place."""
+    """A spectral convolution, of complex weights, or of pairs of numbers, or of two real ones each."""
 
-    def __init__(self, *, by_parts=False):
+    def __init__(self, *, of="complex"):
         super().__init__()
         weight, shift = 0.3 * complexes(2, 4, 3), 0.3 * complexes(4, 1, seed=3)
-        if by_parts:
+        if of == "pairs":
             weight, shift = map(torch.view_as_real, (weight, shift))
+        elif of == "two":
+            self.weight_i, self.shift_i = (
+                nn.Parameter(weight.imag.clone()),
+                nn.Parameter(shift.imag.clone()),
+            )
+            weight, shift = weight.real, shift.real
         self.weight, self.shift = nn.Parameter(weight.clone()), nn.Parameter(shift.clone())
-        self.by_parts = by_parts
+        self.of = of
 
     def forward(self, x):
         weight, shift = self.weight, self.shift
-        if self.by_parts:
+        if self.of == "pairs":
             weight, shift = torch.view_as_complex(weight), torch.view_as_complex(shift)
+        elif self.of == "two":
+            weight, shift = weight + 1j * self.weight_i, torch.complex(shift, self.shift_i)
         f = torch.fft.rfft(x)
         out = torch.zeros(len(x), 4, f.shape[-1], dtype=f.dtype)
         out[:, :, :3] = torch.einsum("bix,iox->box", f[:, :, :3], weight) + shift
@@ -136,23 +194,25 @@ class Spectral(nn.Module):
 
 
 class Operator(nn.Module):
-    def __init__(self, *, by_parts=False):
+    def __init__(self, *, of="complex"):
         super().__init__()
-        self.lift, self.spectral, self.head = (
-            nn.Linear(1, 2),
-            Spectral(by_parts=by_parts),
-            nn.Linear(4, 1),
-        )
+        self.lift, self.spectral, self.head = nn.Linear(1, 2), Spectral(of=of), nn.Linear(4, 1)
 
     def forward(self, x):
         return self.head(torch.tanh(self.spectral(self.lift(x).mT)).mT)
 
 
 def parts(model):
-    return [
-        torch.view_as_real(p) if p.is_complex() else p
-        for p in map(torch.Tensor.detach, model.parameters())
-    ]
+    own = {name: p.detach() for name, p in model.named_parameters()}
+    found = []
+    for name, p in own.items():
+        if p.is_complex():
+            found.append(torch.view_as_real(p))
+        elif f"{name}_i" in own:
+            found.append(torch.stack([p, own[f"{name}_i"]], -1))
+        elif not name.endswith("_i"):
+            found.append(p)
+    return found
 
 
 def trained(model, steps=6, run=None, chunks=1, **settings):
@@ -179,11 +239,12 @@ def assert_alike(model, other):
     ids=str,
 )  # fmt: skip
 def test_complex_parameters_are_those_of_their_parts(settings):
-    model, other = (double(lambda by=by: Operator(by_parts=by)) for by in (False, True))
+    model, *others = (double(lambda of=of: Operator(of=of)) for of in ("complex", "pairs", "two"))
     before = parts(copy.deepcopy(model))
     kfac = trained(model, **settings)
-    trained(other, **settings)
-    assert_alike(model, other)
+    for other in others:
+        trained(other, **settings)
+        assert_alike(model, other)
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(parts(model), before, strict=True))
     route = kfac.routing()["spectral.weight"]
     assert (route.treatment, route.factors, route.shape) == ("kfac", "diag 48", (2, 4, 3))
@@ -213,10 +274,10 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch.compile does not trace modes")
-@pytest.mark.parametrize("by_parts", [False, True])
-def test_a_compiled_model_is_the_same(by_parts):
+@pytest.mark.parametrize("of", ["complex", "pairs", "two"])
+def test_a_compiled_model_is_the_same(of):
     torch._dynamo.reset()
-    model = double(lambda: Operator(by_parts=by_parts))
+    model = double(lambda: Operator(of=of))
     other = copy.deepcopy(model)
     trained(other)
     trained(model, run=torch.compile(model, backend="aot_eager", fullgraph=True))
@@ -258,7 +319,7 @@ def test_gradients_that_are_conjugates_by_a_mark_are_written_to():
     "how",
     [
         lambda x, p: x * p.exp(),
-        lambda x, p: x * (p * 1j),
+        lambda x, p: x * (p * (1 + 1j)),
         lambda x, p: x * p.conj(),
         lambda x, p: x * p.abs(),
         lambda x, p: x + p.real,

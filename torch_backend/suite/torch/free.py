@@ -21,7 +21,7 @@ from suite.torch.calls import are_transposes
 from suite.torch.copies import Copies
 from suite.torch.einsum import operands_of
 from suite.torch.entrywise import derivative_of
-from suite.torch.free_probes import Watched, factor_of, with_probe
+from suite.torch.free_probes import Watched, factor_of, slot_of_product, with_probe
 from suite.torch.gates import Member, Origin, Products
 from suite.torch.hooks import (
     Mode,
@@ -323,8 +323,12 @@ class FreeParameters(Mode):
                     slot = function(watched.slot, *args[1:], **kwargs)
                     self.watched.append(watched._replace(tensor=output, slot=slot, origin=None))
                 elif function in CASTS and place == 0:
-                    origin = None if self.is_traced else watched.of()
-                    self.watched.append(watched._replace(tensor=output, origin=origin))
+                    slot = slot_of_product(watched.slot, 1, output.is_complex())
+                    origin = None if self.is_traced or slot is not watched.slot else watched.of()
+                    self.watched.append(watched._replace(tensor=output, slot=slot, origin=origin))
+                elif function is torch.complex and self._is_of_entries(given, output):
+                    slot = slot_of_product(watched.slot, 1j if place else 1, True)
+                    self.watched.append(watched._replace(tensor=output, slot=slot, origin=None))
                 elif function is F.interpolate and place == 0 and not (self.is_traced or watched.reduce):
                     slot = resized_slot(watched.slot, args[1:], kwargs)
                     made = watched._replace(tensor=output, slot=slot, widened=True, origin=None)
@@ -336,15 +340,16 @@ class FreeParameters(Mode):
                 elif self._fits(function, args, kwargs, place, output):
                     # 1 + p has no rows before it meets x. The square of a factor goes into squares.
                     factor = factor_of(function, before, place)
-                    of_tensor = isinstance(factor, T) and factor.dtype.is_complex
-                    if of_tensor or isinstance(factor, complex):
+                    if isinstance(factor, T) and not factor.is_complex():
+                        factor = factor.detach().to(watched.slot.dtype)
+                    slot = slot_of_product(watched.slot, factor, output.is_complex())
+                    if slot is None:
                         watched.misses(output)
                         continue
-                    if isinstance(factor, T):
-                        factor = factor.detach().to(watched.slot.dtype)
-                    slot = (watched.slot * factor**2).expand(output.shape)
+                    slot = slot.expand(output.shape)
                     widened = watched.widened or output.numel() > watched.slot.numel()
-                    same = output.shape == watched.slot.shape
+                    same = output.shape == watched.slot.shape and not isinstance(factor, complex)
+                    same = same and slot.is_complex() == watched.slot.is_complex()
                     origin = self._times(watched, factor) if same else None
                     made = watched._replace(tensor=output, slot=slot, widened=widened, origin=origin)
                     self.watched.append(made)

@@ -92,6 +92,25 @@ def factor_of(function: Any, args: Any, place: int) -> Any:
     return 1 / other if place == 0 else -other / args[1].detach() ** 2
 
 
+def slot_of_product(slot: T, factor: Any, is_complex: bool) -> T | None:
+    """The slot of a tensor times a number or what has no rows, which may be the first complex one.
+
+    None: a row's gradients by both parts of the tensor are made of those by both parts of the product.
+    """
+    if isinstance(factor, T) and factor.is_complex():
+        return None
+    if isinstance(factor, complex):
+        if factor.real and factor.imag:
+            return None
+        if factor.imag:  # i z has the parts of z in each other's places
+            real, imaginary = _parts(slot) if slot.is_complex() else (slot, torch.zeros_like(slot))
+            slot = torch.complex(imaginary, real)
+        factor = factor.imag or factor.real
+    if is_complex and not slot.is_complex():
+        slot = torch.complex(slot, torch.zeros_like(slot))
+    return slot if isinstance(factor, int) and factor == 1 else slot * factor**2
+
+
 def _share_of(function: Any, x: T, other: T) -> T:
     """What a maximum or a minimum of both has of `x`: all or nothing, and half of what is equal."""
     chosen = x > other if function in MAXIMA else x < other
