@@ -1345,9 +1345,9 @@ def test_torchs_prelu_has_the_diagonal_of_its_rows_gradients():
 COMPLEX = {  # of x and a parameter (4,)
     "quotient": lambda x, p: x * (p / torch.full((4,), 1j)),
     "function": lambda x, p: x * torch.exp(p + 1j),
-    "number": lambda x, p: x * (p * 1j),
+    "number": lambda x, p: x * (p * (1 + 1j)),
     "factor": lambda x, p: x * (p * torch.full((4,), 1j)),
-    "matrix": lambda x, p: torch.einsum("bi,ij->bj", x + 0j, torch.diag(p).to(torch.complex128)),
+    "matrix": lambda x, p: torch.einsum("bi,ij->bj", x + 0j, torch.diag(p).to(torch.complex128).conj()),
     "product": lambda x, p: torch.fft.fft(x) @ p.view(2, 2).to(torch.complex128).repeat(2, 2),
 }
 
