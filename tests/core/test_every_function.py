@@ -224,6 +224,12 @@ CASES = {
         ),
         (normal(B, 5, 2), normal(B, 5, 2, seed=1), normal(B, 5, 4), normal(B, 5, 4, seed=1)),
     ),
+    "statistics.complex_gradient": (
+        lambda a, b, c, d: statistics.complex_gradient(
+            (a, b), (c, d), ("zio", "zni", "zno"), (a.shape[0], 4, 2)
+        ),
+        (normal(B, 5, 2), normal(B, 5, 2, seed=1), normal(B, 5, 4), normal(B, 5, 4, seed=1)),
+    ),
     "kfac.rows_fit": (
         lambda A, G, a, g: kfac.rows_fit((g.mT @ a, None), a, g, kfac.probes_for(A, G)),
         (positive_definite(B, 4), positive_definite(B, 3), normal(B, 6, 4), normal(B, 6, 3)),

@@ -22,6 +22,7 @@ from suite.core.statistics import (
     LayerStatistics,
     add_transposed,
     batch_norm_second_moment_sum,
+    complex_gradient,
     complex_second_moment_sum,
     cross_moment_sum,
     elementwise_second_moment_sum,
@@ -326,6 +327,28 @@ def test_complex_parameters_have_the_squares_of_every_rows_parts(xp, kind, shape
     for one, part in zip(got, expected, strict=True):
         assert one.shape == shape
         assert_close(one, part)
+
+
+@pytest.mark.parametrize(
+    ("shape", "other_shape", "labels"), [case[1:] for case in COMPLEX[-2:]], ids=str
+)
+def test_a_complex_gradient_is_that_of_both_parts(xp, shape, other_shape, labels):
+    """The loss changes by Re Σ ḡ dy where p changes, and so y."""
+
+    def complexes(*shape, seed):
+        return normal(*shape, seed=seed) + 1j * normal(*shape, seed=seed + 1)
+
+    equation, x = f"{labels[1]},{labels[0]}->{labels[2]}", complexes(*other_shape, seed=1)
+    g = complexes(*np.einsum(equation, x, np.zeros(shape)).shape, seed=3)
+    parts = [[xp.asarray(part.copy()) for part in (z.real, z.imag)] for z in (g, x)]
+    found = xp.run(complex_gradient, *parts, labels=labels, shape=shape)
+    for unit, got in zip((1.0, 1.0j), found, strict=True):
+        expected = np.zeros(shape)
+        for at in np.ndindex(shape):
+            change = np.zeros(shape, complex)
+            change[at] = unit
+            expected[at] = np.sum(g.conj() * np.einsum(equation, x, change)).real
+        assert_close(got, expected)
 
 
 # How many rows each group has, and how many there are behind the last one's.

@@ -292,6 +292,41 @@ def routed() -> Network:
     return Network(weights, rng.normal(size=(32, width)), rng.integers(0, 4, 32), layers, apply)
 
 
+class _Spectral(nn.Module):
+    """A spectral convolution along positions, with complex weights of two real parameters."""
+
+    def __init__(self, width: int, modes: int) -> None:
+        super().__init__()
+        self.re, self.im = (nn.Parameter(torch.empty(width, width, modes)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.fft.rfft(x, dim=1)
+        out = torch.zeros_like(z)
+        weight = self.re + 1j * self.im
+        out[:, : weight.shape[-1]] = torch.einsum("nmi,iom->nmo", z[:, : weight.shape[-1]], weight)
+        return torch.tanh(x + torch.fft.irfft(out, n=x.shape[1], dim=1))
+
+
+def operator() -> Network:
+    rng = np.random.default_rng(9)
+    width, modes = 4, 3
+    shapes = ((width, width), (width,), *((width, width, modes),) * 2, (3, width), (3,))
+    weights = [
+        rng.normal(size=s) / np.sqrt(s[1]) if len(s) > 1 else 0.1 * rng.normal(size=s) for s in shapes
+    ]
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(width, width), nn.Tanh(), _Spectral(width, modes), nn.Linear(width, 3)]
+
+    def apply(p, x):
+        x = jnp.tanh(x @ p[0].T + p[1])
+        z = jnp.einsum("nmi,iom->nmo", jnp.fft.rfft(x, axis=1)[:, :modes], jax.lax.complex(p[2], p[3]))
+        x = jnp.tanh(x + jnp.fft.irfft(z, n=x.shape[1], axis=1))
+        return x @ p[4].T + p[5]
+
+    return Network(weights, rng.normal(size=(6, 8, width)), rng.integers(0, 3, (6, 8)), layers, apply)
+
+
 def torch_model(network: Network, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     """The model and its loss on the network's one batch, () -> 0-d tensor."""
     model = nn.Sequential(*network.torch_layers()).to(dtype)

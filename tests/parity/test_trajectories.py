@@ -33,6 +33,7 @@ KFAC_NETWORKS = {
     "scanned": networks.scanned,
     "experts": networks.experts,
     "routed": networks.routed,
+    "operator": networks.operator,
     "decoder": networks.decoder,
 }
 KFAC_SETTINGS = {"damping": 0.01, "factor_update_steps": 3, "inv_update_steps": 7}

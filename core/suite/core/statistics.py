@@ -288,6 +288,21 @@ def complex_second_moment_sum(
     return xp.maximum(both + difference, zero) / 2.0, xp.maximum(both - difference, zero) / 2.0
 
 
+def complex_gradient(
+    gradient: tuple[Array, Array],
+    other: tuple[Array, Array],
+    labels: tuple[str, str, str],
+    shape: tuple[int, ...],
+) -> tuple[Array, Array]:
+    """Σ g x̄ over all rows of a contraction: the gradient by a complex parameter's parts.
+
+    Args: as of `complex_second_moment_sum`.
+    """
+    (a, b), (c, d) = gradient, other
+    real = _contracted(a, c, labels, shape) + _contracted(b, d, labels, shape)
+    return real, _contracted(b, c, labels, shape) - _contracted(a, d, labels, shape)
+
+
 def _products(
     squares: Array,
     others: Array,

@@ -35,6 +35,7 @@ from suite.jax.layers import (
     Sums,
     Use,
     empty_sums,
+    in_precision,
     use_gradient,
     use_sums,
     with_bias,
@@ -499,11 +500,12 @@ def verify(
 
     def measure(layer: Layer, use: Use) -> Any:
         def gradient_of(x: Any, gradient: jax.Array, like: jax.Array, own: None) -> jax.Array:
-            kinds = [v.dtype for v in (*jax.tree.leaves(x), gradient) if jaxprs.dtype_is_float(v)]
+            given = (v.dtype for v in (*jax.tree.leaves(x), gradient))
+            kinds = [kind for kind in given if jnp.issubdtype(kind, jnp.inexact)]
             coarsest = max(float(jnp.finfo(kind).eps) for kind in kinds)
             for leaf in (layer.leaf, layer.bias):
                 epsilons[leaf] = max(epsilons.get(leaf, 0.0), coarsest)
-            return use_gradient(layer, use, x, gradient.astype(like.dtype))
+            return use_gradient(layer, use, x, in_precision(gradient, like.dtype))
 
         return gradient_of
 

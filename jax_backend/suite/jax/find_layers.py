@@ -18,6 +18,7 @@ import numpy as np
 from suite.jax import jaxprs, operations
 from suite.jax.activations import Activations
 from suite.jax.beside import Beside
+from suite.jax.complex_weights import ComplexWeights
 from suite.jax.copies import Copies
 from suite.jax.derivatives import Derivatives
 from suite.jax.examples import batch_of, of_examples
@@ -25,6 +26,7 @@ from suite.jax.functions import Functions
 from suite.jax.gates import one_use
 from suite.jax.joined import Piece, moved, pieces, window, windows
 from suite.jax.layers import (
+    ComplexPart,
     Convolution,
     Dense,
     Elementwise,
@@ -137,6 +139,17 @@ class _Finder:
             of_arguments=self.of_arguments,
             readers=self.readers,
         )
+        self.complexes = ComplexWeights(
+            program,
+            self.uses,
+            is_constant=lambda v: v not in self.of_arguments and v not in self.differentiable,
+            is_once=self.is_once,
+            elementwise=lambda node, place, origin, part: self.elementwise(
+                node,
+                _Meeting(place, origin, self.shape(node.inputs[place]), None),  # type: ignore[arg-type]
+                part,
+            ),
+        )
         self.made = MadeWeights(
             program,
             leaves=leaves,
@@ -186,6 +199,8 @@ class _Finder:
             known = [None if v is None else self.origins.get(v) for v in node.inputs]
             if live and self.serve(node, known):
                 continue
+            if live and self.complexes.meet(node, known):
+                continue
             if live and any(v in self.scaled for v in node.inputs):
                 self.meet_scaled(node, known)
             if any(v in self.joined for v in node.inputs):
@@ -206,6 +221,7 @@ class _Finder:
                 self.meet_beside(node, known)
         for root in self.roots:
             self.uses.rule_out(self.origins.get(root), "being returned")
+            self.complexes.rule_out(root, "being returned")
             self.rule_out_pieces(self.joined.get(root, ()))
             if root in self.scaled:
                 self.scalings[self.scaled[root].first].others.append("being returned")
@@ -693,10 +709,13 @@ class _Finder:
         operand = None if x is None else custom.inputs.index(x)
         return custom.path, custom.outputs.index(node.outputs[0]), operand
 
-    def elementwise(self, node: jaxprs.Node, met: _Meeting) -> bool:
+    def elementwise(self, node: jaxprs.Node, met: _Meeting, part: ComplexPart | None = None) -> bool:
         """A leaf added to, multiplied with or put beside something larger; whether it is that.
 
         Or in the place of something, where that is activations.
+
+        Args:
+            part: which the leaf is of a complex operand.
         """
         p, origin, operand, piece = met
         repeats = isinstance(node.operation, operations.Reindex)
@@ -718,7 +737,7 @@ class _Finder:
         divides = is_quotient and p == 1
         multiplies = is_quotient or isinstance(node.operation, operations.Multiply)
         signs = node.operation.signs if isinstance(node.operation, operations.Add) else (1, 1)
-        real = [v for v in (*operands, value) if v is not None]
+        real = [v for v in (*operands, value) if v is not None and part is None]
         if any(not jaxprs.dtype_is_float(self.program.avals[v]) for v in real):
             return False
         if multiplies and other is None:
@@ -727,7 +746,7 @@ class _Finder:
         if by_itself and node.custom is not None:  # whose inside is not run
             return False
         bias_of = None
-        is_sum = not multiplies and not chosen and other is not None and signs == (1, 1)
+        is_sum = not multiplies and not chosen and other is not None and signs == (1, 1) and part is None
         if is_sum and not by_itself:
             assert other is not None
             bias_of = self.bias(node, other, origin, inner, piece)
@@ -741,7 +760,7 @@ class _Finder:
         if where is None:
             return False
         path, out_index, x_operand = where
-        product = Elementwise(origin.part, inner, multiplies, signs[at], at if chosen else None)
+        product = Elementwise(origin.part, inner, multiplies, signs[at], at if chosen else None, part)
         owns = None if piece is None else window(self.shape(value), piece.axis, piece)
         size = math.prod(origin.part)
         rows = math.prod(shape) // max(origin.size, 1)
@@ -759,7 +778,7 @@ class _Finder:
         site = Site(origin.leaf, use, view, (size, 1), False, None, value, node.loops, origin.repeated)
         if bias_of is None:
             self.uses.sites.append(site)
-            if multiplies and piece is None and node.custom is None:
+            if multiplies and piece is None and node.custom is None and part is None:
                 self.activations.outputs[value] = self.activations.made_by(site, value)
                 if not is_quotient:
                     self.products[value] = site

@@ -14,6 +14,8 @@ from suite.core import correlations, patches
 from suite.core.ekfac import grouped_second_moment_in_basis, second_moment_in_basis
 from suite.core.linalg import grouped_products
 from suite.core.statistics import (
+    complex_gradient,
+    complex_second_moment_sum,
     cross_moment_sum,
     grouped_second_moment_sum,
     second_moment_sum,
@@ -71,6 +73,14 @@ class Grouped(NamedTuple):
     sizes: int  # the value that says how many rows each group has
 
 
+class ComplexPart(NamedTuple):
+    """A leaf times `factor` is the real part of a complex weight, or the imaginary one."""
+
+    imaginary: bool
+    factor: float
+    labels: tuple[str, str, str] | None = None  # of a product that sums: the weight's axes, x's, y's
+
+
 class Elementwise(NamedTuple):
     """A sum with, or product by, a leaf that is broadcast: `steps` from the leaf to the operand.
 
@@ -82,12 +92,36 @@ class Elementwise(NamedTuple):
     multiplies: bool
     sign: int  # -1 where the leaf is subtracted
     case: int | None = None  # the choice that takes the leaf
+    part: ComplexPart | None = None
 
     def gradient(self, x: Any, of_output: jax.Array) -> jax.Array:
         """What each place adds to the leaf's gradient; x is the factor, or what chooses."""
         if self.case is not None:
             return jnp.where(x == self.case, of_output, 0)
-        return of_output * x if self.multiplies else self.sign * of_output
+        if self.part is not None and self.part.labels is not None:
+            own = complex_gradient(*_parts(x, of_output), self.part.labels, self.operand)
+            return self.part.factor * own[self.part.imaginary]
+        found = of_output * x if self.multiplies else self.sign * of_output
+        if self.part is not None:  # of the conjugate of what the gradient by a complex number is
+            found = self.part.factor * (-found.imag if self.part.imaginary else found.real)
+        return found
+
+    def squares(self, x: Any, of_output: jax.Array, reduce: bool) -> jax.Array:
+        """Σ over rows of the squares of each one's gradient: of the leaf's, or its part's, shape."""
+        if self.part is not None and self.part.labels is not None:
+            given = *_parts(x, of_output), "contraction", self.operand
+            both = complex_second_moment_sum(*given, labels=self.part.labels)
+            return _to_leaf(self, self.part.factor**2 * both[self.part.imaginary])
+        factor = jnp.broadcast_to(x, of_output.shape).astype(of_output.dtype) if self.multiplies else x
+        rows = self.gradient(factor, of_output)
+        rows, shared = _of_examples(self, rows) if reduce else (rows, 1)
+        return _to_leaf(self, rows * rows) / shared
+
+    @property
+    def operand(self) -> Shape:
+        """The shape of what the leaf has become."""
+        shape: Shape = entries(self.shape, (), (), self.steps).shape
+        return shape
 
 
 Product = Dense | Convolution | Lookup | Grouped | Elementwise
@@ -158,7 +192,8 @@ class Use(NamedTuple):
     @property
     def place(self) -> tuple[Any, ...]:
         """One for each use of a leaf in the program."""
-        return self.path, self.out, self.x_window, self.y_window
+        part = self.product.part if isinstance(self.product, Elementwise) else None
+        return self.path, self.out, self.x_window, self.y_window, part
 
     @property
     def chains(self) -> tuple[tuple[Multiplier, ...], ...]:
@@ -341,7 +376,8 @@ def use_sums(
         reduce: one row for each example (the leading axis), not for each position.
     """
     product, dtype = use.product, like.G.dtype
-    x, gradient, lengths, by_input, by_output, _, ends = use.own(layer, x, gradient.astype(dtype))
+    given = use.own(layer, x, in_precision(gradient, dtype))
+    x, gradient, lengths, by_input, by_output, _, ends = given
     rows = jnp.full(like.rows.shape, float(use.rows), jnp.float32)
     if isinstance(product, Elementwise) and layer.bias is not None:
         units = unit_sums(product, x, gradient, reduce)
@@ -350,7 +386,7 @@ def use_sums(
         return Sums(units, counts[:, None].astype(dtype), counts, None)
     if isinstance(product, Elementwise):
         # A of one entry, 1: each entry of the leaf is a layer with one input by itself.
-        diagonal = elementwise_sum(product, x, gradient, reduce)
+        diagonal = product.squares(x, gradient, reduce).astype(dtype)
         return Sums(jnp.full((1, 1), use.rows, dtype), diagonal.reshape(1, -1), rows, None)
     diagonal_A, diagonal_G = layer.diagonal[::-1] if use.transposed else layer.diagonal
     if isinstance(product, Lookup) and use.half == "outputs":
@@ -410,6 +446,18 @@ def use_sums(
         A = A * squares[None]
     A = None if like.A is None or A is None else _as_long(A, like.A.shape, 1 if diagonal_A else 2)
     return Sums(A, _as_long(G, like.G.shape, 1 if diagonal_G else 2), rows, products)
+
+
+def in_precision(gradient: jax.Array, dtype: Any) -> jax.Array:
+    """A gradient in a factor's type; a complex one stays complex, in single precision at least."""
+    if jnp.iscomplexobj(gradient):
+        dtype = jnp.result_type(dtype, jnp.complex64)
+    return gradient.astype(dtype)
+
+
+def _parts(x: Any, of_output: jax.Array) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """The parts of a product's complex gradient, of which JAX has the conjugate, and of its input."""
+    return (of_output.real, -of_output.imag), (x.real, x.imag)
 
 
 def use_gradient(layer: Layer, use: Use, x: Any, gradient: jax.Array) -> jax.Array:
@@ -562,14 +610,6 @@ def with_bias(leaf: jax.Array, layer: Layer, bias: jax.Array) -> jax.Array:
 def _as_in_leaf(layer: Layer) -> View:
     groups, out, into = layer.view.axes
     return layer.view._replace(axes=(groups, into, out)) if layer.input_first else layer.view
-
-
-def elementwise_sum(product: Elementwise, x: Any, gradient: jax.Array, reduce: bool) -> jax.Array:
-    """Σ of squared gradients over all that read an entry: of the leaf's (part's) shape."""
-    factor = jnp.broadcast_to(x, gradient.shape).astype(gradient.dtype) if product.multiplies else x
-    rows = product.gradient(factor, gradient)
-    rows, shared = _of_examples(product, rows) if reduce else (rows, 1)
-    return _to_leaf(product, rows * rows) / shared
 
 
 def unit_sums(product: Elementwise, x: Any, gradient: jax.Array, reduce: bool) -> jax.Array:

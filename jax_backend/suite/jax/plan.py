@@ -523,6 +523,8 @@ def _route(
         words.append(
             f"weight of a {layer.kind} layer"
             if layer.kind != "elementwise"
+            else "diagonal: a part of a complex weight"
+            if any(isinstance(use.product, Elementwise) and use.product.part for use in layer.uses)
             else "diagonal: added or multiplied elementwise"
             if layer.bias is None
             else f"scale of {names[layer.bias]}, a block for each entry"
