@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from conftest import assert_close
-from suite.torch import KFAC
+from suite.torch import KFAC, AdaptiveKFAC
 from torch_backend.rows_by_loops import both_reductions, double, held, loss_of, numbers, stepped
 
 
@@ -248,6 +248,26 @@ def test_complex_parameters_are_those_of_their_parts(settings):
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(parts(model), before, strict=True))
     route = kfac.routing()["spectral.weight"]
     assert (route.treatment, route.factors, route.shape) == ("kfac", "diag 48", (2, 4, 3))
+
+
+def test_adaptive_steps_of_complex_parameters_are_those_of_their_parts():
+    models = [double(lambda of=of: Operator(of=of)) for of in ("complex", "pairs", "two")]
+    before = parts(copy.deepcopy(models[0]))
+    found = []
+    for model in models:
+        optimizer = AdaptiveKFAC(KFAC(model, damping=0.1, compute_method="inverse"))
+        x, target = numbers(20, 8, 1), numbers(20, 8, 1, seed=1).sin()
+
+        def closure(model=model, x=x, target=target):
+            residuals = model(x) - target
+            return residuals.square().mean(), residuals
+
+        found.append([float(optimizer.step(closure)) for _ in range(8)])
+    for other in models[1:]:
+        assert_alike(models[0], other)
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    assert found[0][-1] < 0.99 * found[0][0]
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(parts(models[0]), before, strict=True))
 
 
 def test_a_checkpoint_goes_on_as_if_nothing_had_been():

@@ -548,8 +548,13 @@ def _zero(like: torch.Tensor) -> torch.Tensor:
 
 
 def _inner(u: Tensors, v: Tensors) -> torch.Tensor:
-    parts = [inner_product(x, y) for x, y in zip(u, v, strict=True)]
+    """Of complex ones that of real and imaginary parts."""
+    parts = [inner_product(_real(x), _real(y)) for x, y in zip(u, v, strict=True)]
     return torch.stack([part.to(parts[0].device, parts[0].dtype) for part in parts]).sum()
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _numbers(values: Tensors) -> list[float]:
