@@ -202,6 +202,38 @@ def test_a_stack_is_masked_inside_of_the_scan_that_takes_it_apart():
     assert plan.layers[0].groups == 2
 
 
+OF_STACKS = {
+    "one each": lambda w: w * np.stack([np.tril(np.ones((3, 3))), np.triu(np.ones((3, 3)))]),
+    "one for all": lambda w: w * np.tril(np.ones((3, 3))),
+    "where": lambda w: jnp.where(np.tril(np.ones((3, 3))) > 0, w, 0.0),
+    "vmap": jax.vmap(lambda w: jnp.where(np.tril(np.ones((3, 3))) > 0, w, 0.0)),
+    "tril": jnp.tril,
+}
+
+
+@pytest.mark.parametrize("name", OF_STACKS)
+def test_a_stack_is_masked_before_a_scan_takes_it_apart(name):
+    masked = OF_STACKS[name]
+
+    def loss(p, x):
+        return jnp.sum(lax.scan(lambda h, w: (jnp.sin(h @ w), None), x, masked(p["w"]))[0])
+
+    def unrolled(shifts, p, x):
+        seen = []
+        for w, shift in zip(masked(p["w"]), shifts, strict=True):
+            seen.append(x)
+            x = jnp.sin(x @ w + shift)
+        return jnp.sum(x), seen
+
+    p, x = {"w": normal(2, 3, 3)}, normal(5, 3)
+    plan, statistics = check(loss, p, x)
+    assert plan.layers[0].groups == 2
+    gradients, seen = jax.grad(unrolled, has_aux=True)(jnp.zeros((2, *x.shape)), p, x)
+    for i, (a, g) in enumerate(zip(seen, gradients, strict=True)):
+        np.testing.assert_allclose(statistics["['w']"].main.A[i], a.T @ a, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(statistics["['w']"].main.G[i], g.T @ g, rtol=1e-9, atol=1e-12)
+
+
 def test_masks_of_a_stack_are_scanned_with_it():
     kept = np.stack([np.tril(np.ones((3, 3))), np.triu(np.ones((3, 3)))])
 

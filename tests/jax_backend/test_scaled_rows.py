@@ -123,11 +123,53 @@ def test_stacks_that_a_scan_takes_apart():
 
     assert_exact(loss, params, normal(1, 4), uncovered=["['g']"])
 
-    def before(p, x):
-        h = lax.scan(lambda h, w: (jnp.sin(h @ w), None), x, p["w"] * p["g"][:, None])[0]
+
+CHANGED = {  # stacks (3, 4, 4), before a loop takes them apart
+    "columns": lambda p: p["w"] * p["g"][:, None],
+    "rows": lambda p: p["w"] * p["g"][:, :, None],
+    "a number each": lambda p: p["w"] * p["g"][:, :1, None],
+    "divided": lambda p: p["w"] / (2 + jnp.sin(p["g"][:, None])),
+    "one for all": lambda p: p["w"] * p["g"][:1, None],
+    "norms": lambda p: p["w"] / jnp.linalg.norm(p["w"], axis=1, keepdims=True),
+    "magnitudes": lambda p: p["g"][:, None] * p["w"] / jnp.linalg.norm(p["w"], axis=1, keepdims=True),
+}
+LOOPS = {
+    "scan": lambda w, x: lax.scan(lambda h, w: (jnp.sin(h @ w), None), x, w)[0],
+    "reverse": lambda w, x: lax.scan(lambda h, w: (jnp.sin(h @ w), None), x, w, reverse=True)[0],
+    "remat": lambda w, x: lax.scan(jax.checkpoint(lambda h, w: (jnp.sin(h @ w), None)), x, w)[0],
+    "fori_loop": lambda w, x: lax.fori_loop(0, 3, lambda i, h: jnp.sin(h @ w[i]), x),
+    "jit": lambda w, x: jax.jit(lambda w: LOOPS["scan"](w, x))(w),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("name", CHANGED)
+def test_stacks_that_are_changed_before_a_loop_takes_them_apart(name, loop):
+    """As if each step changed its own part."""
+    params, run = {"w": normal(3, 4, 4), "g": normal(3, 4, seed=1), "v": normal(4, 2)}, LOOPS[loop]
+
+    def loss(p, x):
+        return jnp.sum(jnp.sin(run(CHANGED[name](p), x) @ p["v"]))
+
+    def inside(p, x):
+        def layer(h, own):
+            one = jax.tree.map(lambda leaf: leaf[None], own)
+            one["g"] = p["g"][:1] if name == "one for all" else one["g"]
+            return jnp.sin(h @ CHANGED[name](one)[0]), None
+
+        stacks = {"w": p["w"], "g": p["g"]}
+        h, _ = lax.scan(layer, x, stacks, reverse=loop == "reverse")
         return jnp.sum(jnp.sin(h @ p["v"]))
 
-    check(before, params | {"v": normal(4, 2)}, normal(5, 4), uncovered=["['g']", "['w']"])
+    x = normal(5, 4)
+    plan, found = check(loss, params, x, uncovered=["['g']"])
+    assert next(layer for layer in plan.layers if layer.name == "['w']").groups == 3
+    *_, expected = value_and_grad(inside)(params, x)
+    own, others = (stats["['w']"].main for stats in (found, expected.layers))
+    np.testing.assert_allclose(own.A, others.A, rtol=1e-9)
+    np.testing.assert_allclose(own.G, others.G, rtol=1e-9, atol=1e-12)
+    if name not in ("norms", "magnitudes"):
+        assert_exact(loss, params, normal(1, 4), uncovered=["['g']"])
 
 
 def test_experts_with_one_number_each():

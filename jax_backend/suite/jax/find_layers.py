@@ -288,9 +288,11 @@ class _Finder:
             self.origins[node.outputs[0]] = function
             return
         apart = isinstance(op, operations.LoopSlice) and known[0] is not None and not is_function
-        if apart and not known[0].widened and not known[0].made:  # type: ignore[union-attr]
-            self.origins[node.outputs[0]] = self.taken_apart(node, known[0], op.length)  # type: ignore[arg-type]
-            return
+        if apart and not known[0].widened:  # type: ignore[union-attr]
+            part = self.taken_apart(node, known[0], op.length)  # type: ignore[arg-type]
+            if part is not None:
+                self.origins[node.outputs[0]] = part
+                return
         if isinstance(op, operations.ByHand) and (known[1] is None or known[0] is not None):
             raise ValueError(
                 "probe(x, w, y): w must be one parameter leaf, transposed or reshaped at most, "
@@ -577,12 +579,16 @@ class _Finder:
     def stays_real(self, node: jaxprs.Node) -> bool:
         return jaxprs.dtype_is_float(self.program.avals[node.outputs[0]])
 
-    def taken_apart(self, node: jaxprs.Node, origin: Origin, length: int) -> Origin:
+    def taken_apart(self, node: jaxprs.Node, origin: Origin, length: int) -> Origin | None:
+        """The part of a stack that a loop's step takes; None: it was moved after it was changed."""
+        if any(made.before < len(origin.inner) for made in origin.made):
+            return None
         steps = origin.steps
         part = self.shape(node.outputs[0])
         path = node.loops[-1][0]
         stack, scans = (*origin.stack, length), (*origin.scans, path)
-        return Origin(origin.leaf, steps, stack, scans, part, (), origin.multipliers)
+        made = tuple(one.taken_apart(path) for one in origin.made)
+        return Origin(origin.leaf, steps, stack, scans, part, (), origin.multipliers, made=made)
 
     def product(self, node: jaxprs.Node, met: _Meeting) -> Site | None:
         w, origin, operand, piece = met

@@ -217,7 +217,9 @@ class Use(NamedTuple):
     @property
     def reads(self) -> tuple[Any, ...]:
         """What a probe needs besides its place and its operand."""
-        return self.factor, self.chains, self.operands, self.slopes
+        changes: tuple[RowScale | Mask, ...] = (*self.row_scales, *self.masks)
+        apart = tuple(((one.path, one.operand), one.scans) for one in changes if one.scans)
+        return self.factor, self.chains, self.operands, self.slopes, apart
 
     def own(self, layer: Layer, x: Any, gradient: jax.Array) -> _Own:
         """Its part of the product's input and of its output's gradient, and what both are scaled with.

@@ -192,7 +192,7 @@ class MadeWeights:
                 any(self.own.leaf_of(node, place) is not None for place in (0, 1))
                 or self._is_shifted(node, value)
             )
-            goes_on = isinstance(op, operations.Reindex) or (
+            goes_on = isinstance(op, (operations.Reindex, operations.LoopSlice)) or (
                 (isinstance(op, makes) or shifts) and self.shape(out) == self.shape(value)
             )
             if not isinstance(op, _PRODUCTS) and not (goes_on and self.leads_to_products(out)):
@@ -291,9 +291,10 @@ def seen_through(
         view = View((whole, *origin.inner[made.before :], *steps), axes)
         of_outputs = _is_by_output(made, view) if made.constant else None
         if of_outputs is not None:
-            scales.append(RowScale(made.path, made.operand, made.divides, view, of_outputs))
+            scale = RowScale(made.path, made.operand, made.divides, view, of_outputs, made.scans)
+            scales.append(scale)
         elif made.is_mask:
-            masks.append(Mask(made.path, made.operand, made.chosen, view))
+            masks.append(Mask(made.path, made.operand, made.chosen, view, made.scans))
         else:
             return None
     return tuple(scales), tuple(masks)

@@ -35,6 +35,7 @@ class RowScale(NamedTuple):
     divides: bool
     view: View  # of the operand: the product's matrices, one number in each row or column
     of_outputs: bool  # by row, each of which is an output
+    scans: tuple[Path, ...] = ()  # that take the operand apart
 
     def vector(self, operand: jax.Array) -> jax.Array:
         """(groups, d_out) or (groups, d_in)."""
@@ -51,6 +52,7 @@ class Mask(NamedTuple):
     operand: int
     chosen: int | None  # what it is where they stay; None: it is a factor
     view: View  # of the operand: the product's matrices
+    scans: tuple[Path, ...] = ()  # that take the operand apart
 
     def matrix(self, operand: jax.Array) -> jax.Array:
         """(groups, d_out, d_in)."""
@@ -77,6 +79,7 @@ class Probe:
     multipliers: tuple[tuple[Multiplier, ...], ...] = ()
     operands: tuple[tuple[Path, int], ...] = ()  # of equations before
     slopes: tuple[Slope, ...] = ()  # those that are among them
+    apart: tuple[tuple[tuple[Path, int], tuple[Path, ...]], ...] = ()  # and which scans take which apart
 
 
 Slots = Mapping[int, Any]  # by number of the probe
@@ -111,6 +114,7 @@ class _Runner:
         self.factors: dict[Path, list[int]] = {}
         self.numbers: dict[Path, set[int]] = {}
         self.whole: set[tuple[Path, int]] = set()  # which of them are `operands`
+        self.apart: dict[tuple[Path, int], tuple[Path, ...]] = {}
         self.opened = {path[:-1] for path in at}
         self.follower = Follower([slope for probe in probes for slope in probe.slopes])
         for path in self.follower.through:
@@ -122,6 +126,7 @@ class _Runner:
             if probe.factor is not None:
                 self.factors.setdefault(probe.factor[0], []).append(probe.factor[1])
             self.whole.update(probe.operands)
+            self.apart.update(probe.apart)
             needed = [(m.path, m.operand) for chain in probe.multipliers for m in chain]
             for path, operand in (*needed, *probe.operands):
                 self.opened.update(path[:depth] for depth in range(1, len(path)))
@@ -244,18 +249,23 @@ class _Runner:
         fixed = values[:consts]
         sliced = {i: s for i, s in slots.items() if path in self.probes[i].stack}
         shared = {i: s for i, s in slots.items() if i not in sliced}
+        apart = [key for key, x in numbers.items() if x.ndim and path in self.apart.get(key, ())]
+
+        whole = [numbers[key] for key in apart]
+        parts = [jnp.broadcast_to(x, (params["length"], *x.shape[1:])) for x in whole]
 
         def step(carry: Any, xs: Any) -> Any:
-            slices, own = xs
+            slices, own, numbers_here = xs
             arguments = [*fixed, *carry, *slices]
             given = {**shared, **own}
-            out = self.run(inner.jaxpr, inner.consts, arguments, path, given, dict(numbers))
+            known = {**numbers, **dict(zip(apart, numbers_here, strict=True))}
+            out = self.run(inner.jaxpr, inner.consts, arguments, path, given, known)
             return tuple(out[:carries]), tuple(out[carries:])
 
         carry, ys = lax.scan(
             step,
             tuple(values[consts : consts + carries]),
-            (tuple(values[consts + carries :]), sliced),
+            (tuple(values[consts + carries :]), sliced, parts),
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],

@@ -30,6 +30,13 @@ class Made(NamedTuple):
     shape: Shape
     before: int = 0  # steps inside of the scans
     chosen: int | None = None  # what the operand is where the matrix stays; None: it is a factor
+    scans: tuple[jaxprs.Path, ...] = ()  # that take the result apart, and so the operand
+
+    def taken_apart(self, scan: jaxprs.Path) -> Made:
+        """What it is for a step of a scan over a stack that it is the last change of."""
+        constant = tuple(axis - 1 for axis in self.constant if axis)
+        scans = (*self.scans, scan)
+        return self._replace(shape=self.shape[1:], constant=constant, before=0, scans=scans)
 
 
 class Origin(NamedTuple):
