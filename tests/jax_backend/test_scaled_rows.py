@@ -127,9 +127,9 @@ def test_stacks_that_a_scan_takes_apart():
 CHANGED = {  # stacks (3, 4, 4), before a loop takes them apart
     "columns": lambda p: p["w"] * p["g"][:, None],
     "rows": lambda p: p["w"] * p["g"][:, :, None],
-    "a number each": lambda p: p["w"] * p["g"][:, :1, None],
+    "a number each": lambda p: p["w"] * jnp.sum(p["g"], 1)[:, None, None],
     "divided": lambda p: p["w"] / (2 + jnp.sin(p["g"][:, None])),
-    "one for all": lambda p: p["w"] * p["g"][:1, None],
+    "one for all": lambda p: p["w"] * jnp.sum(p["g"], 0)[None, None],
     "norms": lambda p: p["w"] / jnp.linalg.norm(p["w"], axis=1, keepdims=True),
     "magnitudes": lambda p: p["g"][:, None] * p["w"] / jnp.linalg.norm(p["w"], axis=1, keepdims=True),
 }
@@ -154,7 +154,7 @@ def test_stacks_that_are_changed_before_a_loop_takes_them_apart(name, loop):
     def inside(p, x):
         def layer(h, own):
             one = jax.tree.map(lambda leaf: leaf[None], own)
-            one["g"] = p["g"][:1] if name == "one for all" else one["g"]
+            one["g"] = p["g"] if name == "one for all" else one["g"]
             return jnp.sin(h @ CHANGED[name](one)[0]), None
 
         stacks = {"w": p["w"], "g": p["g"]}
