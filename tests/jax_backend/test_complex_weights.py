@@ -91,6 +91,57 @@ def test_two_real_leaves_make_a_complex_weight(made, use):
     assert route.reason.startswith("diagonal: a part of a complex weight")
 
 
+def complexes(*shape, seed=20):
+    return normal(*shape, seed=seed) + 1j * normal(*shape, seed=seed + 1)
+
+
+# Weights (i, o, m) whose inputs' or outputs' numbers are multiplied, known ones or of other leaves.
+SCALES = {
+    "outputs": lambda p: p["g"][:, None],
+    "inputs": lambda p: p["g"][:, None, None],
+    "modes": lambda p: p["g"],
+    "outputs and modes": lambda p: jnp.outer(p["g"], p["g"]),
+    "known numbers": lambda p: complexes(WIDTH, 1),
+    "a known number each": lambda p: complexes(WIDTH, 1, 1) + jnp.exp(p["g"][:, None, None]),
+    "of complex numbers": lambda p: jnp.exp(-jnp.exp(p["g"]) + 1j * p["h"])[:, None],
+}
+
+
+@pytest.mark.parametrize("turned", ["times", "before", "divided"])
+@pytest.mark.parametrize(
+    ("name", "use"),
+    # What is closed over may be examples', unless it leads to products.
+    [(name, use) for name in SCALES for use in ("modes", "a mode", "entries", "sums")
+     if "known" not in name or "mode" in use],
+)  # fmt: skip
+def test_rows_and_columns_of_a_complex_weight_are_multiplied(name, use, turned):
+    modes = WIDTH if "modes" in name else 1
+    leaf = normal(modes if name == "modes" else WIDTH, seed=8)
+
+    def made(p):
+        w, scale = lax.complex(p["re"], p["im"])[..., :WIDTH], SCALES[name](p)
+        w = {"times": lambda: w * scale, "before": lambda: scale * w, "divided": lambda: w / scale}[
+            turned
+        ]()
+        return w
+
+    def loss(p, x):
+        z = USES[use](jnp.fft.rfft(x, axis=-1)[..., :WIDTH], made(p))
+        y = jnp.concatenate([z.real, z.imag], axis=-1).reshape(len(x), -1)
+        return jnp.mean(jnp.sum(jnp.sin(y) * jnp.arange(1.0, y.shape[1] + 1), axis=1))
+
+    shape = (WIDTH, WIDTH, WIDTH)
+    p = {"re": normal(*shape), "im": normal(*shape, seed=1), "g": leaf, "h": normal(WIDTH, seed=9)}
+    x = normal(N, WIDTH, 8, seed=2)
+    verify(loss, p, x, rtol=1e-9)
+    *_, statistics = value_and_grad(loss)(p, x)
+    expected, found = squares_of_each(loss, p, x), summed(statistics)
+    for part in ("re", "im"):
+        np.testing.assert_allclose(
+            found[f"['{part}']"], expected[part].ravel(), rtol=1e-9, atol=1e-12 * expected[part].max()
+        )
+
+
 def test_halves_of_one_leaf_are_the_parts():
     """As layers of state spaces have them, (..., 2)."""
     p = {"both": normal(WIDTH, WIDTH, MODES, 2)}

@@ -12,19 +12,33 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from suite.jax import jaxprs, operations
 from suite.jax.layers import ComplexPart, Elementwise, Use
+from suite.jax.probes import ComplexScale
 from suite.jax.uses import Origin, Site, Uses
-from suite.jax.views import View
+from suite.jax.views import Shape, Step, View, apply_steps
+
+
+class Times(NamedTuple):
+    """A weight of this shape was multiplied or divided by an operand."""
+
+    path: jaxprs.Path
+    operand: int
+    divides: bool
+    constant: Shape  # axes along which the operand does not change
+    shape: Shape
+    before: int  # steps that were taken then
 
 
 class Member(NamedTuple):
-    """A leaf in a complex weight, times `factor`, or that times i."""
+    """A leaf in a complex weight, times `factor`, or that times i, and times numbers after."""
 
     origin: Origin
     imaginary: bool
     factor: float
+    scales: tuple[Times, ...] = ()
 
     def times(self, number: complex) -> Member | None:
         """None: both of the product's parts would be made of the leaf."""
@@ -32,8 +46,8 @@ class Member(NamedTuple):
             return None
         if not number.imag:
             return self._replace(factor=self.factor * number.real)
-        sign = -1.0 if self.imaginary else 1.0
-        return Member(self.origin, not self.imaginary, sign * self.factor * number.imag)
+        factor = self.factor * (-number.imag if self.imaginary else number.imag)
+        return self._replace(imaginary=not self.imaginary, factor=factor)
 
 
 Members = tuple[Member, ...]
@@ -49,17 +63,21 @@ class ComplexWeights:
         *,
         is_constant: Callable[[int], bool],
         is_once: Callable[..., bool],
+        scales: Callable[[int, Origin, Shape], Shape | None],
         elementwise: Callable[[jaxprs.Node, int, Origin, ComplexPart], bool],
     ) -> None:
         """
         Args:
             is_constant: whether a value is made of no leaf and of no argument.
             is_once: whether none of some values is an example's.
+            scales: along which axes a value does not change that is no example's, and is not made of the
+                leaf, where a weight of a shape is multiplied with it; None: it is something else.
             elementwise: notes the use of a leaf, at an operand's place, in a sum or product entry by
                 entry; whether it is one.
         """
         self.program, self.uses = program, uses
-        self.is_constant, self.is_once, self.elementwise = is_constant, is_once, elementwise
+        self.is_constant, self.is_once, self.scales = is_constant, is_once, scales
+        self.elementwise = elementwise
         self.known: dict[int, Members] = {}
 
     def meet(self, node: jaxprs.Node, origins: Sequence[Origin | None]) -> bool:
@@ -119,13 +137,35 @@ class ComplexWeights:
             signed = [self._times(members, s) for members, s in zip(own, op.signs, strict=True)]
             return tuple(member for members in signed for member in members or ())
         if isinstance(op, (operations.Multiply, operations.Divide)):
-            place = 0 if own[0] else 1
-            number = self.program.number(node, 1 - place)
-            divides = isinstance(op, operations.Divide)
-            if number is None or (divides and (place or not number)):
-                return None
-            return self._times(own[place], 1 / number if divides else number)
+            return self._multiplied(node, own, isinstance(op, operations.Divide))
         return None
+
+    def _multiplied(self, node: jaxprs.Node, own: Sequence[Members], divides: bool) -> Members | None:
+        """A weight times a number, or what is no example's; None: neither."""
+        shape = self.program.avals[node.outputs[0]].shape
+        for place in (0,) if divides else (0, 1):
+            number, other = self.program.number(node, 1 - place), node.inputs[1 - place]
+            if not own[place] or (divides and number == 0):
+                continue
+            if number is not None:
+                return self._times(own[place], 1 / number if divides else number)
+            found = [self._scaled(node, place, member, shape, divides) for member in own[place]]
+            if other is not None and None not in found:
+                self.rule_out(other, f"`{node.name}`, which scales a weight")
+                return tuple(found)  # type: ignore[arg-type]
+        return None
+
+    def _scaled(
+        self, node: jaxprs.Node, place: int, member: Member, shape: Shape, divides: bool
+    ) -> Member | None:
+        value, other = node.inputs[place], node.inputs[1 - place]
+        if other is None or value is None or self.program.avals[value].shape != shape:
+            return None
+        constant = None if member.origin.widened else self.scales(other, member.origin, shape)
+        if constant is None:
+            return None
+        one = Times(node.path, 1 - place, divides, constant, shape, len(member.origin.inner))
+        return member._replace(scales=(*member.scales, one))
 
     def _times(self, members: Members, number: Any) -> Members | None:
         found = tuple(member.times(complex(number)) for member in members)
@@ -138,10 +178,7 @@ class ComplexWeights:
             return False
         place = 0 if own[0] else 1
         if isinstance(op, (operations.Add, operations.Multiply)):
-            return all(
-                self.elementwise(node, place, m.origin, ComplexPart(m.imaginary, m.factor))
-                for m in own[place]
-            )
+            return all(self._met_entries(node, place, member) for member in own[place])
         if not isinstance(op, operations.DotGeneral) or node.inputs[1 - place] is None:
             return False
         labels = self._labels(node, op, place)
@@ -150,6 +187,48 @@ class ComplexWeights:
             return False
         self.uses.sites += sites  # type: ignore[arg-type]
         return True
+
+    def _met_entries(self, node: jaxprs.Node, place: int, member: Member) -> bool:
+        part = ComplexPart(member.imaginary, member.factor)
+        if not self.elementwise(node, place, member.origin, part):
+            return False
+        shape = self.program.avals[node.outputs[0]].shape
+        whole: Step = ("broadcast", (shape, tuple(range(len(shape)))))
+        scales = tuple(self._scale(one, member.origin, [whole], True) for one in member.scales)
+        site = self.uses.sites.pop()
+        self.uses.sites.append(site._replace(use=site.use._replace(complex_scales=scales)))
+        return True
+
+    def _scale(
+        self, one: Times, origin: Origin, steps: Sequence[Step], of_outputs: bool
+    ) -> ComplexScale:
+        """`steps` are from what the weight has become."""
+        whole: Step = ("broadcast", (one.shape, tuple(range(len(one.shape)))))
+        moves = (whole, *origin.inner[one.before :], *steps)
+        return ComplexScale(one.path, one.operand, one.divides, moves, of_outputs)
+
+    def _scale_of(self, one: Times, origin: Origin, labels: tuple[str, str, str]) -> ComplexScale | None:
+        """What a product's output or input is multiplied with for a weight's; None: that of neither."""
+        sides = [1 if axis in one.constant else n for axis, n in enumerate(one.shape)]
+        index = np.broadcast_to(np.arange(math.prod(sides)).reshape(sides), one.shape)
+        index = apply_steps(index, origin.inner[one.before :])
+        own, *others = labels
+        varies = {c for axis, c in enumerate(own) if (index != index.take([0], axis)).any()}
+        for its in others[::-1]:
+            if varies <= set(its):
+                left = tuple(n if c in its else 1 for c, n in zip(own, index.shape, strict=True))
+                order = sorted(range(len(own)), key=lambda axis: its.find(own[axis]))
+                sizes = dict(zip(own, left, strict=True))
+                steps: tuple[Step, ...] = (
+                    ("slice", ((0,) * len(own), left, (1,) * len(own))),
+                    ("transpose", (tuple(order),)),
+                    (
+                        "reshape",
+                        (tuple(left[axis] for axis in order), tuple(sizes.get(c, 1) for c in its)),
+                    ),
+                )
+                return self._scale(one, origin, steps, its == labels[2])
+        return None
 
     def _labels(self, node: jaxprs.Node, op: operations.DotGeneral, place: int) -> tuple[str, str, str]:
         """Of a product: (the weight's axes, the rows', the output's)."""
@@ -173,12 +252,20 @@ class ComplexWeights:
         origin, x, out = member.origin, node.inputs[1 - place], node.outputs[0]
         if origin.widened or origin.slope is not None or origin.made or origin.repeated is not None:
             return None
+        scales = [self._scale_of(one, origin, labels) for one in member.scales]
+        if None in scales:
+            return None
         part = ComplexPart(member.imaginary, member.factor, labels)
         product = Elementwise(origin.part, origin.inner, True, 1, None, part)
         sides = zip(labels[2], self.program.avals[out].shape, strict=True)
         rows = math.prod(side for label, side in sides if label not in labels[0])
         use = Use(node.path, 0, 1 - place, product, False, origin.scans, origin.stack, 1, rows)
-        use = use._replace(examples=rows, multipliers=origin.multipliers, once=self.is_once(x))
+        use = use._replace(
+            examples=rows,
+            multipliers=origin.multipliers,
+            once=self.is_once(x),
+            complex_scales=tuple(one for one in scales if one is not None),
+        )
         k = len(origin.stack)
         view = View(origin.outer, (tuple(range(k)), tuple(range(k, k + len(origin.part))), ()))
         block = math.prod(origin.part), 1

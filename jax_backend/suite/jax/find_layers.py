@@ -144,6 +144,7 @@ class _Finder:
             self.uses,
             is_constant=lambda v: v not in self.of_arguments and v not in self.differentiable,
             is_once=self.is_once,
+            scales=lambda *given: self.made.axes_of_scale(*given),
             elementwise=lambda node, place, origin, part: self.elementwise(
                 node,
                 _Meeting(place, origin, self.shape(node.inputs[place]), None),  # type: ignore[arg-type]

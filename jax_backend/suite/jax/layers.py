@@ -20,7 +20,7 @@ from suite.core.statistics import (
     grouped_second_moment_sum,
     second_moment_sum,
 )
-from suite.jax.probes import Mask, Multiplier, RowScale
+from suite.jax.probes import ComplexScale, Mask, Multiplier, RowScale
 from suite.jax.slopes import Slope
 from suite.jax.varying import varying_alike
 from suite.jax.views import (
@@ -183,6 +183,7 @@ class Use(NamedTuple):
     features: int | None = None  # the axis of what a lookup found, of its outputs; None: numbers
     row_scales: tuple[RowScale, ...] = ()  # what rows or columns of its matrices are multiplied with
     masks: tuple[Mask, ...] = ()  # and what leaves entries of them out
+    complex_scales: tuple[ComplexScale, ...] = ()
     parts: tuple[Part, ...] = ()  # of a sum of products, whose input is that of their inputs
     sloped: Sloped | None = None
     divided_by: tuple[tuple[int, ...], int] | None = None  # an operand: what is made of a leaf divides
@@ -209,7 +210,8 @@ class Use(NamedTuple):
     @property
     def operands(self) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Where those are, which x comes with, and slopes."""
-        there: tuple[RowScale | Mask | Part, ...] = (*self.row_scales, *self.masks, *self.parts)
+        there: tuple[RowScale | Mask | ComplexScale | Part, ...]
+        there = (*self.row_scales, *self.masks, *self.complex_scales, *self.parts)
         others = (one for one in (self.divided_by, self.sizes) if one is not None)
         slopes = (slope.key for slope in self.slopes)
         return (*((one.path, one.operand) for one in there), *slopes, *others)
@@ -242,6 +244,9 @@ class Use(NamedTuple):
                     by_input = _both(by_input, vector)
             for one in self.masks:
                 mask = _both(mask, one.matrix(next(given)).astype(gradient.dtype))
+            for times in self.complex_scales:
+                factor = times.factor(next(given))
+                x, gradient = (x, gradient * factor) if times.of_outputs else (x * factor, gradient)
             inputs = [next(given).astype(gradient.dtype) for _ in self.parts]
             derivatives = [
                 None if one is None else one.derivative(next(given).astype(gradient.dtype))

@@ -226,6 +226,17 @@ class MadeWeights:
             return None
         return Made(node.path, 1 - place, divides, constant, is_mask, shape)
 
+    def axes_of_scale(self, value: int, origin: Origin, shape: Shape) -> Shape | None:
+        """Along which axes a value does not change that rows or columns of a leaf are multiplied with.
+
+        None: it is an example's, or made of the leaf, or one for each entry.
+        """
+        if value in self.of_examples:
+            return None
+        if value in self.differentiable and value in self._made_of(origin.leaf):
+            return None
+        return self._constant_axes(value, shape) or None
+
     def _made_of(self, leaf: int) -> set[int]:
         if leaf not in self._of_leaf:
             self._of_leaf[leaf] = jaxprs.dependent_values(self.program, {self.program.inputs[leaf]})

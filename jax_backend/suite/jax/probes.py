@@ -60,6 +60,20 @@ class Mask(NamedTuple):
         return found if self.chosen is None else found == self.chosen
 
 
+class ComplexScale(NamedTuple):
+    """What a complex weight is multiplied with: an operand of an equation, or its inverse."""
+
+    path: Path
+    operand: int
+    divides: bool
+    steps: tuple[Step, ...]  # of the operand, to what the product's output or input is multiplied with
+    of_outputs: bool
+
+    def factor(self, operand: jax.Array) -> jax.Array:
+        found: jax.Array = apply_steps(operand, self.steps)
+        return 1 / found if self.divides else found
+
+
 Numbers = dict[tuple[Path, int], Any]  # operands of equations: (), or as they are; and slopes
 
 
