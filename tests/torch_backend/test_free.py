@@ -316,6 +316,27 @@ FREE = {
         SEQUENCE,
         (3, 2),
     ),
+    "tensordot along two axes": (
+        lambda x, W: torch.tensordot(x, W),
+        lambda x, W: torch.einsum("nti,ntio->no", x, W),
+        [(2, 4, 5)],
+        SEQUENCE,
+        (3,),
+    ),
+    "tensordot, by name": (
+        lambda x, W: torch.tensordot(a=W, b=x, dims=([-1], [2])).permute(2, 3, 0, 1).flatten(2),
+        lambda x, W: torch.einsum("nthoi,nti->ntho", W, x).flatten(2),
+        [(2, 3, 4)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "tensordot of a scaled slice": (
+        lambda x, W: torch.tensordot(x, 0.5 * W.reshape(-1, 24).narrow(1, 4, 20).reshape(4, 5), dims=1),
+        lambda x, W: torch.einsum("nti,ntio->nto", x, 0.5 * W[:, :, 4:].unflatten(2, (4, 5))),
+        [(24,)],
+        SEQUENCE,
+        (3, 2),
+    ),
     "einsum with two axes of outputs": (
         lambda x, W: torch.einsum("hoi,nti->htno", [W, x]).permute(2, 1, 0, 3).flatten(2),
         lambda x, W: torch.einsum("nthoi,nti->ntho", W, x).flatten(2),
@@ -1488,7 +1509,7 @@ WRITTEN_OTHERWISE = ["a vector's products", "a vector in front", "torch.mv", "to
                      "positions by gather", "positions by F.embedding", "places turned",
                      "entries repeated", "a diagonal matrix", "a sum of entries",
                      "slopes", "two, one of them turned", "x @ W.T", "W @ x",
-                     "a distribution's scale"]  # fmt: skip
+                     "a distribution's scale", "tensordot along two axes"]  # fmt: skip
 
 
 def assert_compiles(operation, shapes, x):

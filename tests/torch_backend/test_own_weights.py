@@ -110,6 +110,29 @@ class Added(Own):
         return torch.addmm(self.bias, x, self.weight)
 
 
+class LastWithFirst(Own):
+    def forward(self, x):
+        return torch.tensordot(x, self.weight, dims=1)
+
+
+class LastWithLast(Own):
+    def forward(self, x):
+        return torch.tensordot(x, self.weight.to(x.dtype), ([-1], [1]))
+
+
+class WeightInFront(Own):
+    def forward(self, x):
+        return torch.tensordot(self.weight, x, dims=([0], [2])).movedim(0, -1)
+
+
+class ByAxesThatAreComputed(Own):
+    """The axes are not in the source: the weight is a free parameter, the bias's use is seen."""
+
+    def forward(self, x):
+        last = x.ndim - 1
+        return torch.tensordot(x, self.weight, dims=([last], [0]))
+
+
 def routes(kfac):
     return {route.parameter: (route.treatment, route.factors) for route in kfac.routing()}
 
@@ -160,6 +183,25 @@ class WithoutCalling(nn.Module):
 
     def forward(self, x):
         return self.layer.forward(x)
+
+
+@pytest.mark.parametrize("kind", [LastWithFirst, LastWithLast, WeightInFront])
+def test_a_product_along_one_axis_of_both_is_a_layer(kind):
+    shape = (3, 4) if kind is LastWithLast else (4, 3)
+    model = double(lambda: Pooled(kind(*shape, bias=False), 3))
+    other = double(lambda: Pooled(nn.Linear(4, 3, bias=False), 3))
+    weight = model.body.weight.detach()
+    state = {**model.state_dict(), "body.weight": weight if kind is LastWithLast else weight.T}
+    other.load_state_dict(state)
+    kfac, expected = (stepped(one, numbers(6, 5, 4)) for one in (model, other))
+    assert routes(kfac)["body.weight"] == ("kfac", "4x4, 3x3")
+    for own, others in zip(held(kfac)["body"], held(expected)["body"], strict=True):
+        assert_close(own, others)
+
+
+def test_axes_that_are_computed_make_a_free_parameter():
+    model = double(lambda: Pooled(ByAxesThatAreComputed(4, 3, bias=False), 3))
+    assert routes(stepped(model, numbers(6, 5, 4)))["body.weight"] == ("kfac", "diag 12")
 
 
 LAYERS = {

@@ -166,6 +166,26 @@ def as_einsum(function: Any, args: Any) -> tuple[str, Sequence[Any]] | None:
     return None
 
 
+def tensordot_as_einsum(args: Any, kwargs: Any) -> tuple[str, Sequence[Any]] | None:
+    """The equation and the operands of a call of `torch.tensordot`; None: its axes are not at hand."""
+    given = dict(zip(("a", "b", "dims"), args, strict=False)) | kwargs
+    a, b, dims = given.get("a"), given.get("b"), given.get("dims", 2)
+    if given.get("out") is not None or not (isinstance(a, T) and isinstance(b, T)):
+        return None
+    if isinstance(dims, int):
+        dims = range(a.ndim - dims, a.ndim), range(dims)
+    if isinstance(dims, T) or len(dims) != 2 or a.ndim + b.ndim > 26:
+        return None
+    pairs = [[side] if isinstance(side, int) else [*side] for side in dims]
+    labels = [chr(ord("a") + axis) for axis in range(a.ndim + b.ndim)]
+    of_a, of_b = labels[: a.ndim], labels[a.ndim :]
+    for first, second in zip(*pairs, strict=True):
+        of_b[second] = of_a[first]
+    both = [x for x in of_a if x in of_b]
+    out = [x for x in (*of_a, *of_b) if x not in both]
+    return f"{''.join(of_a)},{''.join(of_b)}->{''.join(out)}", (a, b)
+
+
 def operands_of(args: Any) -> tuple[Any, Sequence[Any]]:
     """The equation and the operands that `torch.einsum` got."""
     operands = args[1:]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from suite.torch.calls import are_transposes
 from suite.torch.copies import Copies
-from suite.torch.einsum import operands_of
+from suite.torch.einsum import operands_of, tensordot_as_einsum
 from suite.torch.entrywise import derivative_of
 from suite.torch.free_probes import Watched, factor_of, slot_of_product, with_probe
 from suite.torch.gates import Member, Origin, Products
@@ -168,7 +168,11 @@ class FreeParameters(Mode):
         written: list[Watched] = []
         if function in WRITES and not kwargs:
             args, written = self._with_values_of_each(function, args)
-        before, version = args, None
+        seen = function, args, kwargs
+        if function is torch.tensordot:
+            found = tensordot_as_einsum(args, kwargs)
+            seen = seen if found is None else (torch.einsum, (found[0], *found[1]), {})
+        before, version = seen[1], None
         with self.looking():
             if not kwargs and function in (T.mul_, T.__imul__) and self._known(args[1]):
                 before = (args[0].detach().clone(), args[1])  # the product takes its place
@@ -182,7 +186,7 @@ class FreeParameters(Mode):
                 self._changed(args[0], output)
             for watched in written:
                 watched.misses(args[0] if self.is_traced else root_of(args[0]))
-            output = self._seen(function, args, kwargs, before, output)
+            output = self._seen(*seen, before, output)
         self._ids = None  # of what is known now
         return output
 

@@ -34,7 +34,7 @@ from suite.torch.calls import (
     summed,
 )
 from suite.torch.capture import LayerCapture, is_training
-from suite.torch.einsum import Rows, operands_of, rows_of_call
+from suite.torch.einsum import Rows, operands_of, rows_of_call, tensordot_as_einsum
 from suite.torch.hooks import (
     Enter,
     Hook,
@@ -539,6 +539,9 @@ class _Watching(Mode):
             return output if self.lookups is None else self.lookups.meet(function, args, output)
         if function is torch.einsum:
             return self._meet_einsum(*operands_of(args), output)
+        if function is torch.tensordot:
+            as_einsum = tensordot_as_einsum(args, kwargs)
+            return output if as_einsum is None else self._meet_einsum(*as_einsum, output)
         names = ARGUMENTS.get(function)
         if names is None:
             return output

@@ -476,6 +476,8 @@ class _Reader:
                 function, given = torch.matmul, {"input": node.left, "weight": node.right}
             elif isinstance(node, ast.Call) and _is_einsum(self._value(node.func)):
                 yield from self._einsum(node)
+            elif isinstance(node, ast.Call) and self._value(node.func) is torch.tensordot:
+                yield from self._tensordot(node)
             elif isinstance(node, ast.Call):
                 function, given = self._call(node)
             found = {name: self._weight(node) for name, node in given.items()}
@@ -530,6 +532,27 @@ class _Reader:
         elif len(own) == 3 and len(sides.into) == 1 and own[0] == (sides.groups or sides.out[0]):
             joined = not sides.groups
             yield _Product(torch.einsum, 0, own[1] == sides.into, weight, joined=joined)
+
+    def _tensordot(self, node: ast.Call) -> Iterator[_Product]:
+        """A product of something with a matrix, along one axis of both."""
+        given = _by_name(node, ("a", "b", "dims"), node.args)
+        if given.keys() != {"a", "b", "dims"}:
+            return
+        operands = [given["a"], given["b"]]
+        weights = [self._weight(operand) for operand in operands]
+        try:
+            dims = ast.literal_eval(given["dims"])
+        except ValueError:  # no numbers
+            return
+        if weights.count(None) != 1 or self._are_parameters(operands[weights.index(None)]):
+            return
+        place = 1 - weights.index(None)
+        axes = [[-1], [0]][place] if dims == 1 else dims[place] if isinstance(dims, list | tuple) else []
+        axes = [axes] if isinstance(axes, int) else axes
+        if len(axes) != 1 or axes[0] not in (-2, -1, 0, 1):
+            return
+        turned = axes[0] % 2 == 0
+        yield _Product(torch.einsum, 0, turned, weights[place], matrix=(2, Halves(turned, 1)))  # type: ignore[arg-type]
 
     def _call(self, node: ast.Call) -> tuple[Any, Mapping[str, ast.expr]]:
         """The function that is called, and its arguments by name; nothing if it is none of ours."""
