@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from conftest import same
 from suite.core import kron as core_kron
-from suite.torch import Kron, precond_lr_schedule
+from suite.torch import LRA, DenseNewton, Kron, precond_lr_schedule
 
 GEOMETRIES = ["Q0.5EQ1.5", "QEQ", "QUAD", "EQ"]
 SKIPPED = r"a step was skipped: a gradient was not finite, or too large \(1 skipped so far\)"
@@ -910,6 +910,29 @@ def test_loaded_state_is_copied_and_state_that_does_not_fit_is_an_error():
     with pytest.raises(ValueError, match="must have 6 parameters"):
         kron.load_state_dict(Kron([nn.Parameter(torch.ones(2))]).state_dict())
     assert same(before, kron.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("steps", None, "steps must be an integer, got None"),
+        ("updates", -3, "updates must be >= 0, got -3"),
+        ("update_clock", None, "update_clock must be a number, got None"),
+        ("update_clock", math.nan, "update_clock must be >= -1 and <= 2, got nan"),
+        ("behind", "[[0, 1, -1, 1.0]]", "updates must be >= 0, got -1"),
+    ],
+)
+def test_a_state_that_does_not_say_how_far_it_has_come_is_an_error(name, value, said):
+    optimizers = [Kron(network().parameters())]
+    if name != "behind":  # which others do not have
+        optimizers += [LRA(network().parameters()), DenseNewton(network().parameters(), hvp=None)]
+    for optimizer in optimizers:
+        before = copy.deepcopy(optimizer.state_dict())
+        broken = copy.deepcopy(before)
+        broken["param_groups"][0][name] = value
+        with pytest.raises((ValueError, TypeError), match=said):
+            optimizer.load_state_dict(broken)
+        assert same(before, optimizer.state_dict())
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])

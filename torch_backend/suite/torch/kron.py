@@ -52,6 +52,7 @@ from suite.torch.kron_settings import (
     Schedule,
     Whiten,
     as_given,
+    check_counts,
     check_group,
     is_misplaced,
     planned,
@@ -690,7 +691,7 @@ class Kron(torch.optim.Optimizer):
 
         Raises:
             ValueError, TypeError: no such state_dict, state that does not fit a parameter, a bad
-                setting; nothing has changed then.
+                setting or count; nothing has changed then.
             RuntimeError: groups hold other parameters than the state, or `state` a part of it.
         """
         self._require_parameters()
@@ -715,6 +716,9 @@ class Kron(torch.optim.Optimizer):
                 seeds = saved_group.get("seed"), group["seed"]
                 raise ValueError(f"seed must be {seeds[0]}, as saved, got {seeds[1]}")
             values = {**saved_group, "behind": _counts(saved_group.get("behind", []))}
+            check_counts(values)
+            for _, *counts in values["behind"]:
+                check_counts(dict(zip(COUNTS, counts, strict=True)))
             functions = [k for k in SCHEDULES if values.get(k) is None]  # which are not saved
             kept = {"params", "param_names", *FIXED, *functions}
             taken.append({k: as_given(k, v) for k, v in values.items() if k not in kept})

@@ -197,6 +197,13 @@ def _check_setting(name: str, value: Any) -> None:
         check_wide(name, value, torch.finfo(value).max)
 
 
+def check_counts(saved: dict[str, Any]) -> None:
+    """Raise unless a group out of a state says how far it has come."""
+    for name in ("steps", "updates"):
+        check_integer(name, saved.get(name), at_least=0)
+    check_number("update_clock", saved.get("update_clock"), at_least=-1, at_most=2)
+
+
 def as_given(name: str, saved: Any) -> Any:
     """A setting out of a state, of which torch may have made a list where it was a tuple."""
     return tuple(saved) if name == "clip" and isinstance(saved, list) else copy.deepcopy(saved)

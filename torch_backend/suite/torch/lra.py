@@ -31,7 +31,14 @@ from suite.torch.collectives import Ranks
 from suite.torch.dtensors import is_sharded
 from suite.torch.hessian import exact, finite_difference
 from suite.torch.inplace import HOST_DEVICES, all_finite
-from suite.torch.kron_settings import SCHEDULES, as_given, is_misplaced, require_same, value_at
+from suite.torch.kron_settings import (
+    SCHEDULES,
+    as_given,
+    check_counts,
+    is_misplaced,
+    require_same,
+    value_at,
+)
 from suite.torch.state_hooks import after_hooks, state_before_hooks
 
 Schedule = float | Callable[[int], float]
@@ -303,7 +310,7 @@ class _WholeVector(torch.optim.Optimizer):
 
         Raises:
             ValueError, TypeError: no such state_dict, state of other shapes, another `seed`, a bad
-                setting; nothing has changed then.
+                setting or count; nothing has changed then.
             RuntimeError: the group holds other parameters than the state.
         """
         self._require_parameters()
@@ -322,6 +329,7 @@ class _WholeVector(torch.optim.Optimizer):
         seeds = group.get("seed", own_seed), own_seed
         if seeds[0] != seeds[1]:
             raise ValueError(f"seed must be {seeds[0]}, as saved, got {seeds[1]}")
+        check_counts(group)
         # How products with the Hessian are made is the training loop's, as in Kron.
         functions = [name for name in SCHEDULES if group.get(name) is None]  # which are not saved
         others = ("params", "param_names", "hvp", *functions)
