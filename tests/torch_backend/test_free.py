@@ -316,6 +316,13 @@ FREE = {
         SEQUENCE,
         (3, 2),
     ),
+    "einsum with any number of axes of both": (
+        lambda x, W: torch.einsum("...ai,...io->...ao", x[:, :, None], W).squeeze(2),
+        lambda x, W: torch.einsum("nti,ntio->nto", x, W),
+        [(2, 4, 5)],
+        SEQUENCE,
+        (3,),
+    ),
     "tensordot along two axes": (
         lambda x, W: torch.tensordot(x, W),
         lambda x, W: torch.einsum("nti,ntio->no", x, W),

@@ -106,7 +106,7 @@ def halves_of(labels: Labels) -> Halves | None:
 
 
 def labels_of_call(equation: Any, place: int, weight: torch.Tensor, x: Any) -> Labels | None:
-    """`labels_of` for two operands, with one for each axis of an ellipsis.
+    """`labels_of` for two operands, with one for each axis of an ellipsis, the last of which are alike.
 
     Args:
         place: of the weight; `x` is the other operand.
@@ -115,18 +115,23 @@ def labels_of_call(equation: Any, place: int, weight: torch.Tensor, x: Any) -> L
         None also where an axis of length 1 stands for all.
     """
     labels = labels_of(equation, place) if isinstance(equation, str) else None
-    if labels is None or not isinstance(x, torch.Tensor) or len(labels.own) != weight.ndim:
+    if labels is None or not isinstance(x, torch.Tensor):
         return None
     own, other, out = labels
-    count = x.ndim - len(other) + 1
-    if (_ELLIPSIS in other) != (_ELLIPSIS in out) or count < 0:
+    counts = [
+        len(x.shape) - len(of) + 1 if _ELLIPSIS in of else 0 for of, x in ((own, weight), (other, x))
+    ]
+    if (_ELLIPSIS in own + other) != (_ELLIPSIS in out) or min(counts) < 0:
         return None
-    axes = "".join([chr(ord("0") + i) for i in range(count)])
-    labels = Labels(own, other.replace(_ELLIPSIS, axes), out.replace(_ELLIPSIS, axes))
+    axes = "".join([chr(ord("0") + i) for i in range(max(counts))])
+    own, other = (
+        of.replace(_ELLIPSIS, axes[len(axes) - n :]) for of, n in zip((own, other), counts, strict=True)
+    )
+    labels = Labels(own, other, out.replace(_ELLIPSIS, axes))
+    if len(own) != weight.ndim or len(other) != x.ndim:
+        return None
     sizes = dict(zip(own, weight.shape, strict=True))
-    if len(labels.other) != x.ndim:
-        return None
-    alike = [sizes.get(label, n) == n for label, n in zip(labels.other, x.shape, strict=True)]
+    alike = [sizes.get(label, n) == n for label, n in zip(other, x.shape, strict=True)]
     return labels if all(alike) else None
 
 
