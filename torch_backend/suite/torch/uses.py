@@ -26,6 +26,7 @@ from suite.torch.hooks import (
 )
 from suite.torch.made_weights import node_of, reached_from
 from suite.torch.operations import CASTS, SHAPED_LIKE, WRITES
+from suite.torch.shared_weights import SharedWeights
 
 # Kinds whose module passes its weight, and its bias, to one function in every call.
 _COUNTED = ("dense", "convolution", "transposed", "embedding", "bag", "norm", "bias")
@@ -102,7 +103,7 @@ class UseCounter(ModeAround):
         weights = [(c.layer.weight.parameter, (c, c.first)) for c in self.captures]
         biases = [(c.layer.bias.parameter, (c, c.first_of_bias)) for c in self.captures if c.layer.bias]
         watched = {id(x): own for x, own in (*biases, *weights) if x.requires_grad}
-        return _Counting(watched, self.running_modes)
+        return _Counting(watched, self.running_modes, SharedWeights(self.model))
 
     def strays(self) -> list[str]:
         """The layers whose weights or biases the loss used more often than it used the layers.
@@ -141,10 +142,13 @@ def _note(capture: LayerCapture, place: int, by_inputs: Any, by_outputs: Any) ->
 
 class _Counting(Mode):
     def __init__(
-        self, watched: dict[int, tuple[LayerCapture, FirstStep]], running_modes: Stacks
+        self,
+        watched: dict[int, tuple[LayerCapture, FirstStep]],
+        running_modes: Stacks,
+        shared: SharedWeights,
     ) -> None:
         super().__init__()
-        self.running_modes = running_modes
+        self.running_modes, self.shared = running_modes, shared
         self.watched = watched  # by the id of a weight or a bias, whose uses are noted there
         self.casts: dict[int, tuple[torch.Tensor, int]] = {}  # a weight's, and which
         self.began = graph_clock()
@@ -158,7 +162,19 @@ class _Counting(Mode):
         if not in_traced_graph() and function is not torch.autograd.grad:
             with self.looking():
                 self._count(function, args, kwargs, output)
+                self._find_shared(function, args, kwargs, output)
         return output
+
+    def _find_shared(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Note layers whose products with constants are the weight of a product with examples."""
+        for name in self.shared.follow(function, args, kwargs, output, self._layer_of):
+            clock = next(c.clock for c, _ in self.watched.values())
+            if not clock.sampled:
+                when_reached([output], functools.partial(clock.lookups.add, name))
+
+    def _layer_of(self, operand: Any) -> str:
+        weight = self._weight(operand)
+        return self.watched[weight][0].layer.name if weight else ""
 
     def _count(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
         several = output if isinstance(output, list | tuple) else (output,)
