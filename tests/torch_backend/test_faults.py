@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import re
 import warnings
 
 import pytest
@@ -271,6 +273,35 @@ def test_a_weight_that_was_resized_in_place_is_an_error_that_names_it():
         RuntimeError, match="shapes that they had when K-FAC was attached, got others: '2'"
     ):
         kfac.step()
+
+
+GROWN = {
+    "a layer": (nn.Linear(4, 3), torch.randn(9, 4), (5, 4)),
+    "its inputs": (nn.Linear(4, 3, bias=False), torch.randn(9, 6), (3, 6)),
+    "a table": (nn.Embedding(5, 3), torch.arange(9) % 7, (7, 3)),
+    "a table of bags": (nn.EmbeddingBag(5, 3, mode="sum"), torch.arange(18).view(9, 2) % 7, (7, 3)),
+    "a convolution": (nn.Conv1d(2, 3, 2), torch.randn(9, 2, 5), (4, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("how", GROWN)
+def test_a_weight_that_grew_where_it_is_is_an_error_of_the_forward_that_names_it(how):
+    layer, x, shape = copy.deepcopy(GROWN[how])
+    model = nn.Sequential(layer, nn.Tanh())
+    kfac = KFAC(model)
+    before = tuple(layer.weight.shape)
+    layer.weight.data = torch.randn(shape)
+    if getattr(layer, "bias", None) is not None:
+        layer.bias.data = torch.randn(shape[0])
+    with torch.no_grad():
+        assert model(x).isfinite().all()  # it may be looked at
+    message = f"{re.escape(str(before))}, got {re.escape(str(shape))}: detach"
+    with pytest.raises(RuntimeError, match="layer '0' must have a weight of the shape .*" + message):
+        model(x)
+    kfac.detach()
+    kfac = KFAC(model)
+    model(x).square().mean().backward()
+    kfac.step()
 
 
 def test_gradients_that_were_asked_for_alone_are_an_error_that_says_so():

@@ -121,6 +121,16 @@ def test_embedding_statistics_are_sums_over_looked_up_rows(padding_idx, reductio
     assert_sums(factors["layer"], a[None], torch.stack([g[at] for at in rows])[None], terms)
 
 
+@pytest.mark.parametrize("rows", [9, 5])
+def test_a_table_has_the_rows_of_its_weight_whatever_its_number_says(rows):
+    table, x = nn.Embedding(6, 4), torch.tensor([[2, 0, 4], [rows - 1, 2, 3]])
+    table.weight = nn.Parameter(numbers(rows, 4))
+    model = Net(table, 4).double()
+    _, calls = watched(model, x)
+    a, g = F.one_hot(x.flatten(), rows).double(), calls["layer"][0][1].grad.reshape(1, -1, 4)
+    assert_sums(held(stepped(model, x))["layer"], a[None], g, 2)
+
+
 INDICES = torch.tensor([1, 1, 4, 0, 2, 1, 5, 5, 5, 3])
 OFFSETS = torch.tensor([0, 3, 3, 7])  # the second bag is empty
 WEIGHTS = numbers(10, seed=3)

@@ -111,6 +111,7 @@ class LayerCapture:
         """`stream`: of the noise that chooses rows or examples."""
         self.layer = layer
         self.clock = clock
+        self._shape = layer.weight.parameter.shape
         # A tensor: what torch.compile makes of a layer holds for others, too.
         self.stream = torch.full((1,), stream, dtype=torch.int32, device=layer.device)
         self.bases: Bases | None = None  # set to sum second moments in
@@ -435,6 +436,13 @@ class LayerCapture:
             raise RuntimeError(
                 f"layer {self.layer.name!r} must run where it was when K-FAC was attached, on "
                 f"{self.G.device}, got {y.device}: move the model first, then attach"
+            )
+        shape = self.layer.weight.parameter.shape
+        if not torch.compiler.is_compiling() and shape != self._shape:
+            raise RuntimeError(
+                f"layer {self.layer.name!r} must have a weight of the shape that it had when K-FAC was "
+                f"attached, {tuple(self._shape)}, got {tuple(shape)}: detach() before layers grow or "
+                "shrink, then attach again"
             )
         spec = site.spec
         if y.dtype.is_complex:  # of a real weight the gradient is the real part of a product

@@ -328,10 +328,10 @@ class FoundLayers:
             )
         if isinstance(module, nn.Embedding):
             padding = -1 if module.padding_idx is None else module.padding_idx
-            rows = module.num_embeddings
-            return LayerSpec("embedding", padding_index=padding, norm_size=rows)
+            # Of the weight: who puts a longer one there may leave `num_embeddings` as it was.
+            return LayerSpec("embedding", padding_index=padding, norm_size=len(module.weight))
         if isinstance(module, nn.EmbeddingBag):
-            return LayerSpec("bag", norm_size=module.num_embeddings)
+            return LayerSpec("bag", norm_size=len(module.weight))
         spec = norm_spec(module, reduce)
         over_positions = spec.norm in ("batch", "group", "instance")
         return spec._replace(max_examples=self._max_examples if over_positions else 0)

@@ -102,4 +102,4 @@ def _bag(
         )
         sizes = torch.zeros(count, dtype=dtype, device=flat.device).index_add_(0, bags, real)
         share = share / sizes.clamp_(min=1)[bags]
-    return bag_second_moments(flat, bags, share, module.num_embeddings)
+    return bag_second_moments(flat, bags, share, len(module.weight))
