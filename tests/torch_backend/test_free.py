@@ -189,6 +189,20 @@ FREE = {
         (3, 4),
     ),
     "x exp(p)": (lambda x, p: x * p.exp(), lambda x, p: x * p.exp(), [(4,)], SEQUENCE, (3, 2)),
+    "x exp(-t p), of times t": (
+        lambda x, p: x * torch.exp(-torch.linspace(1, 2, 2)[:, None] * p),
+        lambda x, p: x * torch.exp(-torch.linspace(1, 2, 2)[:, None] * p),
+        [(4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
+    "x + sin(t p + q), of times t": (
+        lambda x, p, q: x + torch.sin(torch.arange(1, 3)[:, None] * p + q),
+        lambda x, p, q: x + torch.sin(torch.arange(1, 3)[:, None] * p + q),
+        [(4,), (4,)],
+        SEQUENCE,
+        (3, 2),
+    ),
     "x - exp(-p)": (
         lambda x, p: x + -torch.exp(-p),
         lambda x, p: x - (-p).exp(),
@@ -1852,6 +1866,7 @@ class FreeLast(nn.Module):
 @pytest.mark.filterwarnings("ignore:these layers got a gradient but were not seen:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # dynamo looks at .grad
+@pytest.mark.filterwarnings("ignore:these layers ran once for all examples:RuntimeWarning")  # it did
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("how", ["tied", "symmetric", "once for all", "mixed"])
 def test_terms_are_of_one_use_of_a_free_parameter_and_of_rows(how, compiled):

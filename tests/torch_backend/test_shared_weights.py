@@ -1,4 +1,4 @@
-"""Weights that a forward makes of constants, once for all examples, are named."""
+"""What a forward makes of constants, once for all examples, is named."""
 
 from __future__ import annotations
 
@@ -54,6 +54,12 @@ NAMED = {
     "by a layer": (["made"], lambda m, x: F.linear(x, m.made(m.codes).tanh())),
     "of coordinates": (["inner"], lambda m, x: F.linear(input=x, weight=of_grid(m))),
     "in front": (["mixed"], lambda m, x: ((m.order @ m.mixed) @ x.T).T),
+    "added": (["inner"], lambda m, x: x[:, None, :4] + of_grid(m)[:, :4]),
+    "an outer product": (
+        ["coefficients"],
+        lambda m, x: x[:, None, :3] * torch.outer(torch.arange(4), m.coefficients) @ m.basis[0, :3, :4],
+    ),
+    "added to one": ([], lambda m, x: x[:1, None, :4] + of_grid(m)[:, :4]),
     "of a mask": ([], lambda m, x: F.linear(x, m.mixed * (m.basis[0] > 0))),
     "of examples": ([], lambda m, x: F.linear(x, m.made(x[:OUTPUTS, :2]))),
     "of a hypernetwork": (

@@ -42,6 +42,7 @@ from suite.torch.operations import (
     CASTS,
     CHOICES,
     COPIES,
+    GRIDS,
     LISTS,
     LOOKS,
     QUOTIENTS,
@@ -283,7 +284,9 @@ class FreeParameters(Mode):
             others = [x for x in tensors_given(args, kwargs) if id(x) in self.inside]
             self.found.update(self.inside[id(x)] for x in others if self._known(x))
         written = args[0] if function is T.__setitem__ else output
-        if isinstance(output, T) and not output.requires_grad and self._is_fresh(args, kwargs):
+        if function in GRIDS:
+            self.constants.append(output)
+        elif isinstance(output, T) and not output.requires_grad and self._is_fresh(args, kwargs):
             if torch.compiler.is_compiling():
                 self.traced.append(output)
             else:

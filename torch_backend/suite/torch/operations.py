@@ -44,6 +44,7 @@ _PERMUTE = {T.permute, torch.permute}
 _GROUPED = {getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)} - {None}
 _GROUPED_OPERATOR = "transformers.grouped_mm_fallback"
 SHIFTED = ADDED | ADDED_STACKS | ADDED_ENTRYWISE  # products that the first operand is added to
+GRIDS = {torch.arange, torch.linspace, torch.logspace, torch.eye}  # as a module's buffers may hold
 LOOKS = {T._base.__get__}  # no uses of a view: another mode looks whose it is
 MAXIMA = {torch.maximum, T.maximum, torch.max, T.max}
 EXTREMES = MAXIMA | {torch.minimum, T.minimum, torch.min, T.min}

@@ -1,8 +1,8 @@
-"""Weights that a forward makes of constants, once for all examples, by products with parameters.
+"""What a forward makes of constants by products with parameters, once for all examples.
 
-`F.linear(x, torch.einsum("k,kio->oi", self.coefficients, self.basis))`, or a kernel that layers make of
-coordinates: rows of that product are the constant's. The examples' gradients are summed before they
-reach it, and the square of their sum is not the sum of their squares.
+`F.linear(x, torch.einsum("k,kio->oi", self.coefficients, self.basis))`, or a kernel, or positions, that
+layers make of coordinates: rows of that product are the constant's. The examples' gradients are summed
+before they reach it, and the square of their sum is not the sum of their squares.
 """
 
 from __future__ import annotations
@@ -17,13 +17,22 @@ from torch.nn import functional as F
 from suite.torch.calls import CONVOLVE
 from suite.torch.einsum import operands_of
 from suite.torch.hooks import tensors_given, tensors_in
-from suite.torch.operations import ADDED, ADDED_STACKS, COPIES, MATRIX, T
+from suite.torch.looked_up import spreads
+from suite.torch.operations import ADDED, ADDED_STACKS, ARITHMETIC, COPIES, GRIDS, MATRIX, T
 
 _CONVOLUTIONS: set[Any] = {torch.conv1d, torch.conv2d, torch.conv3d}
 _CONVOLUTIONS |= {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
 _MATRIX = MATRIX | {torch.mv, T.mv} - {T.__rmatmul__}
-_PRODUCTS = {F.linear, torch.einsum, *_CONVOLUTIONS, *_MATRIX, *ADDED, *ADDED_STACKS}
-_GRIDS = {torch.arange, torch.linspace, torch.eye}
+_PRODUCTS = {
+    F.linear,
+    torch.einsum,
+    torch.outer,
+    T.outer,
+    *_CONVOLUTIONS,
+    *_MATRIX,
+    *ADDED,
+    *ADDED_STACKS,
+}
 
 
 class _Made(NamedTuple):
@@ -47,7 +56,7 @@ class SharedWeights:
     def follow(
         self, function: Any, args: Any, kwargs: Any, output: Any, layer_of: Callable[[Any], str]
     ) -> frozenset[str]:
-        """The layers whose products with constants a function takes for the weight of examples.
+        """The layers whose products with constants a function gives to several examples.
 
         Args:
             layer_of: the name of the layer whose weight something is; '': it is none.
@@ -56,7 +65,7 @@ class SharedWeights:
         if function in COPIES or len({id(x) for x in given}) < len(given):
             return frozenset()  # each example may have one
         made = [self._made_of(x, layer_of) for x in given]
-        if (given or function in _GRIDS) and all(x is not None for x in made):
+        if (given or function in GRIDS) and all(x is not None for x in made):
             layers = frozenset[str]().union(*(x.layers for x in made if x is not None))
             multiplied = frozenset[str]().union(*(x.multiplied for x in made if x is not None))
             multiplied = layers if function in _PRODUCTS and len(given) > 1 else multiplied
@@ -66,6 +75,10 @@ class SharedWeights:
                 else:
                     self._constants[id(x)] = x
             return frozenset()
+        if function in ARITHMETIC and isinstance(output, torch.Tensor) and output.ndim > 0:
+            several = len(output) > 1
+            spread = [one for x, one in zip(given, made, strict=True) if several and spreads(x, output)]
+            return frozenset[str]().union(*(one.multiplied for one in spread if one is not None))
         if function not in _PRODUCTS:
             return frozenset()
         x, weight = _input_and_weight(function, args, kwargs)

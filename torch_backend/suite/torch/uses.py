@@ -166,7 +166,7 @@ class _Counting(Mode):
         return output
 
     def _find_shared(self, function: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Note layers whose products with constants are the weight of a product with examples."""
+        """Note layers whose products with constants several examples get."""
         for name in self.shared.follow(function, args, kwargs, output, self._layer_of):
             clock = next(c.clock for c, _ in self.watched.values())
             if not clock.sampled:
