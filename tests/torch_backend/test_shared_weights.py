@@ -38,6 +38,12 @@ def of_grid(m):
     return m.inner(torch.linspace(-1, 1, 2 * OUTPUTS).view(OUTPUTS, 2)).sin()
 
 
+def written(m, x):
+    codes = m.codes.clone()
+    codes[:] = x[0, :2]
+    return codes
+
+
 NAMED = {
     "coefficients in a basis": (["coefficients"], lambda m, x: F.linear(x, with_basis(m))),
     "of each": (["coefficients"], lambda m, x: x @ (m.coefficients @ m.basis.flatten(1)).view(-1, 4)),
@@ -71,6 +77,7 @@ NAMED = {
         lambda m, x: torch.einsum("bi,boi->bo", x, m.made(m.codes.expand(len(x), -1, -1))),
     ),
     "of edges": ([], lambda m, x: (x @ x.T) @ m.made(m.codes[[0, 1, 2, 3, 0, 1, 2][: len(x)]])[:, :4]),
+    "of what examples were written to": ([], lambda m, x: F.linear(x, m.made(written(m, x)))),
     "a product of constants": ([], lambda m, x: F.linear(x, m.order @ m.basis[0])),
 }
 

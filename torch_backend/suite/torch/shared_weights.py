@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from suite.torch.calls import CONVOLVE
 from suite.torch.einsum import operands_of
-from suite.torch.hooks import tensors_given, tensors_in
+from suite.torch.hooks import root_of, tensors_given, tensors_in
 from suite.torch.looked_up import spreads
-from suite.torch.operations import ADDED, ADDED_STACKS, ARITHMETIC, COPIES, GRIDS, MATRIX, T
+from suite.torch.operations import ADDED, ADDED_STACKS, ARITHMETIC, COPIES, GRIDS, MATRIX, WRITES, T
 
 _CONVOLUTIONS: set[Any] = {torch.conv1d, torch.conv2d, torch.conv3d}
 _CONVOLUTIONS |= {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
@@ -75,6 +75,8 @@ class SharedWeights:
                 else:
                     self._constants[id(x)] = x
             return frozenset()
+        if given and (function in WRITES or output is given[0]):
+            self._forget(given[0])
         if function in ARITHMETIC and isinstance(output, torch.Tensor) and output.ndim > 0:
             several = len(output) > 1
             spread = [one for x, one in zip(given, made, strict=True) if several and spreads(x, output)]
@@ -88,6 +90,13 @@ class SharedWeights:
         if behind is None and before is not None and _is_for_all(function, weight, x, False):
             return before.multiplied
         return frozenset()
+
+    def _forget(self, x: torch.Tensor) -> None:
+        """What is in a constant's memory is none any more."""
+        root = root_of(x)
+        if id(root) in self._constants:
+            kept = [one for one in self._constants.values() if root_of(one) is not root]
+            self._constants = {id(one): one for one in kept}
 
     def _made_of(self, x: Any, layer_of: Callable[[Any], str]) -> _Made | None:
         """None: it is not made of parameters and constants alone."""
