@@ -61,6 +61,10 @@ NAMED = {
     "of coordinates": (["inner"], lambda m, x: F.linear(input=x, weight=of_grid(m))),
     "in front": (["mixed"], lambda m, x: ((m.order @ m.mixed) @ x.T).T),
     "added": (["inner"], lambda m, x: x[:, None, :4] + of_grid(m)[:, :4]),
+    "shifted": (
+        ["inner", "mixed"],
+        lambda m, x: F.linear(x, (of_grid(m) * m.mixed).tanh()),
+    ),
     "an outer product": (
         ["coefficients"],
         lambda m, x: x[:, None, :3] * torch.outer(torch.arange(4), m.coefficients) @ m.basis[0, :3, :4],

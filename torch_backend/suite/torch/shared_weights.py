@@ -39,7 +39,7 @@ class _Made(NamedTuple):
     """What a tensor is made of, where that is parameters and constants alone."""
 
     layers: frozenset[str] = frozenset()  # whose weights it is a function of
-    multiplied: frozenset[str] = frozenset()  # those of them that are in a product
+    multiplied: frozenset[str] = frozenset()  # those of them that are in a product, or meet its rows
 
 
 class SharedWeights:
@@ -68,7 +68,8 @@ class SharedWeights:
         if (given or function in GRIDS) and all(x is not None for x in made):
             layers = frozenset[str]().union(*(x.layers for x in made if x is not None))
             multiplied = frozenset[str]().union(*(x.multiplied for x in made if x is not None))
-            multiplied = layers if function in _PRODUCTS and len(given) > 1 else multiplied
+            joins = function in _PRODUCTS or (function in ARITHMETIC and multiplied)
+            multiplied = layers if joins and len(given) > 1 else multiplied
             for x in tensors_in(output, set()):
                 if x.grad_fn is not None:
                     self._made[x.grad_fn] = _Made(layers, multiplied)
