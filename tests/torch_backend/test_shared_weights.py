@@ -59,6 +59,10 @@ NAMED = {
     "of a triangle": (["lower"], lambda m, x: x[:, :4] @ (m.order @ m.lower.tril()).T),
     "by a layer": (["made"], lambda m, x: F.linear(x, m.made(m.codes).tanh())),
     "of coordinates": (["inner"], lambda m, x: F.linear(input=x, weight=of_grid(m))),
+    "by a constant matrix, and then another": (
+        ["lower", "mixed"],
+        lambda m, x: F.linear(x, (m.order @ m.lower.tril()) @ m.mixed),
+    ),
     "in front": (["mixed"], lambda m, x: ((m.order @ m.mixed) @ x.T).T),
     "added": (["inner"], lambda m, x: x[:, None, :4] + of_grid(m)[:, :4]),
     "shifted": (

@@ -68,8 +68,10 @@ class SharedWeights:
         if (given or function in GRIDS) and all(x is not None for x in made):
             layers = frozenset[str]().union(*(x.layers for x in made if x is not None))
             multiplied = frozenset[str]().union(*(x.multiplied for x in made if x is not None))
-            joins = function in _PRODUCTS or (function in ARITHMETIC and multiplied)
-            multiplied = layers if joins and len(given) > 1 else multiplied
+            # A product of weights alone has no rows.
+            takes_rows = function in _PRODUCTS and any(x is not None and not x.layers for x in made)
+            takes_rows = takes_rows or (bool(multiplied) and function in _PRODUCTS | ARITHMETIC)
+            multiplied = layers if takes_rows and len(given) > 1 else multiplied
             for x in tensors_in(output, set()):
                 if x.grad_fn is not None:
                     self._made[x.grad_fn] = _Made(layers, multiplied)
