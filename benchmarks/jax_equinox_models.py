@@ -11,11 +11,13 @@ import jax.numpy as jnp
 
 from jax_models import attention
 from jax_tasks import (
+    CHANNELS,
     CLASSES,
     FEATURES,
     HEADS,
     LAYERS,
     LENGTH,
+    MODES,
     NODES,
     PATCH,
     RECEIVERS,
@@ -25,6 +27,7 @@ from jax_tasks import (
     Case,
     case,
     pair_features,
+    spectral,
 )  # fmt: skip
 
 _NUMBERS = itertools.count()
@@ -225,6 +228,38 @@ class GNN(eqx.Module):
         return jax.vmap(self.out)(h)
 
 
+class Spectral(eqx.Module):
+    real: Any
+    imaginary: Any
+    local: Any
+
+    def __init__(self) -> None:
+        shape = CHANNELS, CHANNELS, MODES
+        self.real, self.imaginary = (0.1 * jax.random.normal(key(), shape) for _ in range(2))
+        self.local = linear(CHANNELS, CHANNELS)
+
+    def __call__(self, x: Any) -> Any:
+        return jax.nn.gelu(spectral(self.real, self.imaginary, x) + jax.vmap(self.local)(x))
+
+
+class Operator(eqx.Module):
+    """A Fourier neural operator, with the parts of its spectra."""
+
+    lift: Any
+    blocks: Any
+    out: Any
+
+    def __init__(self) -> None:
+        self.lift, self.out = linear(1, CHANNELS), linear(CHANNELS, 1)
+        self.blocks = [Spectral(), Spectral()]
+
+    def __call__(self, x: Any) -> Any:
+        x = jax.vmap(self.lift)(x)
+        for block in self.blocks:
+            x = block(x)
+        return jax.vmap(self.out)(x)
+
+
 class LogPsi(eqx.Module):
     one: Any
     two: Any
@@ -262,4 +297,5 @@ MODELS = {
     "gnn": lambda: make("gnn", GNN()),
     "pinn": lambda: make("pinn", mlp(2, "scalar")),
     "vmc": lambda: make("vmc", LogPsi()),
+    "operator": lambda: make("operator", Operator()),
 }

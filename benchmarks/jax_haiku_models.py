@@ -11,10 +11,12 @@ import jax.numpy as jnp
 
 from jax_models import attention
 from jax_tasks import (
+    CHANNELS,
     CLASSES,
     HEADS,
     LAYERS,
     LENGTH,
+    MODES,
     NODES,
     PATCH,
     RECEIVERS,
@@ -25,6 +27,7 @@ from jax_tasks import (
     Case,
     case,
     pair_features,
+    spectral,
 )  # fmt: skip
 
 
@@ -104,6 +107,16 @@ def pinn(x: Any) -> Any:
     return mlp(1)(x)[0]
 
 
+def operator(x: Any) -> Any:
+    """A Fourier neural operator, with the parts of its spectra."""
+    x = hk.Linear(CHANNELS)(x)
+    for i in range(2):
+        shape, init = (CHANNELS, CHANNELS, MODES), hk.initializers.RandomNormal(0.1)
+        parts = [hk.get_parameter(f"{part}_{i}", shape, init=init) for part in ("real", "imaginary")]
+        x = jax.nn.gelu(spectral(*parts, x) + hk.Linear(CHANNELS)(x))
+    return hk.Linear(1)(x)
+
+
 def log_psi(r: Any) -> Any:
     h = jnp.tanh(hk.Linear(WIDTH)(jnp.tanh(hk.Linear(WIDTH)(pair_features(r)))))
     width = hk.get_parameter("width", (2,), init=jnp.ones)
@@ -122,6 +135,6 @@ def make(name: str, function: Callable[..., Any]) -> Callable[[], Case]:
 
 FUNCTIONS = {
     "mlp": mlp(CLASSES), "resnet": resnet, "vit": vit, "gpt": gpt, "unet": unet, "lstm": lstm,
-    "mixer": mixer, "gnn": gnn, "pinn": pinn, "vmc": log_psi,
+    "mixer": mixer, "gnn": gnn, "pinn": pinn, "vmc": log_psi, "operator": operator,
 }  # fmt: skip
 MODELS = {name: make(name, function) for name, function in FUNCTIONS.items()}

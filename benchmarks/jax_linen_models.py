@@ -11,10 +11,12 @@ import jax.numpy as jnp
 
 from jax_models import attention
 from jax_tasks import (
+    CHANNELS,
     CLASSES,
     HEADS,
     LAYERS,
     LENGTH,
+    MODES,
     NODES,
     PATCH,
     RECEIVERS,
@@ -25,6 +27,7 @@ from jax_tasks import (
     Case,
     case,
     pair_features,
+    spectral,
 )  # fmt: skip
 
 
@@ -119,6 +122,19 @@ class GNN(nn.Module):
         return nn.Dense(1)(h)
 
 
+class Operator(nn.Module):
+    """A Fourier neural operator, with the parts of its spectra."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.Dense(CHANNELS)(x)
+        for i in range(2):
+            shape, init = (CHANNELS, CHANNELS, MODES), nn.initializers.normal(0.1)
+            parts = [self.param(f"{part}_{i}", init, shape) for part in ("real", "imaginary")]
+            x = nn.gelu(spectral(*parts, x) + nn.Dense(CHANNELS)(x))
+        return nn.Dense(1)(x)
+
+
 class LogPsi(nn.Module):
     @nn.compact
     def __call__(self, r: Any) -> Any:
@@ -144,6 +160,6 @@ def make(name: str, model: nn.Module) -> Callable[[], Case]:
 
 MODULES = {
     "mlp": MLP(CLASSES), "resnet": ResNet(), "vit": ViT(), "gpt": GPT(), "unet": UNet(), "lstm": LSTM(),
-    "mixer": Mixer(), "gnn": GNN(), "pinn": MLP(1), "vmc": LogPsi(),
+    "mixer": Mixer(), "gnn": GNN(), "pinn": MLP(1), "vmc": LogPsi(), "operator": Operator(),
 }  # fmt: skip
 MODELS = {name: make(name, model) for name, model in MODULES.items()}

@@ -10,11 +10,13 @@ import numpy as np
 from jax import lax
 
 from jax_tasks import (
+    CHANNELS,
     CLASSES,
     FEATURES,
     HEADS,
     LAYERS,
     LENGTH,
+    MODES,
     NODES,
     PATCH,
     RECEIVERS,
@@ -24,6 +26,7 @@ from jax_tasks import (
     Case,
     case,
     pair_features,
+    spectral,
 )  # fmt: skip
 
 _RNG = np.random.default_rng(1)
@@ -238,6 +241,27 @@ def plain_pinn() -> Case:
     return case("pinn", lambda p, x: mlp(p, x)[0], params)
 
 
+def plain_operator() -> Case:
+    """A Fourier neural operator, with the parts of its spectra."""
+    shape = CHANNELS, CHANNELS, MODES
+    params = {
+        "lift": dense(1, CHANNELS),
+        "blocks": [
+            {"real": normal(*shape), "imaginary": normal(*shape), "local": dense(CHANNELS, CHANNELS)}
+            for _ in range(2)
+        ],
+        "out": dense(CHANNELS, 1),
+    }
+
+    def apply(p: Any, x: jax.Array) -> jax.Array:
+        x = affine(p["lift"], x)
+        for b in p["blocks"]:
+            x = jax.nn.gelu(spectral(b["real"], b["imaginary"], x) + affine(b["local"], x))
+        return affine(p["out"], x)
+
+    return case("operator", apply, params)
+
+
 def plain_vmc() -> Case:
     params = {"one": dense(4, WIDTH), "two": dense(WIDTH, WIDTH), "out": normal(WIDTH, 1)}
     params["width"] = jnp.ones(2)
@@ -252,4 +276,5 @@ def plain_vmc() -> Case:
 MODELS = {
     "mlp": plain_mlp, "resnet": plain_resnet, "vit": plain_vit, "gpt": plain_gpt, "unet": plain_unet,
     "lstm": plain_lstm, "mixer": plain_mixer, "gnn": plain_gnn, "pinn": plain_pinn, "vmc": plain_vmc,
+    "operator": plain_operator,
 }  # fmt: skip

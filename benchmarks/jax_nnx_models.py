@@ -10,11 +10,13 @@ from flax import nnx
 
 from jax_models import attention
 from jax_tasks import (
+    CHANNELS,
     CLASSES,
     FEATURES,
     HEADS,
     LAYERS,
     LENGTH,
+    MODES,
     NODES,
     PATCH,
     RECEIVERS,
@@ -24,6 +26,7 @@ from jax_tasks import (
     Case,
     case,
     pair_features,
+    spectral,
 )  # fmt: skip
 
 RNGS = nnx.Rngs(0)
@@ -177,6 +180,29 @@ class GNN(nnx.Module):
         return self.out(h)
 
 
+class Spectral(nnx.Module):
+    def __init__(self) -> None:
+        shape = CHANNELS, CHANNELS, MODES
+        self.real, self.imaginary = (
+            nnx.Param(nnx.initializers.normal(0.1)(RNGS.params(), shape)) for _ in range(2)
+        )
+        self.local = linear(CHANNELS, CHANNELS)
+
+    def __call__(self, x: Any) -> Any:
+        return nnx.gelu(spectral(self.real[...], self.imaginary[...], x) + self.local(x))
+
+
+class Operator(nnx.Module):
+    """A Fourier neural operator, with the parts of its spectra."""
+
+    def __init__(self) -> None:
+        self.lift, self.out = linear(1, CHANNELS), linear(CHANNELS, 1)
+        self.a, self.b = Spectral(), Spectral()
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(self.b(self.a(self.lift(x))))
+
+
 class LogPsi(nnx.Module):
     def __init__(self) -> None:
         self.one, self.two = linear(4, WIDTH), linear(WIDTH, WIDTH)
@@ -209,4 +235,5 @@ MODELS = {
     "gnn": lambda: make("gnn", GNN()),
     "pinn": lambda: make("pinn", MLP(2, 1)),
     "vmc": lambda: make("vmc", LogPsi()),
+    "operator": lambda: make("operator", Operator()),
 }

@@ -19,6 +19,11 @@ BATCH, WIDTH, HEADS, LAYERS = 32, 64, 4, 3
 CLASSES, VOCABULARY, LENGTH, PATCH = 10, 96, 16, 4
 FEATURES = 48  # of an example of the MLP, of a step of the LSTM and of a patch of the Mixer
 NODES, EDGES = 64, 256
+POINTS, CHANNELS, MODES = (
+    32,
+    32,
+    8,
+)  # of the operator: where functions are known, and what is made of them
 PARTICLES = 4
 
 _RNG = np.random.default_rng(0)
@@ -74,6 +79,15 @@ def pair_features(r: jax.Array) -> jax.Array:
     return jnp.concatenate([r, centre, apart], -1)
 
 
+def spectral(real: jax.Array, imaginary: jax.Array, x: jax.Array) -> jax.Array:
+    """x (..., POINTS, CHANNELS), whose first MODES frequencies get a matrix each, (in, out, MODES)."""
+    z = jnp.fft.rfft(x, axis=-2)
+    z = jnp.einsum("...mi,iom->...mo", z[..., :MODES, :], real + 1j * imaginary)
+    behind = POINTS // 2 + 1 - MODES
+    z = jnp.pad(z, [(0, 0)] * (z.ndim - 2) + [(0, behind), (0, 0)])
+    return jnp.fft.irfft(z, n=POINTS, axis=-2)
+
+
 IMAGES, TOKENS = data(BATCH, 16, 16, 3), labels(VOCABULARY, BATCH, LENGTH)
 PICKED = labels(CLASSES, BATCH)
 
@@ -89,6 +103,7 @@ TASKS: dict[str, tuple[Callable[[Apply], Apply], tuple[Any, ...]]] = {
     "gnn": (regress, (data(NODES, FEATURES), data(NODES, 1))),
     "pinn": (poisson, (data(4 * BATCH, 2), data(BATCH, 2))),
     "vmc": (variational, (data(4 * BATCH, PARTICLES, 2), data(4 * BATCH))),
+    "operator": (regress, (data(BATCH, POINTS, 1), data(BATCH, POINTS, 1))),
 }
 
 
