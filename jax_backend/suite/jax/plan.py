@@ -203,7 +203,9 @@ class _Assembly:
         if self.names[leaf] in self.plain:
             return "named in `plain`"
         if not jnp.issubdtype(self.dtypes[leaf], jnp.floating):
-            return f"{self.dtypes[leaf]} parameters are not covered"
+            is_complex = jnp.issubdtype(self.dtypes[leaf], jnp.complexfloating)
+            instead = ": keep real and imaginary parts as two leaves" if is_complex else ""
+            return f"{self.dtypes[leaf]} parameters are not covered{instead}"
         products = [s for s in sites if not isinstance(s.use.product, Elementwise)]
         if leaf in self.uses.others and leaf not in self.uses.by_hand:
             kinds = ", ".join(dict.fromkeys(self.uses.others[leaf]))
