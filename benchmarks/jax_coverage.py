@@ -31,7 +31,7 @@ PACKAGES = {"linen": "flax", "nnx": "flax", "equinox": "equinox", "haiku": "dm-h
 
 ABOUT = """\
 - *covered*: the share of parameters that K-FAC preconditions; *factored*: that of those in a block of
-  factors A ⊗ G, where scales and shifts are blocks of 2 x 2, positions and tokens diagonal.
+  factors A ⊗ G, where scales and shifts are blocks of 2 x 2, positions, tokens and spectra diagonal.
 - *lines*: what the user writes about K-FAC, in the model + in the training script, where it takes the
   place of Adam (`train_with_adam` and `train_with_kfac` of the benchmark, counted by `difflib`).
 - *verified*: the largest error of Σ g aᵀ against the gradient over all covered leaves, in units of a
