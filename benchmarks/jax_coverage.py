@@ -41,7 +41,9 @@ ABOUT = """\
 - *cost*: the CPU time of a step with statistics over that of `jax.value_and_grad`, medians of 31
   interleaved calls. A square layer's moments are 4 products of its size beside the gradient's 6: 1.67 is
   par. A of a 3 x 3 kernel has 9 times the channels for a side, so that convolutions to few channels cost
-  more, and G of an LSTM's fused gates 4 times the width.
+  more, and G of an LSTM's fused gates 4 times the width. Steps of mlp, gnn and vmc take a millisecond or
+  less, and in some runs XLA's threads spend several times as much on one of them as in others: 8 is one
+  model's figure in one run, and 1.4 to 3 in all others.
 """
 
 
