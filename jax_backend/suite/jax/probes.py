@@ -128,7 +128,7 @@ class _Runner:
         self.factors: dict[Path, list[int]] = {}
         self.numbers: dict[Path, set[int]] = {}
         self.whole: set[tuple[Path, int]] = set()  # which of them are `operands`
-        self.apart: dict[tuple[Path, int], tuple[Path, ...]] = {}
+        self.apart: dict[tuple[Path, int], set[Path]] = {}  # and which scans take them apart
         self.opened = {path[:-1] for path in at}
         self.follower = Follower([slope for probe in probes for slope in probe.slopes])
         for path in self.follower.through:
@@ -140,7 +140,8 @@ class _Runner:
             if probe.factor is not None:
                 self.factors.setdefault(probe.factor[0], []).append(probe.factor[1])
             self.whole.update(probe.operands)
-            self.apart.update(probe.apart)
+            for key, scans in probe.apart:
+                self.apart.setdefault(key, set()).update(scans)
             needed = [(m.path, m.operand) for chain in probe.multipliers for m in chain]
             for path, operand in (*needed, *probe.operands):
                 self.opened.update(path[:depth] for depth in range(1, len(path)))
