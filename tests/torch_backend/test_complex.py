@@ -40,6 +40,18 @@ USES = {
     "x * p": (lambda x, p: x * p, lambda x, p: x * p, [(4,)], (3, 2)),
     "real x * p": (lambda x, p: x.real * p, lambda x, p: x.real * p, [(2, 4)], (3,)),
     "x * 2 p": (lambda x, p: x * (2 * p), lambda x, p: x * (2 * p), [(4,)], (3, 2)),
+    "x * grid p": (
+        lambda x, p: x * (torch.arange(1.0, 5.0) * p),
+        lambda x, p: x * (torch.arange(1.0, 5.0) * p),
+        [(4,)],
+        (3, 2),
+    ),
+    "x * p / a number": (
+        lambda x, p: x * (p / torch.tensor(4.0)),
+        lambda x, p: x * (p / torch.tensor(4.0)),
+        [(4,)],
+        (3, 2),
+    ),
     "modes": (
         lambda x, p: torch.einsum("nit,iot->not", x[..., :3], p),
         lambda x, p: torch.einsum("nit,niot->not", x[..., :3], p),
@@ -105,6 +117,7 @@ def test_complex_parameters_have_the_diagonal_of_their_parts(name, reduction):
 # Complex weights (i, o, t) of two real parameters.
 MADE = {
     "complex": lambda re, im: torch.complex(re, im),
+    "by name": lambda re, im: torch.complex(imag=im, real=re),
     "1j": lambda re, im: re + 1j * im,
     "a difference": lambda re, im: re - im * 2j,
     "turned over": lambda re, im: 0.5j * im + re,

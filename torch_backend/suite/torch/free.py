@@ -173,6 +173,8 @@ class FreeParameters(Mode):
         if function is torch.tensordot:
             found = tensordot_as_einsum(args, kwargs)
             seen = seen if found is None else (torch.einsum, (found[0], *found[1]), {})
+        elif function is torch.complex and kwargs.keys() == {"real", "imag"}:
+            seen = function, (kwargs["real"], kwargs["imag"]), {}
         before, version = seen[1], None
         with self.looking():
             if not kwargs and function in (T.mul_, T.__imul__) and self._known(args[1]):
@@ -348,7 +350,7 @@ class FreeParameters(Mode):
                     # 1 + p has no rows before it meets x. The square of a factor goes into squares.
                     factor = factor_of(function, before, place)
                     if isinstance(factor, T) and not factor.is_complex():
-                        factor = factor.detach().to(watched.slot.dtype)
+                        factor = factor.detach().to(watched.ones.dtype)
                     slot = slot_of_product(watched.slot, factor, output.is_complex())
                     if slot is None:
                         watched.misses(output)
