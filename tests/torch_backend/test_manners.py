@@ -277,7 +277,7 @@ def test_an_earlier_hook_that_changes_the_output_is_not_part_of_the_layer():
 def test_a_forward_of_ones_own_that_calls_no_known_function_waits_with_a_reason():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     layer = model[0]
-    layer.forward = lambda x: 5 * (torch.tensordot(x, layer.weight, ([1], [1])) + layer.bias)
+    layer.forward = lambda x: 5 * (torch.linalg.multi_dot([x, layer.weight.T]) + layer.bias)
     kfac = KFAC(model.double())
     with pytest.warns(RuntimeWarning, match="'0'"):
         step(kfac, model(randn(4, 3)).square().mean())
@@ -286,6 +286,21 @@ def test_a_forward_of_ones_own_that_calls_no_known_function_waits_with_a_reason(
     assert "calls no function that K-FAC knows" in routing["0.weight"].reason
     assert routing["1.weight"].treatment == "kfac"
     assert "8 of 20 parameters preconditioned" in str(routing)
+
+
+def test_a_forward_of_ones_own_by_tensordot_is_the_layer():
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+    other = copy.deepcopy(model)
+    layer = other[0]
+    layer.forward = lambda x: torch.tensordot(x, layer.weight, ([1], [1])) + layer.bias
+    kfacs = [KFAC(one) for one in (model, other)]
+    x = randn(5, 3)
+    for one, kfac in zip((model, other), kfacs, strict=True):
+        step(kfac, one(x).square().mean())
+    for kind in "AG":
+        close(*(average(kfac, "0", kind) for kfac in kfacs))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        close(p.grad, q.grad)
 
 
 def test_the_output_projection_of_an_attention_with_its_own_forward_is_a_linear_layer():

@@ -118,6 +118,8 @@ def labels_of_call(equation: Any, place: int, weight: torch.Tensor, x: Any) -> L
     if labels is None or not isinstance(x, torch.Tensor):
         return None
     own, other, out = labels
+    if _ELLIPSIS in own and _ELLIPSIS not in other:
+        return None  # a matrix's product with a vector has no rows
     counts = [
         len(x.shape) - len(of) + 1 if _ELLIPSIS in of else 0 for of, x in ((own, weight), (other, x))
     ]
